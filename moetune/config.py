@@ -1,0 +1,268 @@
+"""The run file: what a user writes, as typed values.
+
+`load_run_config` is the one door: it reads YAML, applies `--set` overrides and reports every problem of the file at
+once, each with the nearest valid name. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from moetune.errors import UserError, suggest
+
+IdSet = Literal["all", "none"] | tuple[int, ...]
+"""Layer or expert numbers: every one, no one, or those listed."""
+
+
+def parse_ids(value: object) -> object:
+    """Turns `"0-5,8"`, `3` or `[0, 1, "4-6"]` into a sorted tuple of ints; `all` and `none` stay as they are.
+
+    Raises:
+        ValueError: the text is no such list, or a range runs backwards.
+    """
+    if value in ("all", "none"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, str, list, tuple)):
+        raise ValueError(f"{value!r} is not a list of numbers; write all, none, 3, [0, 1] or \"0-5,8\"")
+    words = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    ids: set[int] = set()
+    for word in words:
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", str(word))
+        if match is None:
+            raise ValueError(f"{str(word).strip()!r} is not a number or a range; write all, none, 3, [0, 1] or \"0-5,8\"")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"range {word!r} runs backwards; write \"{last}-{first}\"")
+        ids.update(range(first, last + 1))
+    if not ids:
+        raise ValueError("the list is empty; write none to choose nothing")
+    return tuple(sorted(ids))
+
+
+Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """Which model, and how what stays frozen is stored."""
+
+    path: str = Field(min_length=1)
+    weights: Literal["pretrained", "random"] = "pretrained"
+    base: Literal["nf4", "int8", "bf16", "fp32"] = "nf4"
+    double_quant: bool = True
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+
+class ExpertsConfig(Section):
+    """Whole experts that train in full precision: `ids` of each of `layers`."""
+
+    layers: Ids = "all"
+    ids: Ids = "all"
+
+
+class LoraConfig(Section):
+    """Low-rank factors. `gate_up` says whether an expert's gate and up projections share one A or have one each."""
+
+    rank: Positive
+    alpha: Annotated[float, Field(gt=0)]
+    targets: tuple[str, ...] = Field(default=("attention", "experts"), min_length=1)
+    layers: Ids = "all"
+    ids: Ids = "all"
+    gate_up: Literal["fused", "split"] = "fused"
+
+
+class AdaptConfig(Section):
+    """Which parts of the model train, and how."""
+
+    router: Ids = "none"
+    experts: ExpertsConfig | None = None
+    lora: LoraConfig | None = None
+    also: tuple[str, ...] = ()
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw8bit"
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    master_weights: Literal["none"] = "none"
+    fused_backward: Literal[False] = False
+
+
+class TrainConfig(Section):
+    micro_batch: Positive = 1
+    accumulate: Positive = 8
+    sequence_length: Annotated[int, Field(ge=2)] = 2048
+    steps: Positive = 200
+    checkpointing: Literal["none", "full"] = "full"
+    seed: Count = 0
+    log_every: Positive = 1
+    eval_every: Positive = 50
+    save_every: Positive = 50
+    keep_checkpoints: Positive = 3
+    eval_micro_batch: Positive | None = None
+    warmup: Count = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    report_to: tuple[str, ...] = ()
+
+
+class DataConfig(Section):
+    """Where examples come from: files, `catalog` data sets, or hub data sets as `name` or `name:split`."""
+
+    train: str = Field(min_length=1)
+    eval: str | None = None
+    format: Literal["auto", "text", "prompt", "chat"] = "auto"
+    packing: bool = True
+
+
+class ParallelConfig(Section):
+    """One process for now: every size is 1."""
+
+    engine: Literal["fsdp2"] = "fsdp2"
+    fsdp: Literal[1] = 1
+    ep: Literal[1] = 1
+    tp: Literal[1] = 1
+    pp: Literal[1] = 1
+    replicate: Literal[1] = 1
+
+
+class HardwareConfig(Section):
+    gpu: str | None = None
+    count: Positive = 1
+
+
+class RunConfig(Section):
+    """A whole run file."""
+
+    model: ModelConfig
+    adapt: AdaptConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig | None = None
+    parallel: ParallelConfig = ParallelConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    output: str | None = None
+
+    def to_yaml(self) -> str:
+        """The resolved run file: every value spelled out, so that it reads back equal."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key written twice; plain YAML keeps the last one and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is written twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run file and applies `a.b=value` overrides, in order.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"run file {str(path)!r} cannot be read: {reason}") from None
+    try:
+        raw = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"run file {str(path)!r} is not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"run file {str(path)!r} must hold a mapping with model: and adapt:")
+    for override in overrides:
+        _apply_override(raw, override)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        problems = "\n".join(f"  {line}" for line in _explain(error))
+        raise UserError(f"run file {str(path)!r}:\n{problems}") from None
+
+
+def require(config: RunConfig, command: str, *sections: Literal["data", "output"]) -> None:
+    """Raises `UserError` if the command needs a section that the run file leaves out."""
+    missing = [name for name in sections if getattr(config, name) is None]
+    if missing:
+        raise UserError(f"moetune {command} needs {' and '.join(f'{name}:' for name in missing)} in the run file")
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"--set {override!r}: write it as section.key=value, for example train.steps=100")
+    try:
+        value = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override!r}: the value {text!r} is not valid YAML") from None
+    node = raw
+    for depth, part in enumerate(parts[:-1]):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            raise UserError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section")
+    node[parts[-1]] = value
+
+
+def _explain(error: ValidationError) -> Iterable[str]:
+    """One line a problem: where, what was written, what would be valid."""
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"] if part not in _UNION_TAGS)
+        match item["type"]:
+            case "extra_forbidden":
+                known = _fields_at(item["loc"][:-1])
+                hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+                yield f"{where}: unknown key.{hint}"
+            case "missing":
+                yield f"{where}: missing, and required"
+            case "literal_error":
+                expected = item["ctx"]["expected"]
+                hint = suggest(str(item["input"]), re.findall(r"'([^']*)'", expected))
+                yield f"{where}: {item['input']!r} is not valid; it may be {expected}.{hint}"
+            case "value_error":
+                yield f"{where}: {item['ctx']['error']}"
+            case _:
+                yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
+
+
+_UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]"})
+
+
+def _fields_at(location: Iterable[int | str]) -> list[str]:
+    """The keys that the section at this place of the run file may hold."""
+    section: type[BaseModel] = RunConfig
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+        section = next(t for t in options if isinstance(t, type) and issubclass(t, BaseModel))
+    return list(section.model_fields)

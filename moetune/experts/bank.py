@@ -1,0 +1,189 @@
+"""One layer's experts: any mixture of frozen packed ones, fully trained ones, and LoRA on any of the frozen.
+
+Takes the place of a transformers experts module and keeps its signature. Weights are held [out, in] whatever the model's
+own layout; how gate and up lie in the rows of gate_up (one after the other, or interleaved) stays the model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moetune.anatomy.anatomy import ExpertShape
+from moetune.experts.mlp import Routing, expert_mlp
+from moetune.experts.packed import PackedStack, Storage
+from moetune.experts.projection import FullProjection, LowRank, Projection
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """Low-rank factors on the experts `ids`. With `split`, gate and up have an A each; otherwise they share one."""
+
+    ids: tuple[int, ...]
+    rank: int
+    alpha: float
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class BankPlan:
+    """What becomes of one layer's experts: `trained` ids in full precision, the rest frozen, LoRA on some of those."""
+
+    trained: tuple[int, ...] = ()
+    lora: LoraPlan | None = None
+
+
+class FullExpert(nn.Module):
+    """An expert that trains whole: `gate_up` [O, H] and `down` [H, I]."""
+
+    def __init__(self, gate_up: FullProjection, down: FullProjection) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+
+class ExpertLora(nn.Module):
+    """Factors of n experts: A [n, parts, r, in], B [n, parts, out / parts, r]; float32, B starts at zero.
+
+    Parameters of one expert: r·(parts·H + O) + r·(I + H), where parts is 2 for a split gate and up and 1 otherwise.
+    """
+
+    def __init__(self, plan: LoraPlan, shape: ExpertShape, rows: int, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.slots = {expert: slot for slot, expert in enumerate(plan.ids)}
+        self.scale = plan.alpha / plan.rank
+        count, rank = len(plan.ids), plan.rank
+        self.gate_up_rows = _gate_and_up(shape) if plan.split and shape.has_gate else (slice(None),)
+        parts = len(self.gate_up_rows)
+
+        def factor(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(count, *size, dtype=torch.float32, device=device))
+
+        self.gate_up_A, self.gate_up_B = factor(parts, rank, shape.hidden), factor(parts, rows // parts, rank)
+        self.down_A, self.down_B = factor(1, rank, shape.intermediate), factor(1, shape.hidden, rank)
+        for A in (self.gate_up_A, self.down_A):
+            bound = 1 / math.sqrt(A.shape[-1])  # kaiming_uniform_(a=√5) of one [r, in] factor, as PEFT draws it
+            nn.init.uniform_(A, -bound, bound)
+
+    def of(self, expert: int) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
+        """The low-rank terms of (gate_up, down)."""
+        slot = self.slots.get(expert)
+        if slot is None:
+            return (), ()
+        gate_up = tuple(
+            LowRank(self.gate_up_A, self.gate_up_B, slot, part, rows, self.scale)
+            for part, rows in enumerate(self.gate_up_rows)
+        )
+        return gate_up, (LowRank(self.down_A, self.down_B, slot, 0, slice(None), self.scale),)
+
+
+def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
+    """Where gate and up lie in the rows of gate_up."""
+    if shape.is_concatenated:
+        return slice(0, shape.intermediate), slice(shape.intermediate, None)
+    return slice(0, None, 2), slice(1, None, 2)
+
+
+class ExpertBank(nn.Module):
+    """E experts of one layer. Only what trains is a Parameter; the frozen are buffers in base precision.
+
+    Args:
+        shape: sizes and layout of one expert.
+        plan: which experts train, and how.
+        activation: gate_up rows [N, O] -> act rows [N, I], differentiable, without parameters of its own.
+        storage: base precision of the frozen experts.
+        dtype: of the fully trained experts and of frozen biases.
+    """
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        plan: BankPlan,
+        activation: Callable[[Tensor], Tensor],
+        *,
+        storage: Storage,
+        double_quant: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.expert_shape, self.plan, self.activation = shape, plan, activation
+        self.num_experts = shape.num_experts
+        rows = shape.intermediate * (2 if shape.has_gate else 1)
+        frozen = [expert for expert in range(shape.num_experts) if expert not in plan.trained]
+        self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
+        self.gate_up = PackedStack(
+            len(frozen), (rows, shape.hidden), storage, double_quant=double_quant, device=device
+        )
+        self.down = PackedStack(
+            len(frozen), (shape.hidden, shape.intermediate), storage, double_quant=double_quant, device=device
+        )
+
+        def full(out: int, into: int) -> FullProjection:
+            bias = torch.empty(out, dtype=dtype, device=device) if shape.has_bias else None
+            return FullProjection(torch.empty(out, into, dtype=dtype, device=device), bias)
+
+        self.trained = nn.ModuleDict(
+            {
+                str(expert): FullExpert(full(rows, shape.hidden), full(shape.hidden, shape.intermediate))
+                for expert in plan.trained
+            }
+        )
+        for name, size in (("gate_up_bias", rows), ("down_bias", shape.hidden)):
+            bias = torch.empty(len(frozen), size, dtype=dtype, device=device) if shape.has_bias else None
+            self.register_buffer(name, bias)
+        self.lora = None if plan.lora is None else ExpertLora(plan.lora, shape, rows, device)
+
+    @torch.no_grad()
+    def load_(
+        self,
+        expert: int,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """Stores one expert's weights [out, in] and biases: packed if it is frozen, as they are if it trains."""
+        if expert in self.frozen_slots:
+            slot = self.frozen_slots[expert]
+            self.gate_up.pack_(slot, gate_up)
+            self.down.pack_(slot, down)
+            biases = (self.gate_up_bias, self.down_bias) if self.expert_shape.has_bias else ()
+            targets = [bias[slot] for bias in biases]
+        else:
+            full = self.trained[str(expert)]
+            full.gate_up.weight.copy_(gate_up)
+            full.down.weight.copy_(down)
+            targets = [full.gate_up.bias, full.down.bias] if self.expert_shape.has_bias else []
+        for target, bias in zip(targets, (gate_up_bias, down_bias), strict=False):
+            assert bias is not None, "an expert with biases was loaded without them"
+            target.copy_(bias)
+
+    def projections(self, expert: int, dtype: torch.dtype) -> tuple[Projection, Projection]:
+        """(gate_up, down) of one expert, computing in `dtype`."""
+        gate_up_lora, down_lora = ((), ()) if self.lora is None else self.lora.of(expert)
+        if expert not in self.frozen_slots:
+            full = self.trained[str(expert)]
+            return (
+                Projection(lambda: full.gate_up.weight.to(dtype), full.gate_up.bias, full.gate_up, gate_up_lora),
+                Projection(lambda: full.down.weight.to(dtype), full.down.bias, full.down, down_lora),
+            )
+        slot = self.frozen_slots[expert]
+        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[slot]
+        down_bias = None if self.down_bias is None else self.down_bias[slot]
+        return (
+            Projection(lambda: self.gate_up.matrix(slot, dtype), gate_up_bias, None, gate_up_lora),
+            Projection(lambda: self.down.matrix(slot, dtype), down_bias, None, down_lora),
+        )
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Routes tokens [T, H] to their experts [T, K] with weights [T, K]; returns [T, H]."""
+        routing = Routing.of(top_k_index, self.num_experts)
+        return expert_mlp(self, hidden_states, top_k_weights, routing)
+
+    def extra_repr(self) -> str:
+        lora = f", LoRA r{self.plan.lora.rank} on {len(self.plan.lora.ids)}" if self.plan.lora else ""
+        return f"{self.num_experts} experts, {len(self.plan.trained)} trained in full{lora}"

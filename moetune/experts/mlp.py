@@ -1,0 +1,134 @@
+"""The forward and backward maths of one layer's experts.
+
+For a token row x sent to expert e with routing weight w:
+
+    gate_up = W_gu·x + b_gu         act = g(gate_up)         y += w · (W_d·act + b_d)
+
+and each W may carry low-rank factors: W·x + s·B·(A·x).
+
+What backward needs is recomputed, one expert at a time, from x and the packed weights: no dequantized weight and no row
+of gate_up or act is kept. The down projection does not run again: with dact = W_dᵀ·dy (which backward needs anyway),
+
+    ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
+
+Shapes: T tokens, K experts a token, E experts, H model dim, I expert dim, O = rows of gate_up (2I, or I without gate),
+N the rows of one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moetune.experts.projection import Gradients
+
+if TYPE_CHECKING:
+    from moetune.experts.bank import ExpertBank
+
+
+def tokens_per_expert(ids: Tensor, num_experts: int) -> list[int]:
+    """How many rows each expert receives: the one number of a step that shapes depend on.
+
+    Args:
+        ids: chosen experts, any shape, int64.
+        num_experts: E.
+
+    Returns:
+        E ints that sum to `ids.numel()`.
+    """
+    return torch.bincount(ids.flatten(), minlength=num_experts).tolist()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Token rows grouped by expert: `order_N` lists flat (token, choice) positions, `counts` how many go to each."""
+
+    order: Tensor
+    counts: list[int]
+    top_k: int
+
+    @classmethod
+    def of(cls, ids_TK: Tensor, num_experts: int) -> Routing:
+        order = torch.argsort(ids_TK.flatten(), stable=True)
+        return cls(order, tokens_per_expert(ids_TK, num_experts), ids_TK.shape[-1])
+
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """(expert, its flat positions [N]) for every expert that receives a token."""
+        slices = self.order.split(self.counts)
+        return [(expert, flat) for expert, flat in enumerate(slices) if self.counts[expert]]
+
+
+def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
+    """The sum over each token's experts, weighted: y [T, H] in x's dtype; gradients flow to x, the weights, the bank.
+
+    The autograd node is made before the products run, and they fill its output afterwards. A checkpointed layer stops
+    its recomputation at the last tensor that backward needs, and for most models that is this node's: the experts'
+    products then never run a second time.
+    """
+    y_TH = _ExpertMlp.apply(bank, routing, x_TH, weights_TK, *bank.parameters())
+    with torch.no_grad():
+        _fill(bank, routing, x_TH, weights_TK, y_TH)
+    return y_TH
+
+
+def _fill(bank: ExpertBank, routing: Routing, x_TH: Tensor, weights_TK: Tensor, y_TH: Tensor) -> None:
+    y_TH.zero_()
+    weights = weights_TK.flatten()
+    for expert, flat_N in routing.groups():
+        token_N = flat_N // routing.top_k
+        gate_up, down = bank.projections(expert, x_TH.dtype)
+        act_NI = bank.activation(gate_up.forward(x_TH[token_N]))
+        out_NH = down.forward(act_NI).mul_(weights[flat_N, None].to(x_TH.dtype))
+        y_TH.index_add_(0, token_N, out_NH)
+
+
+class _ExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, bank, routing, x_TH, weights_TK, *parameters):  # type: ignore[no-untyped-def]
+        ctx.bank, ctx.counts, ctx.top_k = bank, routing.counts, routing.top_k
+        ctx.save_for_backward(x_TH, weights_TK, routing.order)
+        return torch.empty_like(x_TH)
+
+    @staticmethod
+    def backward(ctx, dy_TH):  # type: ignore[no-untyped-def]
+        x_TH, weights_TK, order = ctx.saved_tensors
+        bank, routing = ctx.bank, Routing(order, ctx.counts, ctx.top_k)
+        _, _, need_x, need_weights, *_ = ctx.needs_input_grad
+        dx_TH = torch.zeros_like(x_TH) if need_x else None
+        weights = weights_TK.flatten()
+        dweights = torch.zeros_like(weights) if need_weights else None
+        grads: Gradients = {}
+
+        for expert, flat_N in routing.groups():
+            token_N = flat_N // routing.top_k
+            weight_N1 = weights[flat_N, None].to(x_TH.dtype)
+            gate_up, down = bank.projections(expert, x_TH.dtype)
+            x_NH, dy_NH = x_TH[token_N], dy_TH[token_N]
+            dact_NI = down.grad_input(dy_NH)  # before gate_up is unpacked: one unpacked matrix at a time
+
+            unpacked = gate_up.weight()
+            gate_up_NO = gate_up.forward(x_NH, unpacked).requires_grad_()
+            with torch.enable_grad():
+                act_NI = bank.activation(gate_up_NO)
+            if dweights is not None:
+                dweight_N = (dact_NI * act_NI.detach()).sum(-1)
+                if down.bias is not None:
+                    dweight_N += dy_NH @ down.bias.to(dy_NH.dtype)
+                dweights[flat_N] = dweight_N.to(dweights.dtype)
+            if down.trains:
+                down.add_gradients(grads, act_NI.detach(), dy_NH * weight_N1)
+            if dx_TH is None and not gate_up.trains:
+                continue
+            (dgate_up_NO,) = torch.autograd.grad(act_NI, gate_up_NO, dact_NI.mul_(weight_N1))
+            del act_NI, dact_NI, gate_up_NO, dy_NH
+            gate_up.add_gradients(grads, x_NH, dgate_up_NO)
+            if dx_TH is not None:
+                dx_TH.index_add_(0, token_N, gate_up.grad_input(dgate_up_NO, unpacked))
+
+        dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
+        # An expert without tokens has a gradient of zero, not none: optimizers and reductions treat both alike.
+        parameter_grads = (grads[p] if p in grads else torch.zeros_like(p) for p in bank.parameters())
+        return None, None, dx_TH, dweights_TK, *parameter_grads

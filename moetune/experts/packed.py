@@ -1,0 +1,145 @@
+"""Frozen weight matrices, stored small and handed out one at a time.
+
+Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blocks of a matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import bitsandbytes.functional as bnb
+import torch
+from torch import Tensor, nn
+
+Storage = Literal["nf4", "int8", "bf16", "fp32"]
+
+BLOCK = 64  # weights that share one NF4 scale
+NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class PackedStack(nn.Module):
+    """E matrices of one shape in base precision. Nothing in it is a Parameter; nothing in it ever trains.
+
+    Bytes of one matrix of n = R·C weights:
+
+    | storage | bytes |
+    |---|---|
+    | nf4 | n/2 + 4·⌈n/64⌉ |
+    | nf4, double quantized | n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 |
+    | int8 | n + 4·R |
+    | bf16, fp32 | 2·n, 4·n |
+
+    NF4 and its double quantization are those of QLoRA (arXiv 2305.14314), computed by bitsandbytes one matrix at a time,
+    so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit.
+    The data are persistent buffers: loaders that fill what is missing leave them alone.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        shape: tuple[int, int],
+        storage: Storage,
+        *,
+        double_quant: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.count, self.shape, self.storage = count, shape, storage
+        self.double_quant = double_quant and storage == "nf4"
+        weights, blocks = shape[0] * shape[1], -(-shape[0] * shape[1] // BLOCK)
+
+        def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
+            self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
+
+        if storage == "nf4":
+            buffer("data", (count, -(-weights // 2)), torch.uint8)
+            buffer("absmax", (count, blocks), torch.uint8 if self.double_quant else torch.float32)
+            if self.double_quant:
+                buffer("nested_absmax", (count, -(-blocks // NESTED_BLOCK)), torch.float32)
+                buffer("offset", (count,), torch.float32)
+                buffer("nested_code", (256,), torch.float32)
+        elif storage == "int8":
+            buffer("data", (count, *shape), torch.int8)
+            buffer("absmax", (count, shape[0]), torch.float32)
+        else:
+            buffer("data", (count, *shape), DTYPES[storage])
+
+    @torch.no_grad()
+    def pack_(self, index: int, weight: Tensor) -> None:
+        """Stores `weight` [R, C] as matrix `index`. A meta weight has no values and stores none."""
+        assert weight.shape == self.shape, f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
+        if weight.is_meta:
+            return
+        weight = weight.to(self.data.device).contiguous()
+        match self.storage:
+            case "nf4":
+                packed, state = bnb.quantize_4bit(
+                    weight, blocksize=BLOCK, compress_statistics=self.double_quant, quant_type="nf4"
+                )
+                self.data[index].copy_(packed.view(-1))
+                self.absmax[index].copy_(state.absmax)
+                if self.double_quant:
+                    self.nested_absmax[index].copy_(state.state2.absmax)
+                    self.offset[index].copy_(state.offset)
+                    self.nested_code.copy_(state.state2.code)
+            case "int8":
+                # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
+                packed, scale, _ = bnb.int8_vectorwise_quant(weight.to(torch.float16))
+                self.data[index].copy_(packed)
+                self.absmax[index].copy_(scale)
+            case _:
+                self.data[index].copy_(weight)
+
+    def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Matrix `index` [R, C] in `dtype`: a fresh tensor, or the stored one where it has that dtype already."""
+        data = self.data[index]
+        match self.storage:
+            case "nf4":
+                ops = torch.ops.bitsandbytes
+                absmax = self.absmax[index]
+                if self.double_quant:
+                    absmax = ops.dequantize_blockwise(
+                        absmax, self.nested_absmax[index], self.nested_code, NESTED_BLOCK, torch.float32
+                    )
+                    absmax = absmax + self.offset[index]
+                return ops.dequantize_4bit(data.unsqueeze(1), absmax, BLOCK, "nf4", self.shape, dtype)
+            case "int8":
+                return bnb.int8_vectorwise_dequant(data, self.absmax[index]).to(dtype)
+            case _:
+                return data.to(dtype)
+
+    def extra_repr(self) -> str:
+        quantized = ", double_quant" if self.double_quant else ""
+        return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}"
+
+
+class PackedLinear(nn.Linear):
+    """A frozen linear layer whose weight is stored in another precision than it computes in.
+
+    Backward unpacks the weight again instead of keeping the unpacked one alive. For NF4 use bitsandbytes' `Linear4bit`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.stack = PackedStack(1, (self.out_features, self.in_features), storage, device=weight.device)
+        self.stack.pack_(0, weight)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _PackedMatmul.apply(input, self.stack, self.bias)
+
+    def reset_parameters(self) -> None:
+        """Nothing to draw: the weight came packed."""
+
+
+class _PackedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, stack, bias):  # type: ignore[no-untyped-def]
+        ctx.stack = stack
+        return nn.functional.linear(x, stack.matrix(0, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad @ ctx.stack.matrix(0, grad.dtype), None, None
