@@ -31,16 +31,18 @@ def parse_ids(value: object) -> object:
     if value in ("all", "none"):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, str, list, tuple)):
-        raise ValueError(f"{value!r} is not a list of numbers; write all, none, 3, [0, 1] or \"0-5,8\"")
+        raise ValueError(f'{value!r} is not a list of numbers; write all, none, 3, [0, 1] or "0-5,8"')
     words = value if isinstance(value, (list, tuple)) else str(value).split(",")
     ids: set[int] = set()
     for word in words:
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", str(word))
         if match is None:
-            raise ValueError(f"{str(word).strip()!r} is not a number or a range; write all, none, 3, [0, 1] or \"0-5,8\"")
+            raise ValueError(
+                f'{str(word).strip()!r} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"'
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ValueError(f"range {word!r} runs backwards; write \"{last}-{first}\"")
+            raise ValueError(f'range {word!r} runs backwards; write "{last}-{first}"')
         ids.update(range(first, last + 1))
     if not ids:
         raise ValueError("the list is empty; write none to choose nothing")
@@ -212,7 +214,9 @@ def require(config: RunConfig, command: str, *sections: Literal["data", "output"
     """Raises `UserError` if the command needs a section that the run file leaves out."""
     missing = [name for name in sections if getattr(config, name) is None]
     if missing:
-        raise UserError(f"moetune {command} needs {' and '.join(f'{name}:' for name in missing)} in the run file")
+        raise UserError(
+            f"moetune {command} needs {' and '.join(f'{name}:' for name in missing)} in the run file"
+        )
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -230,7 +234,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise UserError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section")
+            raise UserError(
+                f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section"
+            )
     node[parts[-1]] = value
 
 

@@ -68,7 +68,9 @@ class PackedStack(nn.Module):
     @torch.no_grad()
     def pack_(self, index: int, weight: Tensor) -> None:
         """Stores `weight` [R, C] as matrix `index`. A meta weight has no values and stores none."""
-        assert weight.shape == self.shape, f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
+        assert weight.shape == self.shape, (
+            f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
+        )
         if weight.is_meta:
             return
         weight = weight.to(self.data.device).contiguous()
@@ -126,6 +128,11 @@ class PackedLinear(nn.Linear):
         self.stack = PackedStack(1, (self.out_features, self.in_features), storage, device=weight.device)
         self.stack.pack_(0, weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight as stored [out, in]; libraries that wrap a linear layer ask it for device and dtype."""
+        return self.stack.data[0]
 
     def forward(self, input: Tensor) -> Tensor:
         return _PackedMatmul.apply(input, self.stack, self.bias)

@@ -1,0 +1,169 @@
+"""A run file becomes an adapted model: `build(config, device)`, the one path for training, counting and prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+
+from moetune.adapt.checkpointing import enable_checkpointing
+from moetune.adapt.lora import add_lora
+from moetune.adapt.materialize import realize
+from moetune.adapt.pack import Fill, linears_to_pack, pack_experts, pack_linear, refuse_unpacked
+from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
+from moetune.anatomy.selection import Selection, select
+from moetune.anatomy.source import ModelSource, resolve
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.experts.packed import DTYPES
+
+TrainablePart = Literal["router", "experts", "lora", "other"]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model ready to train: what trains requires a gradient, all else is frozen in base precision."""
+
+    model: PreTrainedModel
+    anatomy: Anatomy
+    selection: Selection
+
+    def part_of(self, name: str) -> TrainablePart:
+        """Which part of the run file a trained parameter belongs to."""
+        if "lora_" in name or ".lora." in name:
+            return "lora"
+        if any(name.startswith(f"{layer.experts}.") for layer in self.anatomy.moe_layers):
+            return "experts"
+        return "router" if name in {part.name for part in self.anatomy.parts_of("router")} else "other"
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter, of what trains."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def build(config: RunConfig, device: torch.device | str) -> Adapted:
+    """Builds the adapted model on `device`.
+
+    On `meta` it has every parameter and buffer of the trained model and no storage: counting uses that.
+
+    Raises:
+        UserError: the run file asks for what the model does not have, its weights cannot be read, or an expert that
+            should be packed is not.
+    """
+    device = torch.device(device)
+    dtype = compute_dtype(config, device)
+    source = resolve(config.model.path)
+    settings = _model_config(source, config, dtype)
+    model = meta_model(settings)
+    anatomy = read_anatomy(model)
+    selection = select(config.adapt, anatomy)
+
+    set_seed(config.train.seed)
+    fill: Fill = _has_values
+    if device.type != "meta":
+        if config.model.weights == "pretrained":
+            model = _load_pretrained(source, settings, dtype)
+        else:
+            fill = partial(realize, model, device=device)
+    model.requires_grad_(False)
+    for layer in anatomy.moe_layers:
+        pack_experts(model, layer, selection, config.model, dtype, device, fill)
+    for path in linears_to_pack(anatomy, selection):
+        pack_linear(model, path, config.model, dtype, device, fill)
+    for path, _ in list(model.named_modules()):
+        fill(path)
+    model.tie_weights()
+    model.to(device)
+
+    trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
+    assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
+    if selection.lora is not None and selection.lora_linears:
+        add_lora(model, selection.lora_linears, selection.lora)  # PEFT freezes all but its own factors
+    for parameter in trained:
+        parameter.requires_grad_()
+    for layer in anatomy.moe_layers:
+        model.get_submodule(layer.experts).requires_grad_()
+    refuse_unpacked(model, anatomy, selection, config.model)
+    if config.train.checkpointing == "full":
+        enable_checkpointing(model)
+    return Adapted(model, anatomy, selection)
+
+
+def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """The dtype of compute and of what trains: `auto` is bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        UserError: the base would be stored in more bits than are ever used.
+    """
+    if config.model.dtype != "auto":
+        dtype = DTYPES[config.model.dtype]
+    else:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if config.model.base == "fp32" and dtype != torch.float32:
+        raise UserError("model.base: fp32 needs model.dtype: fp32; with bf16 compute, store the base as bf16")
+    return dtype
+
+
+def count_trainable(config: RunConfig) -> dict[str, int]:
+    """Parameters that train: `total`, and by part `router`, `experts`, `lora`, `other`."""
+    adapted = build(config, "meta")
+    counts = {"total": 0, "router": 0, "experts": 0, "lora": 0, "other": 0}
+    for name, parameter in adapted.trainable().items():
+        counts[adapted.part_of(name)] += parameter.numel()
+        counts["total"] += parameter.numel()
+    return counts
+
+
+def _has_values(path: str) -> None:
+    """For models whose tensors need no drawing: loaded ones, and those that stay on meta."""
+
+
+def _model_config(source: ModelSource, config: RunConfig, dtype: torch.dtype) -> PretrainedConfig:
+    settings = source.config
+    if getattr(settings, "quantization_config", None) is not None:
+        if config.model.weights == "pretrained":
+            raise UserError(
+                f"model.path: {config.model.path!r} is already quantized "
+                f"({settings.quantization_config.get('quant_method', 'unknown method')}); "
+                "moetune packs the base itself: give a bf16 checkpoint of this model"
+            )
+        del settings.quantization_config
+    settings._attn_implementation = config.model.attention
+    settings.use_cache = False
+    settings.dtype = dtype
+    return settings
+
+
+def _load_pretrained(source: ModelSource, settings: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    if source.folder is None:
+        raise UserError(f"model {source.name!r} has no weights to load; use model.weights=random")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=settings,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the weights of {source.name!r} cannot be loaded from {source.folder!r}: {reason}"
+        ) from error
+    wrong = [
+        f"{kind.removesuffix('_keys')} {key}" for kind in _WRONG_KEYS for key in sorted(map(str, info[kind]))
+    ]
+    if wrong:
+        raise UserError(
+            f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}"
+        )
+    return model
+
+
+_WRONG_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")

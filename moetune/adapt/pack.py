@@ -1,0 +1,154 @@
+"""Puts what stays frozen into base precision: experts into banks, linear layers into packed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moetune.anatomy.anatomy import Anatomy, Component
+from moetune.anatomy.moe import MoeLayer
+from moetune.anatomy.selection import Selection
+from moetune.config import ModelConfig
+from moetune.errors import UserError
+from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.packed import DTYPES, PackedLinear
+
+PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
+_SMALLEST = (
+    64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
+)
+
+Fill = Callable[[str], None]
+"""Gives the module at a path its storage and values, if it is still without."""
+
+
+def pack_experts(
+    model: PreTrainedModel,
+    layer: MoeLayer,
+    selection: Selection,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: Fill,
+) -> None:
+    """Replaces one layer's experts module by an `ExpertBank` on `device`."""
+    experts = model.get_submodule(layer.experts)
+    if getattr(experts, "has_post_expert_norm", False):
+        raise UserError(f"{layer.experts}: experts with a norm after them can be counted but not trained yet")
+    fill(layer.experts)
+    lora_ids = selection.lora_experts.get(layer.index, ())
+    lora = None
+    if lora_ids and selection.lora is not None:
+        settings = selection.lora
+        lora = LoraPlan(lora_ids, settings.rank, settings.alpha, split=settings.gate_up == "split")
+    plan = BankPlan(selection.experts.get(layer.index, ()), lora)
+    activation = experts._apply_gate if layer.shape.has_gate else experts.act_fn
+    bank = ExpertBank(
+        layer.shape,
+        plan,
+        activation,
+        storage=config.base,
+        double_quant=config.double_quant,
+        dtype=dtype,
+        device=device,
+    )
+    names = ["gate_up_proj" if layer.shape.has_gate else "up_proj", "down_proj"]
+    weights = [getattr(experts, name) for name in names]
+    biases = [getattr(experts, f"{name}_bias") for name in names] if layer.shape.has_bias else []
+    for expert in range(layer.shape.num_experts):
+        bank.load_(
+            expert,
+            *(_out_in(weight[expert], layer.shape.is_transposed) for weight in weights),
+            *(bias[expert] for bias in biases),
+        )
+    for name in list(experts._parameters):  # the module lives on for its activation only
+        delattr(experts, name)
+    model.set_submodule(layer.experts, bank)
+
+
+def _out_in(weight: Tensor, is_transposed: bool) -> Tensor:
+    return weight.T if is_transposed else weight
+
+
+def linears_to_pack(anatomy: Anatomy, selection: Selection) -> list[str]:
+    """Paths of the linear layers that stay frozen and are worth packing."""
+    return [
+        path
+        for path, linear in anatomy.linears().items()
+        if linear.component in PACKED_COMPONENTS
+        and min(linear.in_features, linear.out_features) >= _SMALLEST
+        and f"{path}.weight" not in selection.full
+    ]
+
+
+def pack_linear(
+    model: PreTrainedModel,
+    path: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: Fill,
+) -> None:
+    """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision are the same."""
+    linear = model.get_submodule(path)
+    fill(path)
+    if DTYPES.get(config.base) == dtype:
+        return
+    packed: nn.Module
+    if config.base == "nf4":
+        packed = _linear_4bit(linear, config.double_quant, dtype, device)
+    else:
+        weight, bias = linear.weight.to(device), linear.bias
+        packed = PackedLinear(weight, None if bias is None else bias.to(device), config.base)
+    model.set_submodule(path, packed.requires_grad_(False))
+
+
+def _linear_4bit(
+    linear: nn.Linear, double_quant: bool, dtype: torch.dtype, device: torch.device
+) -> Linear4bit:
+    packed = Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=dtype,
+        compress_statistics=double_quant,
+        quant_type="nf4",
+        device="meta",
+    )
+    packed.weight = Params4bit(
+        linear.weight.data,
+        requires_grad=False,
+        compress_statistics=double_quant,
+        quant_type="nf4",
+        module=packed,
+    )
+    packed.bias = linear.bias
+    # On some CPUs bitsandbytes repacks the weight in place at the first evaluation, and then records no gradient.
+    packed.support_avx512bf16_for_cpu = False
+    return packed if device.type == "meta" else packed.to(device)
+
+
+def refuse_unpacked(
+    model: PreTrainedModel, anatomy: Anatomy, selection: Selection, config: ModelConfig
+) -> None:
+    """Raises `UserError` if an expert or a linear layer that should be in base precision is not."""
+    for layer in anatomy.moe_layers:
+        bank = model.get_submodule(layer.experts)
+        trained = selection.experts.get(layer.index, ())
+        expected = layer.shape.num_experts - len(trained)
+        packed = isinstance(bank, ExpertBank) and bank.gate_up.count == bank.down.count == expected
+        if not packed or {bank.gate_up.storage, bank.down.storage} != {config.base}:
+            raise UserError(
+                f"{layer.experts}: {expected} experts should be stored as {config.base} and are not"
+            )
+    if config.base != "nf4":
+        return
+    for path in linears_to_pack(anatomy, selection):
+        linear = model.get_submodule(path)
+        linear = getattr(linear, "base_layer", linear)
+        if not isinstance(linear, Linear4bit) or not (linear.weight.is_meta or linear.weight.bnb_quantized):
+            raise UserError(f"{path}: should be stored as nf4 and is not")

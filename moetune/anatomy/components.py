@@ -1,0 +1,138 @@
+"""Which component a parameter belongs to, told from where it sits in the module tree.
+
+Routers and experts are found structurally (moe.py) and handed in. Everything else goes by the role its modules
+announce: an `nn.Embedding`, a class that ends in `Norm`, a layer's `self_attn` or `mlp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from torch import nn
+from transformers import PreTrainedModel
+
+Component = Literal[
+    "embedding", "attention", "router", "experts", "shared_experts", "dense_mlp", "norm", "lm_head", "other"
+]
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+
+_NORM_CLASS = re.compile(r"norm(gated|alization|\dd)?$", re.IGNORECASE)
+_MLP_CLASS = re.compile(r"(mlp|moe)$", re.IGNORECASE)
+_MODALITY = re.compile(r"vision|visual|image|img|audio|speech|multi_?modal|mm_proj", re.IGNORECASE)
+_SHARED = re.compile(r"^shared_(expert|mlp)")
+_NEITHER = re.compile(r"residual|_hc$|^altup|^laurel$|^per_layer")
+_ATTENTION = re.compile(r"attn|attention|mamba|conv|temporal_block|lstm|^mixer$")
+_MLP = re.compile(r"mlp|ffn|feed_?forward|^ff$|^fc\d$|^intermediate$|^output$|sparse_moe|^mixer$")
+
+
+class Landmarks:
+    """The places in one model that the rules below refer to.
+
+    Args:
+        model: any transformers model, on any device.
+        marked: names of parameters whose component is already known (routers and experts).
+    """
+
+    def __init__(self, model: PreTrainedModel, marked: Mapping[str, Component] | None = None) -> None:
+        self.marked = dict(marked or {})
+        self.modules = dict(model.named_modules())
+        paths = {id(module): name for name, module in self.modules.items()}
+        base = paths[id(model.base_model)]
+        self.base = f"{base}." if base else ""
+        head = paths.get(id(model.get_output_embeddings()))
+        self.head = None if head is None else f"{head}."
+        self.stacks = _outer_stacks(self.modules)
+        self.main_stacks, self.num_layers = _main_stacks(self.modules, self.stacks)
+        self.moe_layers = {self.layer_of(name) for name, part in self.marked.items() if part == "experts"}
+
+    def layer_of(self, name: str) -> int | None:
+        """Number of the decoder layer that holds this parameter or module; None outside the main stack."""
+        for stack in self.main_stacks:
+            if name.startswith(stack):
+                return int(name[len(stack) :].partition(".")[0])
+        return None
+
+    def component_of(self, name: str) -> Component:
+        """Component of a parameter, by its full name (`model.layers.0.self_attn.q_proj.weight`).
+
+        Whatever mixes tokens counts as attention: softmax, linear and state-space attention, convolutions, recurrent
+        blocks. Norms inside attention (q and k norms) and inside the head count as norm. What takes part in the
+        feed-forward of every token of a layer and is no shared expert counts as dense MLP, the projections into and
+        out of a latent expert space included.
+        """
+        if name in self.marked:
+            return self.marked[name]
+        if _MODALITY.search(name):
+            return "other"
+        parents = _ancestors(name)
+        if any(_NORM_CLASS.search(type(self.modules[path]).__name__) for path in parents):
+            return "norm"
+        stack = next((stack for stack in self.stacks if name.startswith(stack)), None)
+        if stack is not None:
+            return self._inside_layer(
+                name, [path for path in parents if len(path) >= len(stack) - 1] + [name]
+            )
+        if any("embed" in path or isinstance(self.modules[path], nn.Embedding) for path in parents):
+            return "embedding"
+        if not name.startswith(self.base) or (self.head is not None and name.startswith(self.head)):
+            return "lm_head"
+        return "lm_head" if "lm_head" in name else "other"
+
+    def _inside_layer(self, name: str, paths: list[str]) -> Component:
+        """A shared expert is told by any name on the way; else the outermost name that announces a role decides."""
+        if any(_SHARED.search(path.rpartition(".")[2]) for path in paths):
+            return "shared_experts" if self.layer_of(name) in self.moe_layers else "dense_mlp"
+        for path in paths:
+            segment = path.rpartition(".")[2]
+            if _NEITHER.search(segment):
+                return "other"
+            is_mlp_class = path in self.modules and _MLP_CLASS.search(type(self.modules[path]).__name__)
+            if _ATTENTION.search(segment) and not is_mlp_class:
+                return "attention"
+            if _MLP.search(segment):
+                return "dense_mlp"
+        return "other"
+
+
+def _ancestors(name: str) -> list[str]:
+    """Paths of the modules around a parameter, outermost first, the root left out."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _outer_stacks(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Prefixes (`model.layers.`) of the lists of layers that lie in no other list."""
+    stacks: list[str] = []
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(stack) for stack in stacks):
+            stacks.append(f"{name}.")
+    return stacks
+
+
+def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[list[str], int]:
+    """The decoder's stack, which is the largest one, and lists of equal length beside it (one role each); its length."""
+    sizes = {
+        stack: sum(parameter.numel() for parameter in modules[stack[:-1]].parameters())
+        for stack in stacks
+        if not _MODALITY.search(stack)
+    }
+    if not sizes:
+        return [], 0
+    largest = max(sizes, key=lambda stack: sizes[stack])
+    length = _length(modules[largest[:-1]])
+    beside = [
+        stack
+        for stack in sizes
+        if _parent(stack) == _parent(largest) and _length(modules[stack[:-1]]) == length
+    ]
+    return beside, length
+
+
+def _length(module: nn.Module) -> int:
+    return sum(1 for _ in module.children())
+
+
+def _parent(stack: str) -> str:
+    return stack[:-1].rpartition(".")[0]

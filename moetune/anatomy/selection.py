@@ -1,0 +1,198 @@
+"""Selection: which parts of a model train, and how — the `adapt:` block of a run file, resolved on an anatomy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import cast
+
+from moetune.anatomy.anatomy import COMPONENTS, Anatomy, Component
+from moetune.config import AdaptConfig, ExpertsConfig, IdSet, LoraConfig
+from moetune.errors import UserError, suggest
+
+ExpertIds = Mapping[int, tuple[int, ...]]
+"""Decoder layer -> expert numbers."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What trains.
+
+    Attributes:
+        full: names of parameters that train in full precision; the experts' are not among them.
+        experts: whole experts that train in full precision, by layer.
+        lora_experts: frozen experts with low-rank factors, by layer. An expert that trains whole needs none.
+        lora_linears: paths of linear modules with low-rank factors.
+        lora: rank, alpha and factoring of those.
+    """
+
+    full: frozenset[str]
+    experts: ExpertIds
+    lora_experts: ExpertIds
+    lora_linears: tuple[str, ...]
+    lora: LoraConfig | None
+
+
+def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
+    """Resolves `adapt` on a model.
+
+    Raises:
+        UserError: a layer, expert, component or pattern matches nothing, or nothing would train. All problems are in
+            the one message, each with what exists.
+    """
+    resolver = _Resolver(anatomy)
+    full = resolver.routers(adapt.router)
+    experts = resolver.experts(adapt.experts)
+    for index, target in enumerate(adapt.also):
+        names, whole_layers = resolver.also(f"adapt.also[{index}]", target)
+        full |= names
+        experts |= whole_layers
+    lora_linears, lora_experts = resolver.lora(adapt.lora, experts)
+    both = sorted(path for path in lora_linears if f"{path}.weight" in full)
+    if both:
+        resolver.problems.append(
+            f"adapt: {_some(both)} would train in full and with LoRA; choose one for each"
+        )
+    if not (full or experts or lora_linears or lora_experts or resolver.problems):
+        resolver.problems.append("adapt: nothing trains; set router, experts, lora or also")
+    if resolver.problems:
+        raise UserError("\n".join(resolver.problems))
+    return Selection(frozenset(full), experts, lora_experts, lora_linears, adapt.lora)
+
+
+class _Resolver:
+    """Looks names and numbers up in an anatomy and collects every problem it meets."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        self.moe_layers = {layer.index: layer for layer in anatomy.moe_layers}
+        self.problems: list[str] = []
+
+    def routers(self, layers: IdSet) -> set[str]:
+        chosen = set(self._layers("adapt.router", layers, self.moe_layers, "a router"))
+        return {part.name for part in self.anatomy.parts_of("router") if part.layer in chosen}
+
+    def experts(self, config: ExpertsConfig | None) -> dict[int, tuple[int, ...]]:
+        if config is None:
+            return {}
+        return self._expert_ids("adapt.experts", config.layers, config.ids)
+
+    def also(self, where: str, target: str) -> tuple[set[str], dict[int, tuple[int, ...]]]:
+        """Parameter names, and layers of experts, that a component or a name pattern stands for."""
+        if target in COMPONENTS:
+            matched = self.anatomy.parts_of(cast(Component, target))
+        else:
+            matched = tuple(part for part in self.anatomy.parts if fnmatchcase(part.name, target))
+        if not matched:
+            self.problems.append(f"{where}: {target!r} matches no parameter.{self._hint(target)}")
+        names = {part.name for part in matched}
+        layers = {}
+        for layer in self.anatomy.moe_layers:
+            stacks = {part.name for part in self.anatomy.parts_of("experts") if part.layer == layer.index}
+            if stacks <= names:
+                layers[layer.index] = tuple(range(layer.shape.num_experts))
+            elif stacks & names:
+                self.problems.append(
+                    f"{where}: {target!r} matches only part of the experts of layer {layer.index} "
+                    f"({_some(stacks & names)}); experts train whole: write also: [experts], or use adapt.experts"
+                )
+            names -= stacks
+        return names, layers
+
+    def lora(
+        self, config: LoraConfig | None, trained: ExpertIds
+    ) -> tuple[tuple[str, ...], dict[int, tuple[int, ...]]]:
+        """Linear modules, and experts that do not train whole, that get factors."""
+        if config is None:
+            return (), {}
+        layers = set(self._layers("adapt.lora", config.layers, range(self.anatomy.num_layers), "a layer"))
+        linears: dict[str, None] = {}
+        experts: dict[int, tuple[int, ...]] = {}
+        for index, target in enumerate(config.targets):
+            where = f"adapt.lora.targets[{index}]"
+            if target == "experts":
+                in_layers = tuple(sorted(layers & self.moe_layers.keys())) or "none"
+                ids = self._expert_ids("adapt.lora", in_layers, config.ids)
+                experts = {
+                    layer: rest
+                    for layer in ids
+                    if (rest := tuple(e for e in ids[layer] if e not in trained.get(layer, ())))
+                }
+                if not experts and not self.problems:
+                    self.problems.append(f"{where}: no frozen expert in the chosen layers to put LoRA on")
+                continue
+            found = [
+                path
+                for path, linear in self.anatomy.linears().items()
+                if (linear.component == target if target in COMPONENTS else _matches(path, target))
+                and (linear.layer in layers or linear.layer is None)
+            ]
+            if not found:
+                self.problems.append(
+                    f"{where}: {target!r} matches no linear layer there.{self._hint(target)}"
+                )
+            linears |= dict.fromkeys(found)
+        return tuple(linears), experts
+
+    def _expert_ids(self, where: str, layers: IdSet, ids: IdSet) -> dict[int, tuple[int, ...]]:
+        chosen = {}
+        for index in self._layers(f"{where}.layers", layers, self.moe_layers, "experts"):
+            count = self.moe_layers[index].shape.num_experts
+            wrong = [] if isinstance(ids, str) else [expert for expert in ids if expert >= count]
+            if wrong:
+                self.problems.append(
+                    f"{where}.ids: expert {_numbers(wrong)} does not exist; layer {index} has experts 0-{count - 1}"
+                )
+                break
+            chosen[index] = (
+                tuple(range(count)) if ids == "all" else () if ids == "none" else cast(tuple[int, ...], ids)
+            )
+        return {index: experts for index, experts in chosen.items() if experts}
+
+    def _layers(self, where: str, layers: IdSet, existing: Iterable[int], what: str) -> list[int]:
+        existing = list(existing)
+        if layers == "none":
+            return []
+        if not existing:
+            self.problems.append(
+                f"{where}: {self.anatomy.model_type!r} is a dense model; it has no routers and no experts"
+            )
+            return []
+        if layers == "all":
+            return existing
+        wrong = sorted(set(layers) - set(existing))
+        if wrong:
+            self.problems.append(
+                f"{where}: layer {_numbers(wrong)} has not {what}; those that have: {_numbers(existing)}"
+            )
+        return [layer for layer in layers if layer in existing]
+
+    def _hint(self, target: str) -> str:
+        components = [c for c in COMPONENTS if self.anatomy.parts_of(c)]
+        names = {piece for path in self.anatomy.linears() for piece in path.split(".") if not piece.isdigit()}
+        return suggest(target, [*components, *names]) or (
+            f" Components: {', '.join(components)}; patterns match names such as {self.anatomy.parts[-1].name!r}"
+        )
+
+
+def _matches(path: str, target: str) -> bool:
+    """Whether a module path is meant: by a pattern for the whole of it, or by the name it ends in (`q_proj`)."""
+    return fnmatchcase(path, target) or path.endswith(f".{target}") or path == target
+
+
+def _numbers(values: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

@@ -1,0 +1,116 @@
+"""From what a user calls a model (`model.path`) to its configuration and the place of its weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moetune.anatomy.anatomy import require_causal_lm
+from moetune.catalog import CatalogModel, find_model, model_names
+from moetune.errors import UserError, suggest
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found.
+
+    Attributes:
+        name: catalog name, folder name or hub id.
+        folder: where `from_pretrained` can load weights and tokenizer from: a local folder or a hub id. None for a
+            catalog model that is published nowhere.
+    """
+
+    name: str
+    config: PretrainedConfig
+    folder: str | None
+
+
+def resolve(path: str) -> ModelSource:
+    """Finds a model by catalog name, as a local folder with a config.json, or by hub id, in this order.
+
+    Only the configuration is read. Catalog names and folders need no network. Code from a repository never runs.
+
+    Raises:
+        UserError: no such model, or its configuration is broken or describes no causal language model.
+    """
+    entry = find_model(path)
+    if entry is not None:
+        source = _from_catalog(entry)
+    elif path.strip() and Path(path).expanduser().exists():
+        source = _from_folder(path)
+    elif _HUB_ID.fullmatch(path):
+        source = _from_hub(path)
+    else:
+        known = model_names()
+        hint = suggest(path, known) or f" The catalog has: {', '.join(known)}."
+        raise UserError(
+            f"model {path!r}: neither a catalog name nor a folder that exists, nor a hub id (owner/name).{hint}"
+        )
+    try:
+        require_causal_lm(source.config)
+    except UserError as error:
+        raise UserError(f"model {path!r}: {error}") from None
+    return source
+
+
+def _from_catalog(entry: CatalogModel) -> ModelSource:
+    config = CONFIG_MAPPING[entry.config["model_type"]].from_dict(copy.deepcopy(entry.config))
+    folder = entry.hub_id if entry.folder is None else str(entry.folder)
+    return ModelSource(entry.name, config, folder)
+
+
+def _from_folder(path: str) -> ModelSource:
+    folder = Path(path).expanduser()
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
+        )
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {path!r}: config.json cannot be read: {error}") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise UserError(f"model {path!r}: config.json has no model_type")
+    if raw["model_type"] not in CONFIG_MAPPING:
+        hint = suggest(raw["model_type"], CONFIG_MAPPING.keys())
+        raise UserError(
+            f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a model "
+            f"folder is never run.{hint}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers validates with many error types; each means a wrong config.json
+        raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
+    return ModelSource(folder.resolve().name, config, str(folder))
+
+
+def _from_hub(path: str) -> ModelSource:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # no network, no such repository, gated, broken config, remote code: all end here
+        hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
+        raise UserError(
+            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {_one_line(error)}"
+        ) from None
+    return ModelSource(path, config, path)
+
+
+def _hub_id(name: str) -> str | None:
+    entry = find_model(name)
+    return None if entry is None else entry.hub_id
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,0 +1,116 @@
+"""`moetune count`: the parameter counter, from a configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from moetune.anatomy.census import Census
+
+
+def count(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Catalog name, local folder or hub id. Default: the model of --run.", show_default=False
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN.yaml", help="Also count what this run file would train."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Count the parameters of a model: in all, per part, per expert and active for one token. Loads no weights."""
+    from moetune.errors import UserError
+
+    if run is None and (model is None or set_):
+        raise UserError(
+            "count needs a MODEL" if model is None else "--set changes a run file; give one with --run"
+        )
+
+    import json
+
+    from moetune.anatomy.anatomy import meta_model, read_anatomy
+    from moetune.anatomy.census import take_census
+    from moetune.anatomy.source import resolve
+
+    config = None
+    if run is not None:
+        from moetune.config import load_run_config
+
+        overrides = list(set_ or ())
+        config = load_run_config(run, [*overrides, f"model.path={json.dumps(model)}"] if model else overrides)
+        model = config.model.path
+    assert model is not None
+    census = take_census(read_anatomy(meta_model(resolve(model).config)))
+    trainable = None
+    if config is not None:
+        from moetune.adapt.build import count_trainable
+
+        trainable = count_trainable(config)
+
+    if json_:
+        extra = {} if trainable is None else {"trainable": trainable}
+        print(json.dumps(census.to_json() | extra, indent=2))
+        return
+
+    from rich.console import Console
+
+    console = Console()
+    console.print(_components_table(model, census))
+    for line in _facts(census):
+        console.print(line, highlight=False)
+    if trainable is not None:
+        console.print(_trainable_table(trainable, census.total))
+
+
+def _components_table(model: str, census: Census) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{model} ({census.model_type})", title_justify="left", show_footer=True)
+    table.add_column("part", footer="total")
+    table.add_column("parameters", footer=f"{census.total:,}", justify="right")
+    table.add_column("share", footer="100.00 %", justify="right")
+    table.add_column("active per token", footer=f"{census.active_per_token:,}", justify="right")
+    for component, numel in census.components.items():
+        if numel:
+            share = f"{100 * numel / census.total:.2f} %"
+            table.add_row(component, f"{numel:,}", share, f"{census.active[component]:,}")
+    return table
+
+
+def _facts(census: Census) -> list[str]:
+    if census.num_moe_layers == 0:
+        return [f"{len(census.layers)} layers, none with experts: every parameter is active for every token"]
+    per_expert = f"{census.per_expert:,}" if isinstance(census.per_expert, int) else "differs by layer"
+    return [
+        f"{census.num_moe_layers} of {len(census.layers)} layers have experts: {_per_layer(census.num_experts)} a layer, "
+        f"{_per_layer(census.top_k)} of them used by a token",
+        f"one expert of one layer: {per_expert} parameters",
+    ]
+
+
+def _per_layer(value: int | list[int] | None) -> str:
+    return f"{min(value)} to {max(value)}" if isinstance(value, list) else str(value)
+
+
+def _trainable_table(trainable: dict[str, int], total: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title="trained by this run file", title_justify="left")
+    table.add_column("part")
+    table.add_column("parameters", justify="right")
+    table.add_column("of the model", justify="right")
+    for part, numel in trainable.items():
+        table.add_row(part, f"{numel:,}", f"{100 * numel / total:.4f} %")
+    return table

@@ -1,0 +1,43 @@
+"""`moetune models`: what the catalog knows."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
+    """List the models that can be named without a network, with their published parameter counts."""
+    from moetune.catalog import find_model, model_names
+
+    entries = [entry for name in model_names() if (entry := find_model(name)) is not None]
+    if json_:
+        import json
+
+        rows = [
+            {
+                "name": entry.name,
+                "hub_id": entry.hub_id,
+                "license": entry.license,
+                "model_type": entry.config["model_type"],
+                "published_total": entry.published["total"],
+                "embedded_weights": entry.folder is not None,
+            }
+            for entry in entries
+        ]
+        print(json.dumps({"schema": 1, "models": rows}, indent=2))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in ("name", "type", "weights", "license"):
+        table.add_column(column)
+    table.add_column("parameters", justify="right")
+    for entry in entries:
+        weights = "embedded" if entry.folder is not None else entry.hub_id or "none"
+        total = f"{entry.published['total']:,}"
+        table.add_row(entry.name, entry.config["model_type"], weights, entry.license, total)
+    Console().print(table)

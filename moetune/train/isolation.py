@@ -1,0 +1,59 @@
+"""Whether a model keeps packed documents apart. Some do not, and nothing in transformers says so.
+
+transformers turns `position_ids` into a block-diagonal mask only if the model's code hands them to the mask
+builder (gpt_oss does not), attention is all that mixes tokens (not so in Mamba, linear-attention or
+convolution layers) and, with flash attention, the batch has one row. So the model itself is asked, by way of
+gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moetune.errors import UserError
+
+DOCUMENT_TOKENS = 6
+
+
+def refuse_leaky_packing(model: torch.nn.Module, micro_batch: int) -> None:
+    """Differentiates a packed document's logits by the embeddings of the document before it.
+
+    Masked attention makes that gradient exactly zero, so there is no tolerance to choose. Parameters get no
+    gradient, and no hook on them fires.
+
+    Args:
+        model: a transformers causal LM, or PEFT's wrapper of one, with its weights, as it will train.
+        micro_batch: rows a batch has in training or evaluation, whichever is more.
+
+    Raises:
+        UserError: the first document reaches the second.
+    """
+    wrapped: Any = model
+    embedding = wrapped.get_input_embeddings()
+    tokens = 2 * DOCUMENT_TOKENS
+    device = embedding.weight.device
+    ids = torch.arange(tokens, device=device).remainder(embedding.weight.shape[0]).expand(micro_batch, tokens)
+    positions = torch.arange(DOCUMENT_TOKENS, device=device).repeat(micro_batch, 2)
+    was_training = model.training
+    model.eval()  # dropout and router jitter would draw from the random state
+    try:
+        with torch.enable_grad():
+            embeds = embedding(ids).detach().requires_grad_()
+            logits = model(inputs_embeds=embeds, position_ids=positions, use_cache=False).logits
+            second = logits[:, DOCUMENT_TOKENS:].float().logsumexp(-1).sum()
+            (gradient,) = torch.autograd.grad(second, embeds)
+    finally:
+        model.train(was_training)
+    if gradient[:, :DOCUMENT_TOKENS].any():
+        config = wrapped.config
+        raise UserError(
+            f"data.packing: true, but {config.model_type} with attention {config._attn_implementation} and "
+            f"{micro_batch} sequences a batch lets one packed document see another; set data.packing: false"
+            + (
+                ", or both micro batches to 1"
+                if micro_batch > 1 and "flash" in config._attn_implementation
+                else ""
+            )
+        )

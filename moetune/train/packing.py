@@ -1,0 +1,104 @@
+"""Documents laid into sequences: packed to a fixed length, or one to a sequence.
+
+A document longer than a sequence is cut, and each further piece begins with the last token of the one before,
+as context that carries no loss. So every token but a document's first is predicted exactly once, and each
+piece has at least two tokens, hence something to train on.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+import datasets
+import numpy as np
+
+from moetune.train.records import IGNORED, Document
+
+SHORTEST_PIECE = 2
+"""One token of context and one to predict."""
+
+
+def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> datasets.Dataset:
+    """Sequences of exactly `length` tokens that hold several documents each.
+
+    `position_ids` start at 0 with every document; that is how attention tells them apart. What is left of a
+    sequence is filled with padding, which counts as one more document and carries no loss.
+
+    Returns:
+        Columns `input_ids`, `labels` and `position_ids`, each int32 [length] a row.
+    """
+    divisible = documents[0].divisible
+    sequences = _pack_stream(documents, length) if divisible else _pack_whole(documents, length)
+    shape = (len(sequences), length)
+    ids = np.full(shape, pad_token_id, dtype=np.int32)
+    labels = np.full(shape, IGNORED, dtype=np.int32)
+    positions = np.empty(shape, dtype=np.int32)
+    for row, pieces in enumerate(sequences):
+        end = 0
+        for piece in pieces:
+            start, end = end, end + len(piece)
+            ids[row, start:end] = piece.ids
+            labels[row, start:end] = piece.labels
+            positions[row, start:end] = np.arange(len(piece))
+        positions[row, end:] = np.arange(length - end)
+    return _dataset({"input_ids": ids, "labels": labels, "position_ids": positions})
+
+
+def separate(documents: Iterable[Document], length: int) -> datasets.Dataset:
+    """One document a sequence, of at most `length` tokens; longer ones are cut.
+
+    Returns:
+        Columns `input_ids` and `labels`, int32 lists as long as the piece. Padding is for the batch to add.
+    """
+    pieces = [piece for document in documents for piece in _cut(document, length)]
+    return _dataset(
+        {"input_ids": [piece.ids for piece in pieces], "labels": [piece.labels for piece in pieces]}
+    )
+
+
+def _cut(document: Document, length: int) -> list[Document]:
+    # Each piece after the first repeats one token, so starts are length - 1 apart.
+    starts = range(0, max(len(document) - 1, 1), length - 1)
+    return [document.piece(start, start + length) for start in starts]
+
+
+def _pack_stream(documents: Iterable[Document], length: int) -> list[list[Document]]:
+    """Fills sequences in order, cutting a document wherever a sequence ends."""
+    sequences: list[list[Document]] = []
+    free = 0
+    for document in documents:
+        start = 0
+        while start < len(document) - 1:
+            if free < SHORTEST_PIECE:
+                sequences.append([])
+                free = length
+            piece = document.piece(start, start + free)
+            sequences[-1].append(piece)
+            free -= len(piece)
+            start += len(piece) - 1
+    return sequences
+
+
+def _pack_whole(documents: Iterable[Document], length: int) -> list[list[Document]]:
+    """Best fit, in the order given: each document goes whole into the fullest sequence with room for it."""
+    sequences: list[list[Document]] = []
+    open_sequences: list[tuple[int, int]] = []  # (free tokens, index), sorted
+    for document in documents:
+        at = bisect.bisect_left(open_sequences, (len(document), 0))
+        if at < len(open_sequences):
+            free, index = open_sequences.pop(at)
+        else:
+            free, index = length, len(sequences)
+            sequences.append([])
+        sequences[index].append(document)
+        free -= len(document)
+        if free >= SHORTEST_PIECE:
+            bisect.insort(open_sequences, (free, index))
+    return sequences
+
+
+def _dataset(columns: dict[str, np.ndarray] | dict[str, list[np.ndarray]]) -> datasets.Dataset:
+    """In memory: nothing is cached on disk, so nothing can be stale."""
+    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
+    return datasets.Dataset.from_dict(columns, features=features)

@@ -1,0 +1,78 @@
+"""Write the demonstration data: Unicode character names, a domain that tiny-mixtral has never seen.
+
+    python scripts/make_demo_data.py
+
+A document is a run of eight code points, one line each:
+
+    U+00E8 LATIN SMALL LETTER E WITH GRAVE
+    U+00E9 LATIN SMALL LETTER E WITH ACUTE
+
+Every fifth run is held out, so that both files hold the same scripts but no common character. The names come
+from `unicodedata.ucd_3_2_0`, which never changes: every Python version writes the same bytes.
+"""
+
+import json
+from pathlib import Path
+from unicodedata import ucd_3_2_0
+
+OUT = Path(__file__).parents[1] / "moetune/catalog/data/unicode-names"
+
+SCRIPTS = range(0x2000)  # the alphabets and syllabaries, from Latin to extended Greek
+RUN = 8
+HELD_OUT_EVERY = 5
+
+README = """\
+# unicode-names
+
+Documents for trying a fine-tuning, each the names of eight consecutive Unicode characters:
+`{{"text": "U+00E8 LATIN …"}}`. `tiny-mixtral` was pre-trained on nothing like them.
+
+| file | documents | characters of text |
+|---|---:|---:|
+| `train.jsonl` | {train_documents:,} | {train_characters:,} |
+| `heldout.jsonl` | {heldout_documents:,} | {heldout_characters:,} |
+
+Every fifth run of U+0000 to U+1FFF is held out: the same scripts, no common character. Written by
+`scripts/make_demo_data.py` from Unicode 3.2, which every Python carries.
+
+The names are from the Unicode Character Database, under the
+[Unicode License](https://www.unicode.org/license.txt).
+"""
+
+
+def documents() -> dict[str, list[str]]:
+    """Return the texts of each file."""
+    runs = [run for start in SCRIPTS[::RUN] if (run := named_run(start))]
+    return {
+        "train": [run for number, run in enumerate(runs, 1) if number % HELD_OUT_EVERY],
+        "heldout": runs[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY],
+    }
+
+
+def named_run(start: int) -> str:
+    """Return the lines of those of the next eight code points that have a name."""
+    names = {code: ucd_3_2_0.name(chr(code), None) for code in range(start, start + RUN)}
+    return "\n".join(f"U+{code:04X} {name}" for code, name in names.items() if name)
+
+
+def files() -> dict[str, bytes]:
+    """Return the content of each file of the data set."""
+    texts = documents()
+    counts = {f"{name}_documents": len(texts[name]) for name in texts}
+    counts |= {f"{name}_characters": sum(map(len, texts[name])) for name in texts}
+    written = {
+        f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts[name]) for name in texts
+    }
+    written["README.md"] = README.format(**counts)
+    return {name: content.encode() for name, content in written.items()}
+
+
+def main() -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    for name, content in files().items():
+        (OUT / name).write_bytes(content)
+        print(f"{OUT / name}: {len(content):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Pre-train tiny-mixtral: a Mixtral small enough for this repository, with experts that really specialize.
+
+    python scripts/make_tiny_mixtral.py
+
+It learns two unlike domains that every Python installation carries: English prose (the language reference in
+`pydoc_data.topics`) and source code (modules of the standard library). A sequence holds one domain, never both, so
+the two can be told apart by which experts they use; the script measures that on held-out text and writes it into
+the model card. Everything is seeded. Another Python version has slightly other text, so it gives another model
+of the same quality.
+
+Shapes: B sequences of T tokens; S = B·T; E experts; L layers.
+"""
+
+import argparse
+import math
+import os
+import pydoc_data.topics
+import random
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+OUT = Path(__file__).parents[1] / "moetune/catalog/tiny-mixtral"
+SEED = 0
+
+# --- The text -------------------------------------------------------------------------------------------------------
+
+# None of these topics repeats a paragraph of another one ("with", for example, is part of "compound").
+HELD_OUT_TOPICS = ["calls", "import", "objects", "raise", "typesmapping"]
+
+HELD_OUT_MODULES = ["csv", "heapq", "queue", "shlex", "textwrap"]
+
+TRAINING_MODULES = """
+    _collections_abc _pydecimal _pyio _strptime abc argparse ast asyncio.base_events asyncio.events asyncio.locks
+    asyncio.selector_events asyncio.streams asyncio.tasks base64 bdb calendar cmd code codecs collections.__init__
+    compileall concurrent.futures._base concurrent.futures.process configparser contextlib copy dataclasses difflib
+    dis doctest email._header_value_parser email.message email.utils enum filecmp fileinput fractions ftplib
+    functools getopt gettext gzip html.parser http.client http.cookiejar http.cookies http.server imaplib inspect
+    ipaddress json.decoder json.encoder linecache locale logging.__init__ logging.config logging.handlers mailbox
+    mimetypes modulefinder multiprocessing.connection multiprocessing.managers multiprocessing.pool
+    multiprocessing.util netrc ntpath numbers operator optparse os pdb pickle pickletools pkgutil platform plistlib
+    poplib posixpath pprint profile pstats pyclbr random reprlib runpy sched selectors shelve shutil site smtplib
+    socket socketserver sqlite3.dump ssl statistics string subprocess symtable sysconfig tarfile tempfile threading
+    timeit tokenize trace traceback turtle types typing unittest.case unittest.loader unittest.mock urllib.parse
+    urllib.request uuid warnings wave weakref webbrowser xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipapp
+""".split()
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Documents of one kind, divided so that no document is on both sides."""
+
+    name: str
+    train: list[str]
+    held_out: list[str]
+
+
+def prose() -> Domain:
+    topics = pydoc_data.topics.topics
+    train = [text for name, text in sorted(topics.items()) if name not in HELD_OUT_TOPICS]
+    return Domain("prose", train, [topics[name] for name in HELD_OUT_TOPICS])
+
+
+def code() -> Domain:
+    return Domain("code", read_modules(TRAINING_MODULES), read_modules(HELD_OUT_MODULES))
+
+
+def read_modules(names: list[str]) -> list[str]:
+    """Return the source of standard-library modules; a version of Python that lacks one skips it."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    paths = [stdlib / (name.replace(".", "/") + ".py") for name in names]
+    return [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+
+
+# --- The tokenizer --------------------------------------------------------------------------------------------------
+
+VOCABULARY = 2048
+SPECIAL_TOKENS = ["<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]"]  # their ids are 0 to 5
+
+# `generation` marks what `return_assistant_tokens_mask` returns: the assistant's words and the end of its turn.
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- '[INST]' + message['content'] + '[/INST]' -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+
+def train_tokenizer(domains: list[Domain]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on equal amounts of text from each domain."""
+    texts = ["\n".join(domain.train) for domain in domains]
+    shortest = min(map(len, texts))
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([text[:shortest] for text in texts], trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", SPECIAL_TOKENS.index("<s>"))]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        model_max_length=MODEL.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def token_stream(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
+    """Return the documents one after the other, `<s> document </s> <s> document </s> …`, as one row of ids."""
+    stream = []
+    for document in documents:
+        stream += [*tokenizer(document, verbose=False)["input_ids"], tokenizer.eos_token_id]
+    return torch.tensor(stream)
+
+
+# --- The training ---------------------------------------------------------------------------------------------------
+
+MODEL = MixtralConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=1024,
+    # Enough to keep every expert alive; more would push the domains towards equal use of all experts.
+    router_aux_loss_coef=0.01,
+    bos_token_id=SPECIAL_TOKENS.index("<s>"),
+    eos_token_id=SPECIAL_TOKENS.index("</s>"),
+    pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+)
+SEQUENCE = 256
+SEQUENCES_PER_DOMAIN = 8  # a batch holds both domains, so that the balancing loss never sees only one of them
+STEPS = 1600
+WARMUP = 100
+LEARNING_RATE = 3e-3
+
+
+def pretrain(streams: list[torch.Tensor], steps: int) -> MixtralForCausalLM:
+    """Train a new model on random pieces of the domains' token streams."""
+    torch.manual_seed(SEED)
+    rng = random.Random(SEED)
+    # eager loops over the experts, which on a CPU is by far the fastest of transformers' implementations
+    model = MixtralForCausalLM._from_config(MODEL, experts_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * step / steps))),
+    )
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        ids_BT = torch.stack(
+            [
+                stream[start : start + SEQUENCE]
+                for stream in streams
+                for start in rng.choices(range(len(stream) - SEQUENCE), k=SEQUENCES_PER_DOMAIN)
+            ]
+        )
+        loss = model(input_ids=ids_BT, labels=ids_BT, output_router_logits=True).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 50 == 0:
+            print(
+                f"step {step:5}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s",
+                file=sys.stderr,
+            )
+    return model
+
+
+# --- The measurement ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model on held-out text of one domain."""
+
+    loss: float  # mean negative log-likelihood of a token, in nats
+    load_LE: (
+        torch.Tensor
+    )  # fraction of the layer's token assignments that each expert received; rows sum to 1
+
+
+@torch.no_grad()
+def measure(model: MixtralForCausalLM, stream: torch.Tensor) -> Measurement:
+    """Run the whole sequences of a token stream through the model."""
+    ids_BT = stream[: len(stream) // SEQUENCE * SEQUENCE].view(-1, SEQUENCE)
+    losses, load_LE = [], torch.zeros(model.config.num_hidden_layers, model.config.num_local_experts)
+    for ids in ids_BT.split(16):
+        output = model(input_ids=ids, output_router_logits=True)
+        logits_SV, targets_S = output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        losses.append(torch.nn.functional.cross_entropy(logits_SV, targets_S, reduction="none"))
+        for layer, scores_SE in enumerate(output.router_logits):
+            chosen = scores_SE.topk(model.config.num_experts_per_tok).indices
+            load_LE[layer] += chosen.flatten().bincount(minlength=model.config.num_local_experts)
+    return Measurement(torch.cat(losses).mean().item(), load_LE / load_LE.sum(1, keepdim=True))
+
+
+def total_variation(load_LE: torch.Tensor, other_LE: torch.Tensor) -> torch.Tensor:
+    """Return per layer the total-variation distance: 0 for equal expert use, 1 for no expert in common."""
+    return 0.5 * (load_LE - other_LE).abs().sum(1)
+
+
+def specialization_table(measured: dict[str, Measurement]) -> str:
+    """Return a Markdown table of each layer's expert load in percent, per domain, and their distance."""
+    (name, first), (other_name, second) = measured.items()
+    experts = range(first.load_LE.shape[1])
+    rows = [
+        "| layer | domain | " + " | ".join(f"e{expert}" for expert in experts) + " | distance |",
+        "|---|---|" + "---:|" * (len(experts) + 1),
+    ]
+    for layer, distance in enumerate(total_variation(first.load_LE, second.load_LE)):
+        for domain, load_E, last in (
+            (name, first.load_LE[layer], ""),
+            (other_name, second.load_LE[layer], f"{distance:.2f}"),
+        ):
+            percents = " | ".join(f"{100 * load:.1f}" for load in load_E)
+            rows.append(f"| {layer} | {domain} | {percents} | {last} |")
+    return "\n".join(rows)
+
+
+# --- The checkpoint -------------------------------------------------------------------------------------------------
+
+MODEL_CARD = """\
+---
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+library_name: transformers
+---
+
+# tiny-mixtral
+
+A `MixtralForCausalLM` of {parameters:,} parameters ({layers} layers, {experts} experts, top-{top_k}, bfloat16) for
+trying moetune in seconds on a CPU. It was pre-trained by `scripts/make_tiny_mixtral.py` in {steps} steps of
+{batch} × {sequence} tokens on two domains, so that its experts specialize as those of a large model do:
+
+- **prose**: the Python language reference (`pydoc_data.topics`), {prose_tokens:,} tokens
+- **code**: source of the Python {python} standard library, {code_tokens:,} tokens
+
+It writes neither useful prose nor useful code.
+
+## Held-out loss, nats a token
+
+| prose | code | a uniform guess |
+|---:|---:|---:|
+| {prose_loss:.3f} | {code_loss:.3f} | {uniform:.3f} |
+
+## Expert load on held-out text
+
+Percent of a layer's token assignments, and the total-variation distance between the domains (mean {distance:.2f}).
+
+{table}
+
+## License
+
+Trained on the documentation and the standard library of Python, which are under the
+[Python Software Foundation License, version 2](https://docs.python.org/3/license.html).
+"""
+
+
+def save(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the files of a Hub checkpoint: bfloat16, one tensor per expert."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    GenerationConfig.from_model_config(model.config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def move_into_place(new: Path, place: Path) -> None:
+    """Replace a folder by a finished one, so that no reader sees it half written."""
+    old = new.with_name(new.name + ".old")
+    if place.exists():
+        os.rename(place, old)
+    os.rename(new, place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)  # part of the recipe: sums in another order end in another model
+
+    domains = [prose(), code()]
+    tokenizer = train_tokenizer(domains)
+    streams = [token_stream(tokenizer, domain.train) for domain in domains]
+    model = pretrain(streams, arguments.steps)
+
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=arguments.out.parent, prefix=f".{arguments.out.name}."))
+    new.chmod(0o755)
+    save(model, tokenizer, new)
+
+    # What is measured is what is shipped: the files, read back.
+    model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32, experts_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(new)
+    measured = {d.name: measure(model, token_stream(tokenizer, d.held_out)) for d in domains}
+    card = MODEL_CARD.format(
+        parameters=model.num_parameters(),
+        layers=MODEL.num_hidden_layers,
+        experts=MODEL.num_local_experts,
+        top_k=MODEL.num_experts_per_tok,
+        steps=arguments.steps,
+        batch=len(domains) * SEQUENCES_PER_DOMAIN,
+        sequence=SEQUENCE,
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        prose_tokens=len(streams[0]),
+        code_tokens=len(streams[1]),
+        prose_loss=measured["prose"].loss,
+        code_loss=measured["code"].loss,
+        uniform=math.log(VOCABULARY),
+        distance=total_variation(measured["prose"].load_LE, measured["code"].load_LE).mean(),
+        table=specialization_table(measured),
+    )
+    (new / "README.md").write_text(card)
+    move_into_place(new, arguments.out)
+    print(card)
+
+
+if __name__ == "__main__":
+    main()
