@@ -2,16 +2,17 @@
 
     python scripts/make_tiny_mixtral.py
 
-It learns two unlike domains that every Python installation carries: English prose (the language reference in
-`pydoc_data.topics`) and source code (modules of the standard library). A sequence holds one domain, never both, so
-the two can be told apart by which experts they use; the script measures that on held-out text and writes it into
-the model card. Everything is seeded. Another Python version has slightly other text, so it gives another model
-of the same quality.
+It learns two unlike domains that every Python installation carries: English prose (the language reference
+in `pydoc_data.topics`) and bare code (modules of the standard library, without comments and docstrings). A
+sequence holds one domain, never both, so the two can be told apart by which experts they use; the script
+measures that on held-out text and writes it into the model card. Everything is seeded. Another Python version
+has slightly other text, so it gives another model of the same quality.
 
-Shapes: B sequences of T tokens; S = B·T; E experts; L layers.
+Shapes: B sequences of T tokens; S = B·T; V vocabulary; E experts; L layers.
 """
 
 import argparse
+import ast
 import math
 import os
 import pydoc_data.topics
@@ -34,11 +35,12 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 OUT = Path(__file__).parents[1] / "moetune/catalog/tiny-mixtral"
 SEED = 0
 
-# --- The text -------------------------------------------------------------------------------------------------------
+# --- The text -----------------------------------------------------------------------------------------------
 
 # None of these topics repeats a paragraph of another one ("with", for example, is part of "compound").
 HELD_OUT_TOPICS = ["calls", "import", "objects", "raise", "typesmapping"]
@@ -46,19 +48,21 @@ HELD_OUT_TOPICS = ["calls", "import", "objects", "raise", "typesmapping"]
 HELD_OUT_MODULES = ["csv", "heapq", "queue", "shlex", "textwrap"]
 
 TRAINING_MODULES = """
-    _collections_abc _pydecimal _pyio _strptime abc argparse ast asyncio.base_events asyncio.events asyncio.locks
-    asyncio.selector_events asyncio.streams asyncio.tasks base64 bdb calendar cmd code codecs collections.__init__
-    compileall concurrent.futures._base concurrent.futures.process configparser contextlib copy dataclasses difflib
-    dis doctest email._header_value_parser email.message email.utils enum filecmp fileinput fractions ftplib
-    functools getopt gettext gzip html.parser http.client http.cookiejar http.cookies http.server imaplib inspect
-    ipaddress json.decoder json.encoder linecache locale logging.__init__ logging.config logging.handlers mailbox
-    mimetypes modulefinder multiprocessing.connection multiprocessing.managers multiprocessing.pool
-    multiprocessing.util netrc ntpath numbers operator optparse os pdb pickle pickletools pkgutil platform plistlib
-    poplib posixpath pprint profile pstats pyclbr random reprlib runpy sched selectors shelve shutil site smtplib
-    socket socketserver sqlite3.dump ssl statistics string subprocess symtable sysconfig tarfile tempfile threading
-    timeit tokenize trace traceback turtle types typing unittest.case unittest.loader unittest.mock urllib.parse
-    urllib.request uuid warnings wave weakref webbrowser xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipapp
-""".split()
+    _collections_abc _pydecimal _pyio _strptime abc argparse ast asyncio.base_events asyncio.events
+    asyncio.locks asyncio.selector_events asyncio.streams asyncio.tasks base64 bdb calendar cmd code codecs
+    collections.__init__ compileall concurrent.futures._base concurrent.futures.process configparser
+    contextlib copy dataclasses difflib dis doctest email._header_value_parser email.message email.utils
+    enum filecmp fileinput fractions ftplib functools getopt gettext gzip html.parser http.client
+    http.cookiejar http.cookies http.server imaplib inspect ipaddress json.decoder json.encoder linecache
+    locale logging.__init__ logging.config logging.handlers mailbox mimetypes modulefinder
+    multiprocessing.connection multiprocessing.managers multiprocessing.pool multiprocessing.util netrc
+    ntpath numbers operator optparse os pdb pickle pickletools pkgutil platform plistlib poplib posixpath
+    pprint profile pstats pyclbr random reprlib runpy sched selectors shelve shutil site smtplib socket
+    socketserver sqlite3.dump ssl statistics string subprocess symtable sysconfig tarfile tempfile threading
+    timeit tokenize trace traceback turtle types typing unittest.case unittest.loader unittest.mock
+    urllib.parse urllib.request uuid warnings wave weakref webbrowser xml.dom.minidom xml.etree.ElementTree
+    xmlrpc.client zipapp
+""".split()  # noqa: SIM905 - a list of strings would take a line each
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,28 @@ def code() -> Domain:
 
 
 def read_modules(names: list[str]) -> list[str]:
-    """Return the source of standard-library modules; a version of Python that lacks one skips it."""
+    """Return the bare code of standard-library modules; a version of Python that lacks one skips it."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     paths = [stdlib / (name.replace(".", "/") + ".py") for name in names]
-    return [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    return [bare(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
-# --- The tokenizer --------------------------------------------------------------------------------------------------
+def bare(source: str) -> str:
+    """Return source without its docstrings and comments, which are prose."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documentable = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documentable and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree) + "\n"
+
+
+# --- The tokenizer ------------------------------------------------------------------------------------------
 
 VOCABULARY = 2048
 SPECIAL_TOKENS = ["<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]"]  # their ids are 0 to 5
 
-# `generation` marks what `return_assistant_tokens_mask` returns: the assistant's words and the end of its turn.
+# `generation` marks what `return_assistant_tokens_mask` returns: the assistant's words and the end of a turn.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -134,14 +148,14 @@ def train_tokenizer(domains: list[Domain]) -> PreTrainedTokenizerFast:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
-    """Return the documents one after the other, `<s> document </s> <s> document </s> …`, as one row of ids."""
+    """Return the documents one after the other, `<s> document </s> <s> document </s> …`, as a row of ids."""
     stream = []
     for document in documents:
         stream += [*tokenizer(document, verbose=False)["input_ids"], tokenizer.eos_token_id]
     return torch.tensor(stream)
 
 
-# --- The training ---------------------------------------------------------------------------------------------------
+# --- The training -------------------------------------------------------------------------------------------
 
 MODEL = MixtralConfig(
     vocab_size=VOCABULARY,
@@ -154,17 +168,16 @@ MODEL = MixtralConfig(
     num_local_experts=8,
     num_experts_per_tok=2,
     max_position_embeddings=1024,
-    # Enough to keep every expert alive; more would push the domains towards equal use of all experts.
-    router_aux_loss_coef=0.01,
     bos_token_id=SPECIAL_TOKENS.index("<s>"),
     eos_token_id=SPECIAL_TOKENS.index("</s>"),
     pad_token_id=SPECIAL_TOKENS.index("<pad>"),
 )
 SEQUENCE = 256
 SEQUENCES_PER_DOMAIN = 8  # a batch holds both domains, so that the balancing loss never sees only one of them
-STEPS = 1600
+BALANCE = 2e-3  # enough to keep every expert alive; more pushes both domains towards equal use of all experts
+STEPS = 1300
 WARMUP = 100
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 4e-3
 
 
 def pretrain(streams: list[torch.Tensor], steps: int) -> MixtralForCausalLM:
@@ -187,21 +200,33 @@ def pretrain(streams: list[torch.Tensor], steps: int) -> MixtralForCausalLM:
                 for start in rng.choices(range(len(stream) - SEQUENCE), k=SEQUENCES_PER_DOMAIN)
             ]
         )
-        loss = model(input_ids=ids_BT, labels=ids_BT, output_router_logits=True).loss
-        loss.backward()
+        output = model(input_ids=ids_BT, output_router_logits=True)
+        loss = model.loss_function(output.logits, ids_BT, VOCABULARY)
+        (loss + BALANCE * balancing_loss(output.router_logits)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if step % 50 == 0:
-            print(
-                f"step {step:5}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s",
-                file=sys.stderr,
-            )
+            seconds = time.perf_counter() - started
+            print(f"step {step:5}  loss {loss.item():.3f}  {seconds:.0f} s", file=sys.stderr, flush=True)
     return model
 
 
-# --- The measurement ------------------------------------------------------------------------------------------------
+def balancing_loss(router_logits_LSE: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the load-balancing loss, layer by layer.
+
+    transformers' own sum takes all layers at once, where an expert that one layer never uses is made up for
+    by the expert of the same number in another layer.
+    """
+    losses = [
+        load_balancing_loss_func((logits_SE,), MODEL.num_local_experts, MODEL.num_experts_per_tok)
+        for logits_SE in router_logits_LSE
+    ]
+    return torch.stack(losses).mean()
+
+
+# --- The measurement ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,9 +234,7 @@ class Measurement:
     """One model on held-out text of one domain."""
 
     loss: float  # mean negative log-likelihood of a token, in nats
-    load_LE: (
-        torch.Tensor
-    )  # fraction of the layer's token assignments that each expert received; rows sum to 1
+    load_LE: torch.Tensor  # each expert's share of its layer's token assignments; rows sum to 1
 
 
 @torch.no_grad()
@@ -252,7 +275,7 @@ def specialization_table(measured: dict[str, Measurement]) -> str:
     return "\n".join(rows)
 
 
-# --- The checkpoint -------------------------------------------------------------------------------------------------
+# --- The checkpoint -----------------------------------------------------------------------------------------
 
 MODEL_CARD = """\
 ---
@@ -264,12 +287,13 @@ library_name: transformers
 
 # tiny-mixtral
 
-A `MixtralForCausalLM` of {parameters:,} parameters ({layers} layers, {experts} experts, top-{top_k}, bfloat16) for
-trying moetune in seconds on a CPU. It was pre-trained by `scripts/make_tiny_mixtral.py` in {steps} steps of
-{batch} × {sequence} tokens on two domains, so that its experts specialize as those of a large model do:
+A `MixtralForCausalLM` of {parameters:,} parameters ({layers} layers, {experts} experts, top-{top_k},
+bfloat16) for trying moetune in seconds on a CPU. `scripts/make_tiny_mixtral.py` pre-trained it in {steps}
+steps of {batch} sequences of {sequence} tokens on two domains of Python {python}, so that its experts
+specialize:
 
-- **prose**: the Python language reference (`pydoc_data.topics`), {prose_tokens:,} tokens
-- **code**: source of the Python {python} standard library, {code_tokens:,} tokens
+- **prose**: the language reference (`pydoc_data.topics`), {prose_tokens:,} tokens
+- **code**: the standard library without comments and docstrings, {code_tokens:,} tokens
 
 It writes neither useful prose nor useful code.
 
@@ -281,7 +305,8 @@ It writes neither useful prose nor useful code.
 
 ## Expert load on held-out text
 
-Percent of a layer's token assignments, and the total-variation distance between the domains (mean {distance:.2f}).
+Percent of a layer's token assignments, and the total-variation distance between the domains
+(mean {distance:.2f}).
 
 {table}
 
@@ -292,9 +317,35 @@ Trained on the documentation and the standard library of Python, which are under
 """
 
 
+def model_card(folder: Path, domains: list[Domain], steps: int) -> str:
+    """Return the card of a saved checkpoint: what is measured is what is shipped, the files read back."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = {domain.name: len(token_stream(tokenizer, domain.train)) for domain in domains}
+    measured = {domain.name: measure(model, token_stream(tokenizer, domain.held_out)) for domain in domains}
+    return MODEL_CARD.format(
+        parameters=model.num_parameters(),
+        layers=MODEL.num_hidden_layers,
+        experts=MODEL.num_local_experts,
+        top_k=MODEL.num_experts_per_tok,
+        steps=steps,
+        batch=len(domains) * SEQUENCES_PER_DOMAIN,
+        sequence=SEQUENCE,
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        prose_tokens=tokens["prose"],
+        code_tokens=tokens["code"],
+        prose_loss=measured["prose"].loss,
+        code_loss=measured["code"].loss,
+        uniform=math.log(VOCABULARY),
+        distance=total_variation(measured["prose"].load_LE, measured["code"].load_LE).mean(),
+        table=specialization_table(measured),
+    )
+
+
 def save(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the files of a Hub checkpoint: bfloat16, one tensor per expert."""
     model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
     GenerationConfig.from_model_config(model.config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -324,29 +375,8 @@ def main() -> None:
     new = Path(tempfile.mkdtemp(dir=arguments.out.parent, prefix=f".{arguments.out.name}."))
     new.chmod(0o755)
     save(model, tokenizer, new)
-
-    # What is measured is what is shipped: the files, read back.
-    model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32, experts_implementation="eager")
-    tokenizer = AutoTokenizer.from_pretrained(new)
-    measured = {d.name: measure(model, token_stream(tokenizer, d.held_out)) for d in domains}
-    card = MODEL_CARD.format(
-        parameters=model.num_parameters(),
-        layers=MODEL.num_hidden_layers,
-        experts=MODEL.num_local_experts,
-        top_k=MODEL.num_experts_per_tok,
-        steps=arguments.steps,
-        batch=len(domains) * SEQUENCES_PER_DOMAIN,
-        sequence=SEQUENCE,
-        python=f"{sys.version_info.major}.{sys.version_info.minor}",
-        prose_tokens=len(streams[0]),
-        code_tokens=len(streams[1]),
-        prose_loss=measured["prose"].loss,
-        code_loss=measured["code"].loss,
-        uniform=math.log(VOCABULARY),
-        distance=total_variation(measured["prose"].load_LE, measured["code"].load_LE).mean(),
-        table=specialization_table(measured),
-    )
-    (new / "README.md").write_text(card)
+    card = model_card(new, domains, arguments.steps)
+    (new / "README.md").write_text(card, encoding="utf-8")
     move_into_place(new, arguments.out)
     print(card)
 

@@ -1,6 +1,6 @@
 """What a causal language model is made of, read off its modules.
 
-Works on the meta device, a CPU or a GPU, for mixtures of experts and dense models alike. Only shapes are read.
+Works on the meta device, a CPU or a GPU, for mixtures of experts and dense models. Only shapes are read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter. `layer` is the decoder layer it sits in; None for embeddings, head, final norm and the like."""
+    """One parameter. `layer` is the decoder layer it sits in; None for embeddings, head and final norm."""
 
     name: str
     component: Component
@@ -118,7 +118,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         Exception
     ) as error:  # a config can break model code anywhere; the user gets a sentence all the same
         raise UserError(
-            f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {_one_line(error)}"
+            f"transformers cannot build {name!r} from its configuration: "
+            f"{type(error).__name__}: {_one_line(error)}"
         ) from error
 
 
@@ -126,15 +127,15 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
     """Reads the parts off a causal language model as transformers built it, before any adaptation.
 
     Raises:
-        UserError: the model has experts that transformers does not mark as such, or a router or top_k that cannot be
-            found. It would be miscounted, so it is refused by name.
+        UserError: the model has experts that transformers does not mark as such, or a router or top_k that
+            cannot be found. It would be miscounted, so it is refused by name.
     """
     model_type = model.config.model_type
     found = unknown_experts(model)
     if found is not None:
         raise UserError(
-            f"model type {model_type!r} is not supported: its experts ({found}) are not among those that transformers "
-            "marks with use_experts_implementation, so they cannot be told apart"
+            f"model type {model_type!r} is not supported: its experts ({found}) are not among those that "
+            "transformers marks with use_experts_implementation, so they cannot be told apart"
         )
     moe_layers = _read_moe_layers(model)
     landmarks = Landmarks(model, _mark(model, moe_layers))
@@ -168,7 +169,7 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
         if not is_experts(module):
             continue
         refusal = f"model type {model_type!r} is not supported: {path}"
-        shape = read_shape(module, f"model type {model_type!r} is not supported: {path}")
+        shape = read_shape(module, refusal)
         block, index = path.rpartition(".")[0], landmarks.layer_of(path)
         if index is None or index in layers:
             raise UserError(f"{refusal} is not the one set of experts of a decoder layer")
@@ -178,8 +179,8 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
         top_k = read_top_k(model, router, block, index)
         if top_k is None:
             raise UserError(
-                f"model type {model_type!r}: neither {router} nor the configuration says how many experts a token "
-                "uses; set num_experts_per_tok in config.json"
+                f"model type {model_type!r}: neither {router} nor the configuration says how many experts a "
+                "token uses; set num_experts_per_tok in config.json"
             )
         layers[index] = MoeLayer(index, block, path, router, top_k, shape)
     return tuple(layers[index] for index in sorted(layers))
@@ -188,7 +189,7 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
 def _mark(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str, Component]:
     """Names of the parameters that are an expert's or a router's.
 
-    A parameter that the block itself holds with one value an expert (a score correction) is part of the router.
+    A parameter that the block itself holds, one value an expert (a score correction), is the router's.
     """
     marked: dict[str, Component] = {}
     for layer in moe_layers:

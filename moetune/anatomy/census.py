@@ -1,8 +1,8 @@
-"""The parameter counter: what a model holds in all, per component, per layer, per expert and for one token."""
+"""The parameter counter: in all, per component, per layer, per expert, and active for one token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moetune.anatomy.anatomy import Anatomy
@@ -25,11 +25,11 @@ class Census:
     """Parameter counts of one model; what is tied counts once.
 
     Attributes:
-        active_per_token: parameters that take part in the forward pass of one token: all but the experts that it is
-            not sent to. The whole embedding table counts, as in published figures.
+        active_per_token: parameters that take part in the forward pass of one token: all but the experts that
+            it is not sent to. The whole embedding table counts, as in published figures.
         active: the same per component.
-        per_expert, num_experts, top_k: one number if all mixture-of-experts layers agree, else one a layer, in order;
-            None for a dense model.
+        per_expert, num_experts, top_k: one number if all mixture-of-experts layers agree, else one a layer,
+            in order; None for a dense model.
     """
 
     model_type: str
@@ -55,7 +55,7 @@ class Census:
             "num_experts": self.num_experts,
             "top_k": self.top_k,
             "components": dict(self.components),
-            "layers": [vars(layer) for layer in self.layers],
+            "layers": [asdict(layer) for layer in self.layers],
         }
 
 

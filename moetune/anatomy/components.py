@@ -1,7 +1,7 @@
 """Which component a parameter belongs to, told from where it sits in the module tree.
 
-Routers and experts are found structurally (moe.py) and handed in. Everything else goes by the role its modules
-announce: an `nn.Embedding`, a class that ends in `Norm`, a layer's `self_attn` or `mlp`.
+Routers and experts are found structurally (moe.py) and handed in. Everything else goes by the role its
+modules announce: an `nn.Embedding`, a class that ends in `Norm`, a layer's `self_attn` or `mlp`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Landmarks:
     def component_of(self, name: str) -> Component:
         """Component of a parameter, by its full name (`model.layers.0.self_attn.q_proj.weight`).
 
-        Whatever mixes tokens counts as attention: softmax, linear and state-space attention, convolutions, recurrent
-        blocks. Norms inside attention (q and k norms) and inside the head count as norm. What takes part in the
-        feed-forward of every token of a layer and is no shared expert counts as dense MLP, the projections into and
-        out of a latent expert space included.
+        Whatever mixes tokens counts as attention: softmax, linear and state-space attention, convolutions,
+        recurrent blocks. Norms inside attention (q and k norms) and inside the head count as norm. What takes
+        part in the feed-forward of every token of a layer and is no shared expert counts as dense MLP, the
+        projections into and out of a latent expert space included.
         """
         if name in self.marked:
             return self.marked[name]
@@ -81,7 +81,7 @@ class Landmarks:
         return "lm_head" if "lm_head" in name else "other"
 
     def _inside_layer(self, name: str, paths: list[str]) -> Component:
-        """A shared expert is told by any name on the way; else the outermost name that announces a role decides."""
+        """Any name on the way tells a shared expert; else the outermost name with a role decides."""
         if any(_SHARED.search(path.rpartition(".")[2]) for path in paths):
             return "shared_experts" if self.layer_of(name) in self.moe_layers else "dense_mlp"
         for path in paths:
@@ -112,7 +112,10 @@ def _outer_stacks(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[list[str], int]:
-    """The decoder's stack, which is the largest one, and lists of equal length beside it (one role each); its length."""
+    """The decoder's stack, which is the largest, with lists of equal length beside it; and its length.
+
+    Some models keep one list a role (`attentions`, `ffns`) instead of one list of layers.
+    """
     sizes = {
         stack: sum(parameter.numel() for parameter in modules[stack[:-1]].parameters())
         for stack in stacks

@@ -1,8 +1,9 @@
 """The mixture-of-experts layers of a model: experts, router, top_k.
 
-transformers marks every stack of experts that it knows how to run with the decorator `use_experts_implementation`;
-the decorated module carries layout flags. Those flags are the only way experts are recognised here: field names in
-configs vary too much. Experts without the mark are refused, because neither their count nor their layout is known.
+transformers marks the stacks of experts that it knows how to run with the decorator
+`use_experts_implementation`; the decorated module carries layout flags. Those flags are the only way experts
+are recognised here: field names in configs vary too much. Experts without the mark are refused, because neither
+their number nor their layout is known.
 """
 
 from __future__ import annotations
@@ -20,19 +21,18 @@ _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_c
 _EXPERT_CLASS = re.compile(r"(Experts?|MoE|Moe|MoA|SparseMLP|ExpertGLU)$")
 _ROUTER_NAMES = ("router", "gate")
 _TOP_K_NAMES = (
-    "top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k",
+    "top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k",
 )  # fmt: skip
-_EXPERT_COUNT_NAMES = (
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
-)  # fmt: skip
+_EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class ExpertShape:
     """Size and layout of one layer's experts.
 
-    With E experts, hidden size H and intermediate size I, transformers stores `gate_up_proj [E, 2I, H]` (without a
-    gate `up_proj [E, I, H]`) and `down_proj [E, H, I]`; the last two axes are swapped if `is_transposed`.
+    With E experts, hidden size H and intermediate size I, transformers stores `gate_up_proj [E, 2I, H]`
+    (without a gate `up_proj [E, I, H]`) and `down_proj [E, H, I]`; the last two axes are swapped if
+    `is_transposed`.
 
     Attributes:
         has_gate: gate and up projection in one tensor, rather than an up projection alone.
@@ -62,7 +62,7 @@ class MoeLayer:
 
     Attributes:
         index: number of the decoder layer.
-        top_k: experts that one token is sent to. Where a router may send a token to no expert, the most it may use.
+        top_k: experts that one token is sent to; the most, where a router may also send it to none.
     """
 
     index: int
@@ -103,14 +103,15 @@ def read_shape(experts: nn.Module, where: str) -> ExpertShape:
 
 
 def expert_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a marked module that hold one slice per expert (not a norm that the experts share)."""
+    """Parameters of a marked module with one slice per expert (a norm that they share is a submodule)."""
     return dict(experts.named_parameters(recurse=False))
 
 
 def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | None:
     """Path of the module, beside the experts, that scores them; None if there is none.
 
-    It goes by name (`gate`, `router`), then by class (`*Router`), then by shape (a linear with one output an expert).
+    It goes by name (`gate`, `router`), then by class (`*Router`), then by shape: a linear with one output an
+    expert.
     """
     children = {
         name: child
@@ -130,11 +131,11 @@ def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | N
 
 
 def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> int | None:
-    """How many experts a token uses, off the router, then its block, then the config; None if nothing says."""
+    """How many experts a token uses: off the router, its block or the config; None if nothing says."""
     config = model.config.get_text_config()
     for holder in (model.get_submodule(router), model.get_submodule(block), config):
         for name in _TOP_K_NAMES:
-            value = getattr(holder, name, None)
+            value = _field(holder, name)
             if isinstance(value, (list, tuple)) and layer < len(value):
                 value = value[layer]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -145,7 +146,7 @@ def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> i
 def unknown_experts(model: PreTrainedModel) -> str | None:
     """Describes the first stack of experts that transformers has not marked, or returns None.
 
-    Told by a module named `experts`, a class named after experts, or a 3-D parameter with one slice an expert.
+    Told by a module named `experts`, a class named after them, or a 3-D parameter with one slice an expert.
     """
     known = [name for name, module in model.named_modules() if is_experts(module)]
     holders = {name.rpartition(".")[0] for name in known}
@@ -169,8 +170,16 @@ def _inside(name: str, path: str) -> bool:
 
 def _expert_counts(config: PretrainedConfig) -> set[int]:
     """Every number above 1 that the config or its text config gives as a count of routed experts."""
-    values = (getattr(part, name, None) for part in _configs(config) for name in _EXPERT_COUNT_NAMES)
+    values = (_field(part, name) for part in _configs(config) for name in _EXPERT_COUNT_NAMES)
     return {value for value in values if isinstance(value, int) and value > 1}
+
+
+def _field(holder: object, name: str) -> object:
+    """An attribute, or None; also where transformers keeps it per layer and refuses to give one value."""
+    try:
+        return getattr(holder, name, None)
+    except RuntimeError:
+        return None
 
 
 def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

@@ -24,8 +24,8 @@ class ModelSource:
 
     Attributes:
         name: catalog name, folder name or hub id.
-        folder: where `from_pretrained` can load weights and tokenizer from: a local folder or a hub id. None for a
-            catalog model that is published nowhere.
+        folder: where `from_pretrained` can load weights and tokenizer from: a local folder or a hub id. None
+            for a catalog model that is published nowhere.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ModelSource:
 def resolve(path: str) -> ModelSource:
     """Finds a model by catalog name, as a local folder with a config.json, or by hub id, in this order.
 
-    Only the configuration is read. Catalog names and folders need no network. Code from a repository never runs.
+    Only the configuration is read. Catalog names and folders need no network. Code of a model never runs.
 
     Raises:
         UserError: no such model, or its configuration is broken or describes no causal language model.
@@ -52,7 +52,8 @@ def resolve(path: str) -> ModelSource:
         known = model_names()
         hint = suggest(path, known) or f" The catalog has: {', '.join(known)}."
         raise UserError(
-            f"model {path!r}: neither a catalog name nor a folder that exists, nor a hub id (owner/name).{hint}"
+            f"model {path!r}: neither a catalog name, nor a folder that exists, nor a hub id "
+            f"(owner/name).{hint}"
         )
     try:
         require_causal_lm(source.config)
@@ -83,8 +84,8 @@ def _from_folder(path: str) -> ModelSource:
     if raw["model_type"] not in CONFIG_MAPPING:
         hint = suggest(raw["model_type"], CONFIG_MAPPING.keys())
         raise UserError(
-            f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a model "
-            f"folder is never run.{hint}"
+            f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a "
+            f"model folder is never run.{hint}"
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -101,7 +102,8 @@ def _from_hub(path: str) -> ModelSource:
     ) as error:  # no network, no such repository, gated, broken config, remote code: all end here
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
         raise UserError(
-            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {_one_line(error)}"
+            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} "
+            f"{_one_line(error)}"
         ) from None
     return ModelSource(path, config, path)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parent
 _MODELS = _ROOT / "models"
+_RECIPES = _ROOT / "recipes"
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     data = json.loads(path.read_text(encoding="utf-8"))
     assert isinstance(data, dict), f"{path} does not hold a JSON object"
     return data
+
+
+def recipes() -> dict[str, str]:
+    """Returns recipe name -> what it does (the first line of the file)."""
+    files = sorted(_RECIPES.glob("*.yaml"))
+    return {file.stem: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in files}
+
+
+def read_recipe(name: str) -> str:
+    """Returns the text of a recipe's run file."""
+    return (_RECIPES / f"{name}.yaml").read_text(encoding="utf-8")

@@ -30,12 +30,14 @@ def count(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Count the parameters of a model: in all, per part, per expert and active for one token. Loads no weights."""
+    """Count the parameters of a model: in all, per part, per expert, active for one token."""
     from moetune.errors import UserError
 
     if run is None and (model is None or set_):
         raise UserError(
-            "count needs a MODEL" if model is None else "--set changes a run file; give one with --run"
+            "count needs a MODEL or --run"
+            if model is None
+            else "--set changes a run file; give one with --run"
         )
 
     import json
@@ -80,11 +82,11 @@ def _components_table(model: str, census: Census) -> Table:
     table = Table(title=f"{model} ({census.model_type})", title_justify="left", show_footer=True)
     table.add_column("part", footer="total")
     table.add_column("parameters", footer=f"{census.total:,}", justify="right")
-    table.add_column("share", footer="100.00 %", justify="right")
+    table.add_column("share", footer="100.000 %", justify="right")
     table.add_column("active per token", footer=f"{census.active_per_token:,}", justify="right")
     for component, numel in census.components.items():
         if numel:
-            share = f"{100 * numel / census.total:.2f} %"
+            share = f"{100 * numel / census.total:.3f} %"
             table.add_row(component, f"{numel:,}", share, f"{census.active[component]:,}")
     return table
 
@@ -93,9 +95,10 @@ def _facts(census: Census) -> list[str]:
     if census.num_moe_layers == 0:
         return [f"{len(census.layers)} layers, none with experts: every parameter is active for every token"]
     per_expert = f"{census.per_expert:,}" if isinstance(census.per_expert, int) else "differs by layer"
+    per_layer, top_k = _per_layer(census.num_experts), _per_layer(census.top_k)
     return [
-        f"{census.num_moe_layers} of {len(census.layers)} layers have experts: {_per_layer(census.num_experts)} a layer, "
-        f"{_per_layer(census.top_k)} of them used by a token",
+        f"{census.num_moe_layers} of {len(census.layers)} layers have experts: {per_layer} a layer, "
+        f"{top_k} of them used by a token",
         f"one expert of one layer: {per_expert} parameters",
     ]
 

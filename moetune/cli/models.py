@@ -33,11 +33,10 @@ def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON for pr
     from rich.table import Table
 
     table = Table()
-    for column in ("name", "type", "weights", "license"):
-        table.add_column(column)
-    table.add_column("parameters", justify="right")
+    table.add_column("name", no_wrap=True)
+    table.add_column("parameters, published", justify="right", no_wrap=True)
+    table.add_column("weights", overflow="fold")
     for entry in entries:
         weights = "embedded" if entry.folder is not None else entry.hub_id or "none"
-        total = f"{entry.published['total']:,}"
-        table.add_row(entry.name, entry.config["model_type"], weights, entry.license, total)
+        table.add_row(entry.name, f"{entry.published['total']:,}", weights)
     Console().print(table)

@@ -71,7 +71,7 @@ def read_documents(
 
     Args:
         source: the rows.
-        format: how to read them; `auto` decides from the first record's keys, once for the whole source.
+        format: how to read them; `auto` takes the format of the first record that has one, for all of them.
         tokenizer: must have an end-of-sequence token and, for chat, a chat template and offsets.
         longest: tokens that fit one sequence. Longer text is cut later; a longer prompt or chat is a problem.
 
@@ -90,7 +90,7 @@ def read_documents(
             if not isinstance(row.value, dict):
                 raise MalformedError(f"{_kind(row.value)}, not an object with keys")
             if encoder is None:
-                encoder = Encoder(tokenizer, _detect(source, row.value) if format == "auto" else format)
+                encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
             document = encoder.encode(row.value)
             if len(document) > longest and not document.divisible:
                 needed = max(needed, len(document))
@@ -204,7 +204,12 @@ class Encoder:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:index], add_generation_prompt=True) if index else ""
+            if index == 0:
+                raise MalformedError(
+                    "the assistant speaks first, and without {% generation %} markers in the chat template "
+                    "nothing shows where its part begins"
+                )
+            before = self._render(messages[:index], add_generation_prompt=True)
             after = self._render(messages[: index + 1])
             if not (after.startswith(before) and full.startswith(after)):
                 raise MalformedError(
@@ -224,13 +229,13 @@ class Encoder:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _detect(source: Source, record: dict[str, Any]) -> Format:
+def _detect(record: dict[str, Any]) -> Format:
     for format, keys in KEYS.items():
         if all(record.get(key) is not None for key in keys):
             return format
-    raise UserError(
-        f"{source.name!r}: the first record holds {', '.join(record) or 'nothing'}; a record needs "
-        "'text', or 'prompt' and 'completion', or 'messages'"
+    raise MalformedError(
+        f"it holds {', '.join(record) or 'nothing'}; "
+        "a record needs 'text', 'prompt' and 'completion', or 'messages'"
     )
 
 

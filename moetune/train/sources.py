@@ -154,9 +154,9 @@ def _hub_source(spec: str, name: str, split: str) -> Source:
     try:
         rows = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise UserError(
-            f"hub data set {spec!r} cannot be loaded: {reason}{_nearest(Path(spec))} "
+            f"hub data set {spec!r} cannot be loaded: {reason}.{_nearest(Path(spec))} "
             f"Offline, use a local file or one of the catalog: {', '.join(catalog_names()) or 'none'}."
         ) from None
     finally:

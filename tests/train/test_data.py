@@ -101,6 +101,13 @@ def test_chat_trains_what_follows_each_generation_prompt(tmp_path, trim_offsets)
     assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
 
 
+def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
+    record = {"messages": [ASSISTANT, USER, ASSISTANT]}
+    tokenizer = make_tokenizer(MARKED)
+    assert trained_text(tokenizer, *load_one(tmp_path, record, tokenizer)) == "yes</s>yes</s>"
+    assert "line 1: the assistant speaks first" in message(tmp_path / "one.jsonl", make_tokenizer(CHATML))
+
+
 def test_a_token_across_the_boundary_of_a_chat_does_not_train(tmp_path):
     tokenizer = make_tokenizer(CHATML, merges=[("Ċ", "Ċ")])
     ids, labels = load_one(tmp_path, {"messages": [USER, {"role": "assistant", "content": "\ny"}]}, tokenizer)
@@ -218,7 +225,12 @@ def test_the_first_record_decides_the_format(tmp_path):
     assert len(load(file, make_tokenizer()).train) == 1
     assert "line 1: no 'messages'; it holds text" in message(file, make_tokenizer(CHATML), format="chat")
     file = write(tmp_path / "data.jsonl", {"question": "a"})
-    assert "the first record holds question; a record needs 'text', or" in message(file, make_tokenizer())
+    assert "line 1: it holds question; a record needs 'text', 'prompt' and" in message(file, make_tokenizer())
+    file = write(tmp_path / "data.jsonl", {}, {"text": "a"}, {"prompt": "a", "completion": "b"})
+    assert [line[:14] for line in message(file, make_tokenizer()).splitlines()[1:]] == [
+        "  line 1: it h",
+        "  line 3: no '",
+    ]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -234,9 +246,7 @@ def test_what_must_stay_whole_and_does_not_fit_is_refused(tmp_path, packing, rec
         f"  line 2: {needed} tokens do not fit train.sequence_length 16",
         f"  prompts and chats are never cut: raise train.sequence_length to {needed}, or remove them",
     ]
-    assert len(load(file, tokenizer, length=needed, packing=packing).train) == (
-        2 if not packing or needed < 26 else 2
-    )
+    assert len(load(file, tokenizer, length=needed, packing=packing).train) == 2
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -245,10 +255,8 @@ def test_long_text_is_cut_and_nothing_lost(tmp_path, packing):
     (tmp_path / "long.txt").write_text("0123456789" * 5)
     items = list(load(tmp_path / "long.txt", tokenizer, length=16, packing=packing).train)
     assert [len(item["input_ids"]) for item in items] == [16, 16, 16, 16 if packing else 7]
-    assert (
-        "".join(trained_text(tokenizer, i["input_ids"], i["labels"]) for i in items)
-        == "0123456789" * 5 + "</s>"
-    )
+    text = "".join(trained_text(tokenizer, item["input_ids"], item["labels"]) for item in items)
+    assert text == "0123456789" * 5 + "</s>"
 
 
 def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
@@ -265,8 +273,8 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
     [
         (
             CHATML + "{% if messages[-1].role == 'assistant' %}END{% endif %}",
-            "the chat template writes message 3 differently when it stands last, so what is the assistant's cannot "
-            "be told; give the template {% generation %} markers",
+            "the chat template writes message 3 differently when it stands last, so what is the assistant's "
+            "cannot be told; give the template {% generation %} markers",
         ),
         (
             "{{ raise_exception('roles must alternate') }}",

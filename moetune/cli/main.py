@@ -1,0 +1,39 @@
+"""`moetune`: one command a file. This module wires them up and turns a `UserError` into a message and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# torch reads this when it is imported: growing segments keep fragmentation low at no cost.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import typer
+
+from moetune.cli.count import count
+from moetune.cli.init import init
+from moetune.cli.models import models
+from moetune.cli.train import train
+from moetune.errors import UserError
+
+app = typer.Typer(
+    name="moetune",
+    help="Fine-tune a mixture-of-experts model on one GPU, and know before starting that it fits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (count, models, init, train):
+    app.command()(command)
+
+
+def main() -> None:
+    """Runs a command. Exit code 0: done; 1: it ran and the answer is no; 2: bad input."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; a run goes on with --resume auto", file=sys.stderr)
+        sys.exit(130)

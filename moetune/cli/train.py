@@ -1,0 +1,50 @@
+"""`moetune train`: fine-tune as a run file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|PATH",
+            help="Continue from the newest checkpoint, from none, or from a checkpoints/step-N folder.",
+        ),
+    ] = "never",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run that is in the output.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check run file, data and output; train nothing, write nothing.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout."""
+    from moetune.config import load_run_config
+
+    config = load_run_config(run, set_ or ())
+
+    import json
+
+    from moetune.train.run import train as run_training
+
+    result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
+    if json_:
+        print(json.dumps(result.to_json()))
+        return
+    if dry_run:
+        print(f"would train {result.trainable['total']:,} parameters into {result.output}")
+        return
+    print(f"{result.steps} steps, {result.trainable['total']:,} trained parameters, in {result.output}")
+    if result.eval_loss_before is not None and result.eval_loss_after is not None:
+        print(f"held-out loss {result.eval_loss_before:.4f} -> {result.eval_loss_after:.4f}")

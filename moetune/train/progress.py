@@ -1,0 +1,63 @@
+"""What a person sees while training runs: a progress bar on stderr, with the last losses beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class ProgressBar(TrainerCallback):
+    """A rich progress bar; where stderr is no terminal, a line at every evaluation."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar: Progress | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[news]}"),
+                console=self.console,
+            )
+            self.task = self.bar.add_task(
+                "train", total=state.max_steps, completed=state.global_step, news=""
+            )
+            self.bar.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        logs = logs or {}
+        if self.bar is not None and "loss" in logs:
+            news = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+            self.bar.update(self.task, news=news)
+        if "eval_loss" in logs:
+            self.console.print(
+                f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()

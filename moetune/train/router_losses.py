@@ -1,0 +1,120 @@
+"""What routers do during a training step: expert load for the metrics, and two losses that shape it.
+
+For one layer with E experts, K of them a token, over the T tokens that are not padding:
+
+    load f_e = (tokens that chose e) / (T·K)        mean probability P_e = mean over tokens of softmax(logits)_e
+    balance  = E · Σ_e f_e · P_e                    Switch Transformer (arXiv 2101.03961, eq. 4), 1 when balanced
+    z        = mean over tokens of logsumexp(logits)²      ST-MoE (arXiv 2202.08906, eq. 5)
+
+Both are averaged over layers. transformers' own balancing loss pools all layers before it multiplies f and P, and lets
+f sum to K; it is not used, because it exists for some architectures only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.checkpointing import recomputing
+from moetune.anatomy.moe import MoeLayer
+from moetune.errors import UserError
+
+
+@dataclass
+class Routed:
+    """What one forward pass showed, by layer: router logits [T, E] with their graph, chosen experts [T, K]."""
+
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    ids: dict[int, Tensor] = field(default_factory=dict)
+
+
+class RouterWatch:
+    """Hooks on every router and expert bank of a model; they collect inside `with watch.recording():` only."""
+
+    def __init__(self, adapted: Adapted) -> None:
+        self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
+        self._current: Routed | None = None
+        self._keep_logits = False
+        self._hooks: list[RemovableHandle] = []
+        for layer in self.layers.values():
+            self._watch(adapted.model, layer)
+
+    def _watch(self, model: nn.Module, layer: MoeLayer) -> None:
+        def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
+            if self._current is not None and self._keep_logits and not recomputing():
+                logits = _find_logits(output, layer.shape.num_experts)
+                if logits is not None:
+                    self._current.logits[layer.index] = logits
+
+        def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._current is not None and not recomputing():
+                ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+                self._current.ids[layer.index] = ids.detach()
+
+        router, bank = model.get_submodule(layer.router), model.get_submodule(layer.experts)
+        self._hooks.append(router.register_forward_hook(saw_logits))
+        self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
+
+    @contextmanager
+    def recording(self, *, logits: bool) -> Iterator[Routed]:
+        """Collects what the model routes inside; its router logits, with their graph, only if asked."""
+        self._current, self._keep_logits = (routed := Routed()), logits
+        try:
+            yield routed
+        finally:
+            self._current = None
+
+    def load(self, routed: Routed, mask: Tensor | None) -> dict[int, Tensor]:
+        """Tokens each expert of each layer received: float tensors [E] on the model's device."""
+        return {index: self._tokens(index, ids, mask) for index, ids in routed.ids.items()}
+
+    def losses(self, routed: Routed, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(balance, z), each averaged over layers.
+
+        Args:
+            mask: 1 for tokens that count, 0 for padding; any shape of T elements.
+
+        Raises:
+            UserError: a layer's router does not give its logits away.
+        """
+        silent = sorted(self.layers.keys() - routed.logits.keys())
+        if silent:
+            raise UserError(
+                f"train.router_aux_loss / router_z_loss: the router of layer {silent[0]} "
+                f"({self.layers[silent[0]].router}) returns no logits; set both to 0 for this model"
+            )
+        balance, z = [], []
+        for index, logits_TE in routed.logits.items():
+            logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
+            weight_T = (
+                torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
+            )
+            weight_T = weight_T / weight_T.sum()
+            load_E = self._tokens(index, routed.ids[index], mask)
+            probability_E = weight_T @ logits_TE.softmax(-1)
+            balance.append(len(load_E) * (load_E / load_E.sum()) @ probability_E)
+            z.append(weight_T @ logits_TE.logsumexp(-1).square())
+        return torch.stack(balance).mean(), torch.stack(z).mean()
+
+    def _tokens(self, index: int, ids_TK: Tensor, mask: Tensor | None) -> Tensor:
+        ids_TK = ids_TK.reshape(-1, ids_TK.shape[-1])
+        weight_T = torch.ones_like(ids_TK[:, 0]) if mask is None else mask.flatten()
+        counts = torch.zeros(self.layers[index].shape.num_experts, device=ids_TK.device)
+        weights = weight_T.to(counts.dtype).repeat_interleave(ids_TK.shape[-1])
+        return counts.index_add_(0, ids_TK.flatten(), weights)
+
+
+def _find_logits(output: Any, num_experts: int) -> Tensor | None:
+    """The first float tensor of a router's output with a value for every expert."""
+    candidates = output if isinstance(output, (tuple, list)) else (output,)
+    for value in candidates:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == num_experts:
+            return value
+    return None

@@ -1,0 +1,75 @@
+"""The one training step. The trainer runs it; whatever predicts its memory runs it too.
+
+A step is `accumulate` micro-steps (forward and backward), one clip, one optimizer update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel
+
+from moetune.config import TrainConfig
+from moetune.train.records import IGNORED
+from moetune.train.router_losses import RouterWatch
+
+Batch = Mapping[str, Tensor]
+"""`input_ids` and `labels` [B, S], and `attention_mask` or `position_ids` [B, S]."""
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What one micro-step gives: its share of the step's loss, and the tokens each expert of each layer received."""
+
+    loss: Tensor
+    load: dict[int, Tensor]
+
+
+def count_loss_tokens(batch: Batch) -> Tensor:
+    """Tokens of a batch that are predicted: each label but the first of a row, padding and prompts left out."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The summed cross-entropy of every predicted token, in float32."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits
+    targets = pad(batch["labels"], (0, 1), value=IGNORED)[
+        :, 1:
+    ]  # a view of the labels, not a copy of the logits
+    return cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def micro_step(
+    model: PreTrainedModel,
+    batch: Batch,
+    total_tokens: Tensor | int,
+    watch: RouterWatch,
+    config: TrainConfig,
+    backward: Callable[[Tensor], None] = torch.Tensor.backward,
+) -> MicroStep:
+    """Forward and backward of one micro-batch.
+
+    Args:
+        total_tokens: predicted tokens of the whole step, all micro-batches and ranks together. Dividing by it makes
+            4 × 1 the same step as 1 × 4, whatever the lengths; router losses count by the same share.
+        backward: what runs the backward pass (the engine's, under distribution).
+    """
+    shape_routing = bool(config.router_aux_loss or config.router_z_loss)
+    with watch.recording(logits=shape_routing) as routed:
+        loss = token_loss(model, batch) / total_tokens
+    mask = batch.get("attention_mask")
+    if shape_routing:
+        balance, z = watch.losses(routed, mask)
+        share = count_loss_tokens(batch) / total_tokens
+        loss = loss + share * (config.router_aux_loss * balance + config.router_z_loss * z)
+    load = watch.load(routed, mask)
+    del routed
+    backward(loss)
+    return MicroStep(loss.detach(), load)

@@ -1,0 +1,198 @@
+"""`transformers.Trainer` with this project's step, its losses by token, and its run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from moetune.adapt.build import Adapted
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.train.data import Datasets, collate
+from moetune.train.optimizers import make_optimizer
+from moetune.train.router_losses import RouterWatch
+from moetune.train.run_folder import RunFolder
+from moetune.train.step import count_loss_tokens, micro_step, token_loss
+
+TRAINED_FILE = "trained.safetensors"
+_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+
+class MoeTrainer(Trainer):
+    """Trains an adapted model. What is logged goes to the run folder, and through Trainer to whatever reports."""
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        config: RunConfig,
+        data: Datasets,
+        folder: RunFolder,
+        pad_token_id: int,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        self.adapted, self.config, self.folder = adapted, config, folder
+        self.watch = RouterWatch(adapted)
+        self._load: dict[int, Tensor] = {}
+        self._tokens, self._since = 0, time.perf_counter()
+        super().__init__(
+            model=adapted.model,
+            args=training_arguments(config, folder, adapted.model.device, data.eval is not None),
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            data_collator=partial(collate, pad_token_id=pad_token_id),
+            callbacks=callbacks,
+        )
+        for noisy in (PrinterCallback, ProgressCallback):
+            self.remove_callback(noisy)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(list(self.adapted.trainable().values()), self.config.optimizer)
+        return self.optimizer
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor]:
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        total = (
+            torch.stack([count_loss_tokens(batch) for batch in batches]).sum() if batches else torch.zeros(())
+        )
+        return batches, total.to(device)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        model.train()
+        batch = self._prepare_inputs(inputs)
+        assert num_items_in_batch is not None
+        done = micro_step(
+            self.adapted.model,
+            batch,
+            num_items_in_batch,
+            self.watch,
+            self.config.train,
+            self.accelerator.backward,
+        )
+        for layer, load in done.load.items():
+            self._load[layer] = self._load[layer] + load if layer in self._load else load
+        self._tokens += batch["input_ids"].numel()
+        return done.loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Held-out loss: the mean over every predicted token of the set, whatever the batches."""
+        self.model.eval()
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for batch in self.get_eval_dataloader():
+                batch = self._prepare_inputs(batch)
+                total += token_loss(self.adapted.model, batch).item()
+                tokens += int(count_loss_tokens(batch))
+        self.model.train()
+        metrics = {"eval_loss": total / tokens, "eval_tokens": tokens}
+        self._since, self._tokens = time.perf_counter(), 0
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """One line of `metrics.jsonl`, and the same numbers to every reporter."""
+        step = self.state.global_step
+        if "loss" in logs:
+            seconds = time.perf_counter() - self._since
+            logs["tokens_per_second"] = round(self._tokens / seconds, 1)
+            if self.args.device.type == "cuda":
+                logs["peak_allocated"] = torch.cuda.max_memory_allocated(self.args.device)
+            summary = load_summary(self._load)
+            self.folder.append_metrics(
+                {
+                    "step": step,
+                    "loss": logs["loss"],
+                    "lr": logs["learning_rate"],
+                    "grad_norm": logs.get("grad_norm"),
+                    "tokens_per_second": logs["tokens_per_second"],
+                    "peak_allocated": logs.get("peak_allocated"),
+                    "expert_load": summary,
+                }
+            )
+            logs |= {f"expert_load_{key}": value for key, value in summary.items()}
+            self._load, self._tokens, self._since = {}, 0, time.perf_counter()
+        elif "eval_loss" in logs:
+            self.folder.append_metrics({"step": step, **logs})
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with self.folder.new_checkpoint(self.state.global_step, self.config.train.keep_checkpoints) as aside:
+            tensors = {name: p.detach().contiguous() for name, p in self.adapted.trainable().items()}
+            save_file(tensors, aside / TRAINED_FILE)
+            self._save_optimizer_and_scheduler(str(aside))
+            self._save_rng_state(str(aside))
+            self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        saved = load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
+        trained = self.adapted.trainable()
+        differing = sorted(saved.keys() ^ trained.keys())
+        if differing:
+            raise UserError(
+                f"checkpoint {resume_from_checkpoint!r} holds other trained tensors: {differing[0]}"
+            )
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(saved[name])
+
+
+def training_arguments(
+    config: RunConfig, folder: RunFolder, device: torch.device, evaluates: bool
+) -> TrainingArguments:
+    """Our run file in Trainer's words. Precision is the model's own: no autocast."""
+    train = config.train
+    arguments = TrainingArguments(
+        output_dir=str(folder.path),
+        max_steps=train.steps,
+        per_device_train_batch_size=train.micro_batch,
+        per_device_eval_batch_size=train.eval_micro_batch or train.micro_batch,
+        gradient_accumulation_steps=train.accumulate,
+        learning_rate=config.optimizer.lr,
+        lr_scheduler_type=_SCHEDULES[train.schedule],
+        warmup_steps=train.warmup,
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        data_seed=train.seed,
+        logging_strategy="steps",
+        logging_steps=train.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=train.eval_every,
+        eval_on_start=evaluates,
+        save_strategy="steps",
+        save_steps=train.save_every,
+        report_to=list(train.report_to) or "none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        use_cpu=device.type == "cpu",
+        bf16=False,
+    )
+    arguments._n_gpu = min(
+        arguments.n_gpu, 1
+    )  # one process drives one device; DataParallel would wrap the model
+    return arguments
+
+
+def load_summary(load: dict[int, Tensor]) -> dict[str, float]:
+    """Expert load in three numbers: `max_over_mean` of the most uneven layer (1 is balanced, E / K the worst), that
+    `layer`, and how many experts of all layers were `unused`."""
+    if not load:
+        return {}
+    imbalance = {layer: (tokens.max() / tokens.mean()).item() for layer, tokens in load.items()}
+    worst = max(imbalance, key=imbalance.__getitem__)
+    unused = sum(int((tokens == 0).sum()) for tokens in load.values())
+    return {"max_over_mean": round(imbalance[worst], 4), "layer": worst, "unused": unused}
