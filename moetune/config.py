@@ -37,9 +37,7 @@ def parse_ids(value: object) -> object:
     for word in words:
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", str(word))
         if match is None:
-            raise ValueError(
-                f'{str(word).strip()!r} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"'
-            )
+            raise ValueError(f'{str(word).strip()!r} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f'range {word!r} runs backwards; write "{last}-{first}"')
@@ -175,7 +173,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} is written twice", key_node.start_mark
@@ -214,9 +212,7 @@ def require(config: RunConfig, command: str, *sections: Literal["data", "output"
     """Raises `UserError` if the command needs a section that the run file leaves out."""
     missing = [name for name in sections if getattr(config, name) is None]
     if missing:
-        raise UserError(
-            f"moetune {command} needs {' and '.join(f'{name}:' for name in missing)} in the run file"
-        )
+        raise UserError(f"moetune {command} needs {' and '.join(f'{name}:' for name in missing)} in the run file")
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -234,9 +230,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise UserError(
-                f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section"
-            )
+            raise UserError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section")
     node[parts[-1]] = value
 
 

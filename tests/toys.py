@@ -29,31 +29,21 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads", "index_n_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(
-        ("swa_num_attention_heads", "sliding_num_attention_heads", "linear_num_attention_heads"), 4
-    ),
+    **dict.fromkeys(("swa_num_attention_heads", "sliding_num_attention_heads", "linear_num_attention_heads"), 4),
     **dict.fromkeys(("swa_num_key_value_heads", "sliding_num_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "swa_v_head_dim", "global_head_dim", "index_head_dim"), 8),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), 8),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_inner"), 48
-    ),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_inner"), 48),
     **dict.fromkeys(("intermediate_size_mlp", "dense_intermediate_size", "ffn_hidden_size", "dff"), 48),
-    **dict.fromkeys(
-        ("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 24
-    ),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 24),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size"), 24),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), TOP_K
-    ),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), TOP_K),
     **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hc_lowrank", "router_hidden_size"), 16),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "o_groups"), 1),
     **dict.fromkeys(("max_position_embeddings", "max_seq_len", "n_positions", "index_topk"), 128),
-    **dict.fromkeys(
-        ("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"), 4
-    ),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_dt_rank"), 8),
@@ -65,9 +55,7 @@ _SIZES: dict[str, Any] = {
 _HYBRID = ["linear_attention", "linear_attention", "hybrid", "hybrid"]
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": VOCAB},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
@@ -115,9 +103,7 @@ def causal_lm_types() -> list[str]:
 @functools.cache
 def marked_types() -> tuple[str, ...]:
     """Every model type, of any task, whose module in transformers defines experts marked as such."""
-    return tuple(
-        sorted(name for name in CONFIG_MAPPING if "@use_experts_implementation" in _modeling_source(name))
-    )
+    return tuple(sorted(name for name in CONFIG_MAPPING if "@use_experts_implementation" in _modeling_source(name)))
 
 
 def expert_model_types() -> list[str]:
@@ -140,9 +126,7 @@ def _shrunk(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> 
     default = config_class()
     fields = default.to_dict()
     sizes = {name: value for name, value in _SIZES.items() if name in fields}
-    sizes |= {
-        name: min(value, 2) for name, value in fields.items() if name.endswith("_token_id") and _is_id(value)
-    }
+    sizes |= {name: min(value, 2) for name, value in fields.items() if name.endswith("_token_id") and _is_id(value)}
     if "kv_lora_rank" in fields:  # latent attention gives every head its own keys
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     sizes |= _OVERRIDES.get(config_class.model_type, {})

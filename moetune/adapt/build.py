@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -125,12 +125,13 @@ def _has_values(path: str) -> None:
 
 def _model_config(source: ModelSource, config: RunConfig, dtype: torch.dtype) -> PretrainedConfig:
     settings = source.config
-    if getattr(settings, "quantization_config", None) is not None:
+    quantization = getattr(settings, "quantization_config", None)
+    if quantization is not None:
         if config.model.weights == "pretrained":
+            method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
             raise UserError(
-                f"model.path: {config.model.path!r} is already quantized "
-                f"({settings.quantization_config.get('quant_method', 'unknown method')}); "
-                "moetune packs the base itself: give a bf16 checkpoint of this model"
+                f"model.path: {config.model.path!r} is already quantized ({method}); moetune packs the base itself: "
+                "give a bf16 checkpoint of this model"
             )
         del settings.quantization_config
     settings._attn_implementation = config.model.attention
@@ -143,7 +144,7 @@ def _load_pretrained(source: ModelSource, settings: PretrainedConfig, dtype: tor
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights to load; use model.weights=random")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=settings,
             dtype=dtype,
@@ -153,16 +154,11 @@ def _load_pretrained(source: ModelSource, settings: PretrainedConfig, dtype: tor
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"the weights of {source.name!r} cannot be loaded from {source.folder!r}: {reason}"
-        ) from error
-    wrong = [
-        f"{kind.removesuffix('_keys')} {key}" for kind in _WRONG_KEYS for key in sorted(map(str, info[kind]))
-    ]
+        raise UserError(f"the weights of {source.name!r} cannot be loaded from {source.folder!r}: {reason}") from error
+    model, info = loaded
+    wrong = [f"{kind.removesuffix('_keys')} {key}" for kind in _WRONG_KEYS for key in sorted(map(str, info[kind]))]
     if wrong:
-        raise UserError(
-            f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}"
-        )
+        raise UserError(f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}")
     return model
 
 

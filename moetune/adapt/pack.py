@@ -18,9 +18,7 @@ from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.packed import DTYPES, PackedLinear
 
 PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
-_SMALLEST = (
-    64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
-)
+_SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
 
 Fill = Callable[[str], None]
 """Gives the module at a path its storage and values, if it is still without."""
@@ -107,9 +105,7 @@ def pack_linear(
     model.set_submodule(path, packed.requires_grad_(False))
 
 
-def _linear_4bit(
-    linear: nn.Linear, double_quant: bool, dtype: torch.dtype, device: torch.device
-) -> Linear4bit:
+def _linear_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype, device: torch.device) -> Linear4bit:
     packed = Linear4bit(
         linear.in_features,
         linear.out_features,
@@ -132,9 +128,7 @@ def _linear_4bit(
     return packed if device.type == "meta" else packed.to(device)
 
 
-def refuse_unpacked(
-    model: PreTrainedModel, anatomy: Anatomy, selection: Selection, config: ModelConfig
-) -> None:
+def refuse_unpacked(model: PreTrainedModel, anatomy: Anatomy, selection: Selection, config: ModelConfig) -> None:
     """Raises `UserError` if an expert or a linear layer that should be in base precision is not."""
     for layer in anatomy.moe_layers:
         bank = model.get_submodule(layer.experts)
@@ -142,9 +136,7 @@ def refuse_unpacked(
         expected = layer.shape.num_experts - len(trained)
         packed = isinstance(bank, ExpertBank) and bank.gate_up.count == bank.down.count == expected
         if not packed or {bank.gate_up.storage, bank.down.storage} != {config.base}:
-            raise UserError(
-                f"{layer.experts}: {expected} experts should be stored as {config.base} and are not"
-            )
+            raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")
     if config.base != "nf4":
         return
     for path in linears_to_pack(anatomy, selection):

@@ -85,9 +85,7 @@ class Anatomy:
 
     def linears(self, component: Component | None = None) -> dict[str, LinearPart]:
         """Module path -> size and place of every `nn.Linear`, or of those of one component."""
-        return {
-            name: linear for name, linear in self._linears.items() if component in (None, linear.component)
-        }
+        return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
 
 
 def require_causal_lm(config: PretrainedConfig) -> None:
@@ -111,15 +109,10 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except ImportError as error:
+        raise UserError(f"model type {name!r} needs a package that is not installed: {_one_line(error)}") from error
+    except Exception as error:  # a wrong config can break model code anywhere
         raise UserError(
-            f"model type {name!r} needs a package that is not installed: {_one_line(error)}"
-        ) from error
-    except (
-        Exception
-    ) as error:  # a config can break model code anywhere; the user gets a sentence all the same
-        raise UserError(
-            f"transformers cannot build {name!r} from its configuration: "
-            f"{type(error).__name__}: {_one_line(error)}"
+            f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {_one_line(error)}"
         ) from error
 
 

@@ -71,9 +71,7 @@ class Landmarks:
             return "norm"
         stack = next((stack for stack in self.stacks if name.startswith(stack)), None)
         if stack is not None:
-            return self._inside_layer(
-                name, [path for path in parents if len(path) >= len(stack) - 1] + [name]
-            )
+            return self._inside_layer(name, [path for path in parents if len(path) >= len(stack) - 1] + [name])
         if any("embed" in path or isinstance(self.modules[path], nn.Embedding) for path in parents):
             return "embedding"
         if not name.startswith(self.base) or (self.head is not None and name.startswith(self.head)):
@@ -125,11 +123,7 @@ def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[l
         return [], 0
     largest = max(sizes, key=lambda stack: sizes[stack])
     length = _length(modules[largest[:-1]])
-    beside = [
-        stack
-        for stack in sizes
-        if _parent(stack) == _parent(largest) and _length(modules[stack[:-1]]) == length
-    ]
+    beside = [stack for stack in sizes if _parent(stack) == _parent(largest) and _length(modules[stack[:-1]]) == length]
     return beside, length
 
 

@@ -2,8 +2,8 @@
 
 transformers marks the stacks of experts that it knows how to run with the decorator
 `use_experts_implementation`; the decorated module carries layout flags. Those flags are the only way experts
-are recognised here: field names in configs vary too much. Experts without the mark are refused, because neither
-their number nor their layout is known.
+are recognised here: field names in configs vary too much. Experts without the mark are refused, because
+neither their number nor their layout is known.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def read_shape(experts: nn.Module, where: str) -> ExpertShape:
     flags = {flag: bool(getattr(experts, flag)) for flag in _FLAGS if flag != "has_post_expert_norm"}
     down = getattr(experts, "down_proj", None)
     if not isinstance(down, nn.Parameter) or down.ndim != 3:
-        raise UserError(
-            f"{where} ({type(experts).__name__}): no down_proj [experts, hidden, intermediate] in it"
-        )
+        raise UserError(f"{where} ({type(experts).__name__}): no down_proj [experts, hidden, intermediate] in it")
     num_experts, *matrix = down.shape
     hidden, intermediate = reversed(matrix) if flags["is_transposed"] else matrix
     shape = ExpertShape(num_experts, hidden, intermediate, **flags)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import cast
 
-from moetune.anatomy.anatomy import COMPONENTS, Anatomy, Component
+from moetune.anatomy.anatomy import COMPONENTS, Anatomy
 from moetune.config import AdaptConfig, ExpertsConfig, IdSet, LoraConfig
 from moetune.errors import UserError, suggest
 
@@ -51,9 +50,7 @@ def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
     lora_linears, lora_experts = resolver.lora(adapt.lora, experts)
     both = sorted(path for path in lora_linears if f"{path}.weight" in full)
     if both:
-        resolver.problems.append(
-            f"adapt: {_some(both)} would train in full and with LoRA; choose one for each"
-        )
+        resolver.problems.append(f"adapt: {_some(both)} would train in full and with LoRA; choose one for each")
     if not (full or experts or lora_linears or lora_experts or resolver.problems):
         resolver.problems.append("adapt: nothing trains; set router, experts, lora or also")
     if resolver.problems:
@@ -81,7 +78,7 @@ class _Resolver:
     def also(self, where: str, target: str) -> tuple[set[str], dict[int, tuple[int, ...]]]:
         """Parameter names, and layers of experts, that a component or a name pattern stands for."""
         if target in COMPONENTS:
-            matched = self.anatomy.parts_of(cast(Component, target))
+            matched = self.anatomy.parts_of(target)
         else:
             matched = tuple(part for part in self.anatomy.parts if fnmatchcase(part.name, target))
         if not matched:
@@ -100,9 +97,7 @@ class _Resolver:
             names -= stacks
         return names, layers
 
-    def lora(
-        self, config: LoraConfig | None, trained: ExpertIds
-    ) -> tuple[tuple[str, ...], dict[int, tuple[int, ...]]]:
+    def lora(self, config: LoraConfig | None, trained: ExpertIds) -> tuple[tuple[str, ...], dict[int, tuple[int, ...]]]:
         """Linear modules, and experts that do not train whole, that get factors."""
         if config is None:
             return (), {}
@@ -112,7 +107,7 @@ class _Resolver:
         for index, target in enumerate(config.targets):
             where = f"adapt.lora.targets[{index}]"
             if target == "experts":
-                in_layers = tuple(sorted(layers & self.moe_layers.keys())) or "none"
+                in_layers: IdSet = tuple(sorted(layers & self.moe_layers.keys())) or "none"
                 ids = self._expert_ids("adapt.lora", in_layers, config.ids)
                 experts = {
                     layer: rest
@@ -129,9 +124,7 @@ class _Resolver:
                 and (linear.layer in layers or linear.layer is None)
             ]
             if not found:
-                self.problems.append(
-                    f"{where}: {target!r} matches no linear layer there.{self._hint(target)}"
-                )
+                self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
             linears |= dict.fromkeys(found)
         return tuple(linears), experts
 
@@ -145,9 +138,7 @@ class _Resolver:
                     f"{where}.ids: expert {_numbers(wrong)} does not exist; layer {index} has experts 0-{count - 1}"
                 )
                 break
-            chosen[index] = (
-                tuple(range(count)) if ids == "all" else () if ids == "none" else cast(tuple[int, ...], ids)
-            )
+            chosen[index] = tuple(range(count)) if ids == "all" else () if ids == "none" else ids
         return {index: experts for index, experts in chosen.items() if experts}
 
     def _layers(self, where: str, layers: IdSet, existing: Iterable[int], what: str) -> list[int]:

@@ -52,8 +52,7 @@ def resolve(path: str) -> ModelSource:
         known = model_names()
         hint = suggest(path, known) or f" The catalog has: {', '.join(known)}."
         raise UserError(
-            f"model {path!r}: neither a catalog name, nor a folder that exists, nor a hub id "
-            f"(owner/name).{hint}"
+            f"model {path!r}: neither a catalog name, nor a folder that exists, nor a hub id (owner/name).{hint}"
         )
     try:
         require_causal_lm(source.config)
@@ -72,9 +71,7 @@ def _from_folder(path: str) -> ModelSource:
     folder = Path(path).expanduser()
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError(
-            f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
-        )
+        raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -97,13 +94,10 @@ def _from_folder(path: str) -> ModelSource:
 def _from_hub(path: str) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # no network, no such repository, gated, broken config, remote code: all end here
+    except Exception as error:  # no network, no such repository, gated, broken config, remote code: all end here
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
         raise UserError(
-            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} "
-            f"{_one_line(error)}"
+            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {_one_line(error)}"
         ) from None
     return ModelSource(path, config, path)
 

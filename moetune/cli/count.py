@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def count(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="Catalog name, local folder or hub id. Default: the model of --run.", show_default=False
-        ),
+        typer.Argument(help="Catalog name, local folder or hub id. Default: the model of --run.", show_default=False),
     ] = None,
     run: Annotated[
         Path | None,
@@ -35,9 +33,7 @@ def count(
 
     if run is None and (model is None or set_):
         raise UserError(
-            "count needs a MODEL or --run"
-            if model is None
-            else "--set changes a run file; give one with --run"
+            "count needs a MODEL or --run" if model is None else "--set changes a run file; give one with --run"
         )
 
     import json
@@ -110,10 +106,11 @@ def _per_layer(value: int | list[int] | None) -> str:
 def _trainable_table(trainable: dict[str, int], total: int) -> Table:
     from rich.table import Table
 
-    table = Table(title="trained by this run file", title_justify="left")
-    table.add_column("part")
-    table.add_column("parameters", justify="right")
-    table.add_column("of the model", justify="right")
+    table = Table(title="trained by this run file", title_justify="left", show_footer=True)
+    table.add_column("part", footer="total")
+    table.add_column("parameters", footer=f"{trainable['total']:,}", justify="right")
+    table.add_column("of the model", footer=f"{100 * trainable['total'] / total:.4f} %", justify="right")
     for part, numel in trainable.items():
-        table.add_row(part, f"{numel:,}", f"{100 * numel / total:.4f} %")
+        if numel and part != "total":
+            table.add_row(part, f"{numel:,}", f"{100 * numel / total:.4f} %")
     return table

@@ -32,9 +32,7 @@ def init(
         return
     if recipe not in known:
         hint = suggest(recipe, known) or f" There are: {', '.join(known)}."
-        raise UserError(
-            f"recipe {recipe!r} does not exist.{hint}" if recipe else f"init needs a recipe.{hint}"
-        )
+        raise UserError(f"recipe {recipe!r} does not exist.{hint}" if recipe else f"init needs a recipe.{hint}")
     if out.exists():
         raise UserError(f"{str(out)!r} exists; choose another file with --out")
     try:

@@ -17,9 +17,7 @@ def train(
             help="Continue from the newest checkpoint, from none, or from a checkpoints/step-N folder.",
         ),
     ] = "never",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run that is in the output.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in the output.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check run file, data and output; train nothing, write nothing.")
     ] = False,

@@ -51,9 +51,7 @@ class ExpertLora(nn.Module):
     Parameters of one expert: r·(parts·H + O) + r·(I + H), where parts is 2 for a split gate and up and 1 otherwise.
     """
 
-    def __init__(
-        self, plan: LoraPlan, shape: ExpertShape, rows: int, device: torch.device | str | None
-    ) -> None:
+    def __init__(self, plan: LoraPlan, shape: ExpertShape, rows: int, device: torch.device | str | None) -> None:
         super().__init__()
         self.slots = {expert: slot for slot, expert in enumerate(plan.ids)}
         self.scale = plan.alpha / plan.rank
@@ -67,9 +65,7 @@ class ExpertLora(nn.Module):
         self.gate_up_A, self.gate_up_B = factor(parts, rank, shape.hidden), factor(parts, rows // parts, rank)
         self.down_A, self.down_B = factor(1, rank, shape.intermediate), factor(1, shape.hidden, rank)
         for A in (self.gate_up_A, self.down_A):
-            bound = 1 / math.sqrt(
-                A.shape[-1]
-            )  # kaiming_uniform_(a=√5) of one [r, in] factor, as PEFT draws it
+            bound = 1 / math.sqrt(A.shape[-1])  # kaiming_uniform_(a=√5) of one [r, in] factor, as PEFT draws it
             nn.init.uniform_(A, -bound, bound)
 
     def of(self, expert: int) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
@@ -119,9 +115,7 @@ class ExpertBank(nn.Module):
         rows = shape.intermediate * (2 if shape.has_gate else 1)
         frozen = [expert for expert in range(shape.num_experts) if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
-        self.gate_up = PackedStack(
-            len(frozen), (rows, shape.hidden), storage, double_quant=double_quant, device=device
-        )
+        self.gate_up = PackedStack(len(frozen), (rows, shape.hidden), storage, double_quant=double_quant, device=device)
         self.down = PackedStack(
             len(frozen), (shape.hidden, shape.intermediate), storage, double_quant=double_quant, device=device
         )
@@ -172,9 +166,7 @@ class ExpertBank(nn.Module):
         if expert not in self.frozen_slots:
             full = self.trained[str(expert)]
             return (
-                Projection(
-                    lambda: full.gate_up.weight.to(dtype), full.gate_up.bias, full.gate_up, gate_up_lora
-                ),
+                Projection(lambda: full.gate_up.weight.to(dtype), full.gate_up.bias, full.gate_up, gate_up_lora),
                 Projection(lambda: full.down.weight.to(dtype), full.down.bias, full.down, down_lora),
             )
         slot = self.frozen_slots[expert]

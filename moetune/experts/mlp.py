@@ -87,13 +87,13 @@ def _fill(bank: ExpertBank, routing: Routing, x_TH: Tensor, weights_TK: Tensor, 
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, bank, routing, x_TH, weights_TK, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx, bank, routing, x_TH, weights_TK, *parameters):
         ctx.bank, ctx.counts, ctx.top_k = bank, routing.counts, routing.top_k
         ctx.save_for_backward(x_TH, weights_TK, routing.order)
         return torch.empty_like(x_TH)
 
     @staticmethod
-    def backward(ctx, dy_TH):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_TH):
         x_TH, weights_TK, order = ctx.saved_tensors
         bank, routing = ctx.bank, Routing(order, ctx.counts, ctx.top_k)
         _, _, need_x, need_weights, *_ = ctx.needs_input_grad

@@ -68,9 +68,7 @@ class PackedStack(nn.Module):
     @torch.no_grad()
     def pack_(self, index: int, weight: Tensor) -> None:
         """Stores `weight` [R, C] as matrix `index`. A meta weight has no values and stores none."""
-        assert weight.shape == self.shape, (
-            f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
-        )
+        assert weight.shape == self.shape, f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
         if weight.is_meta:
             return
         weight = weight.to(self.data.device).contiguous()
@@ -143,10 +141,10 @@ class PackedLinear(nn.Linear):
 
 class _PackedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, stack, bias):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, stack, bias):
         ctx.stack = stack
         return nn.functional.linear(x, stack.matrix(0, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):
         return grad @ ctx.stack.matrix(0, grad.dtype), None, None

@@ -32,9 +32,7 @@ class LowRank:
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(A [r, in], scale · B [out, r])."""
-        return self.A_all[self.slot, self.part].to(dtype), self.B_all[self.slot, self.part].to(
-            dtype
-        ) * self.scale
+        return self.A_all[self.slot, self.part].to(dtype), self.B_all[self.slot, self.part].to(dtype) * self.scale
 
 
 class FullProjection(nn.Module):

@@ -60,9 +60,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return token_id
-    raise UserError(
-        "the tokenizer has neither a padding nor an end-of-sequence token to fill a sequence with"
-    )
+    raise UserError("the tokenizer has neither a padding nor an end-of-sequence token to fill a sequence with")
 
 
 def collate(items: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -74,10 +72,7 @@ def collate(items: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, tor
     Other items are padded on the right to the longest of the batch and get an `attention_mask`.
     """
     if "position_ids" in items[0]:
-        return {
-            name: torch.tensor([item[name] for item in items])
-            for name in ("input_ids", "labels", "position_ids")
-        }
+        return {name: torch.tensor([item[name] for item in items]) for name in ("input_ids", "labels", "position_ids")}
     longest = max(len(item["input_ids"]) for item in items)
     shape = (len(items), longest)
     batch = {

@@ -51,9 +51,5 @@ def refuse_leaky_packing(model: torch.nn.Module, micro_batch: int) -> None:
         raise UserError(
             f"data.packing: true, but {config.model_type} with attention {config._attn_implementation} and "
             f"{micro_batch} sequences a batch lets one packed document see another; set data.packing: false"
-            + (
-                ", or both micro batches to 1"
-                if micro_batch > 1 and "flash" in config._attn_implementation
-                else ""
-            )
+            + (", or both micro batches to 1" if micro_batch > 1 and "flash" in config._attn_implementation else "")
         )

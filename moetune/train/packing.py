@@ -53,9 +53,7 @@ def separate(documents: Iterable[Document], length: int) -> datasets.Dataset:
         Columns `input_ids` and `labels`, int32 lists as long as the piece. Padding is for the batch to add.
     """
     pieces = [piece for document in documents for piece in _cut(document, length)]
-    return _dataset(
-        {"input_ids": [piece.ids for piece in pieces], "labels": [piece.labels for piece in pieces]}
-    )
+    return _dataset({"input_ids": [piece.ids for piece in pieces], "labels": [piece.labels for piece in pieces]})
 
 
 def _cut(document: Document, length: int) -> list[Document]:

@@ -28,14 +28,10 @@ class ProgressBar(TrainerCallback):
                 TextColumn("{task.fields[news]}"),
                 console=self.console,
             )
-            self.task = self.bar.add_task(
-                "train", total=state.max_steps, completed=state.global_step, news=""
-            )
+            self.task = self.bar.add_task("train", total=state.max_steps, completed=state.global_step, news="")
             self.bar.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=state.global_step)
 
@@ -52,9 +48,7 @@ class ProgressBar(TrainerCallback):
             news = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
             self.bar.update(self.task, news=news)
         if "eval_loss" in logs:
-            self.console.print(
-                f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False
-            )
+            self.console.print(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -119,9 +119,7 @@ class Encoder:
                     "use a model tuned for chat, or give the data as text or prompt and completion"
                 )
             if not tokenizer.is_fast:
-                raise UserError(
-                    "chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none"
-                )
+                raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
             self._template = tokenizer.get_chat_template()
             self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
             self._encode = self._chat
@@ -234,8 +232,7 @@ def _detect(record: dict[str, Any]) -> Format:
         if all(record.get(key) is not None for key in keys):
             return format
     raise MalformedError(
-        f"it holds {', '.join(record) or 'nothing'}; "
-        "a record needs 'text', 'prompt' and 'completion', or 'messages'"
+        f"it holds {', '.join(record) or 'nothing'}; a record needs 'text', 'prompt' and 'completion', or 'messages'"
     )
 
 
@@ -279,7 +276,5 @@ def _summary(name: str, problems: list[str], needed: int | None) -> str:
     if len(problems) > LISTED_PROBLEMS:
         lines.append(f"  and {len(problems) - LISTED_PROBLEMS:,} more")
     if needed is not None:
-        lines.append(
-            f"  prompts and chats are never cut: raise train.sequence_length to {needed}, or remove them"
-        )
+        lines.append(f"  prompts and chats are never cut: raise train.sequence_length to {needed}, or remove them")
     return "\n".join(lines)

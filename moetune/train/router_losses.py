@@ -93,9 +93,7 @@ class RouterWatch:
         balance, z = [], []
         for index, logits_TE in routed.logits.items():
             logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
-            weight_T = (
-                torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
-            )
+            weight_T = torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
             weight_T = weight_T / weight_T.sum()
             load_E = self._tokens(index, routed.ids[index], mask)
             probability_E = weight_T @ logits_TE.softmax(-1)

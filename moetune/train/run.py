@@ -75,9 +75,7 @@ def train(
         rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
         refuse_leaky_packing(adapted.model, rows)
     folder.create(config, checkpoint, overwrite)
-    trainer = MoeTrainer(
-        adapted, config, data, folder, pad_token_id(tokenizer), callbacks=[ProgressBar(console)]
-    )
+    trainer = MoeTrainer(adapted, config, data, folder, pad_token_id(tokenizer), callbacks=[ProgressBar(console)])
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}", highlight=False)
         trainer.args.eval_on_start = False

@@ -51,9 +51,7 @@ class RunFolder:
         occupied = self.path.exists() and any(self.path.iterdir())
         is_run = (self.path / RUN_FILE).is_file()
         if occupied and not is_run:
-            raise UserError(
-                f"output {str(self.path)!r} exists and is not a run folder; choose another output"
-            )
+            raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
         if occupied and resume == "never" and not overwrite:
             raise UserError(
                 f"output {str(self.path)!r} already holds a run; continue it with --resume auto, replace it with "
@@ -87,9 +85,7 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        found = (
-            path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name)
-        )
+        found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
         return sorted(found, key=_step_of)
 
     @contextmanager
@@ -133,9 +129,7 @@ class RunFolder:
             probe.mkdir()
             probe.rmdir()
         except OSError as error:
-            raise UserError(
-                f"output {str(self.path)!r} cannot be written: {error.strerror} ({existing})"
-            ) from None
+            raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror} ({existing})") from None
 
     def _check_same_run(self, config: RunConfig) -> None:
         before = _flatten(yaml.safe_load((self.path / RUN_FILE).read_text(encoding="utf-8")))

@@ -120,9 +120,7 @@ def _nearest(path: Path) -> str:
 def _file_source(spec: str, path: Path) -> Source:
     suffix = path.suffix.lower()
     if suffix not in READABLE_SUFFIXES:
-        raise UserError(
-            f"{spec!r}: files ending in {suffix!r} are not read; use {', '.join(READABLE_SUFFIXES)}"
-        )
+        raise UserError(f"{spec!r}: files ending in {suffix!r} are not read; use {', '.join(READABLE_SUFFIXES)}")
     try:
         if suffix in JSON_SUFFIXES:
             return Source(spec, "line", _json_rows(spec, path.open("rb")))
@@ -137,9 +135,7 @@ def _file_source(spec: str, path: Path) -> Source:
 
 def _catalog_source(spec: str, name: str, split: str) -> Source:
     folder = _catalog_root() / name
-    splits = sorted(
-        item.name.removesuffix(".jsonl") for item in folder.iterdir() if item.name.endswith(".jsonl")
-    )
+    splits = sorted(item.name.removesuffix(".jsonl") for item in folder.iterdir() if item.name.endswith(".jsonl"))
     if split not in splits:
         raise UserError(
             f"{spec!r}: catalog data set {name} has no split {split!r}; "

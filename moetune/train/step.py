@@ -38,12 +38,8 @@ def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     """The summed cross-entropy of every predicted token, in float32."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
-    targets = pad(batch["labels"], (0, 1), value=IGNORED)[
-        :, 1:
-    ]  # a view of the labels, not a copy of the logits
-    return cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    targets = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]  # a view of the labels, not a copy of the logits
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def micro_step(

@@ -63,9 +63,7 @@ class MoeTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        total = (
-            torch.stack([count_loss_tokens(batch) for batch in batches]).sum() if batches else torch.zeros(())
-        )
+        total = torch.stack([count_loss_tokens(batch) for batch in batches]).sum() if batches else torch.zeros(())
         return batches, total.to(device)
 
     def training_step(
@@ -142,9 +140,7 @@ class MoeTrainer(Trainer):
         trained = self.adapted.trainable()
         differing = sorted(saved.keys() ^ trained.keys())
         if differing:
-            raise UserError(
-                f"checkpoint {resume_from_checkpoint!r} holds other trained tensors: {differing[0]}"
-            )
+            raise UserError(f"checkpoint {resume_from_checkpoint!r} holds other trained tensors: {differing[0]}")
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(saved[name])
@@ -181,9 +177,7 @@ def training_arguments(
         use_cpu=device.type == "cpu",
         bf16=False,
     )
-    arguments._n_gpu = min(
-        arguments.n_gpu, 1
-    )  # one process drives one device; DataParallel would wrap the model
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # one process drives one device; DataParallel would wrap the model
     return arguments
 
 

@@ -85,11 +85,12 @@ def test_what_cannot_be_handled_is_refused_by_name(model_type: str, tmp_path: Pa
         assert model_type in str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", [name for name in marked_types() if name not in causal_lm_types()])
+@pytest.mark.parametrize(
+    "model_type",
+    ["nllb-moe", "switch_transformers", *(name for name in marked_types() if name not in causal_lm_types())],
+)
 def test_a_mixture_of_experts_that_is_no_causal_language_model_is_refused(model_type: str) -> None:
-    with pytest.raises(
-        UserError, match=f"{CONFIG_MAPPING[model_type].model_type!r} is not a causal language model"
-    ):
+    with pytest.raises(UserError, match=f"{CONFIG_MAPPING[model_type].model_type!r} is not a causal language model"):
         meta_model(CONFIG_MAPPING[model_type]())
 
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Makes .venv with moetune and the extras given ("", "dev"), at the versions of scripts/constraints.txt.
+# Does nothing when the same was installed before. Needs Python 3.11 or newer, and nothing else.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extras=${1:-}
+
+python=
+for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+  if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    python=$candidate
+    break
+  fi
+done
+if [ -z "$python" ]; then
+  echo "moetune needs Python 3.11 or newer; set PYTHON to one" >&2
+  exit 1
+fi
+
+wanted=$(cat pyproject.toml scripts/constraints.txt; echo "extras: $extras")
+stamp=.venv/installed-${extras:-run}
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+  echo "==> installing into .venv (a minute or two; longer if the packages must be downloaded)"
+  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    --constraint scripts/constraints.txt --editable ".${extras:+[$extras]}"
+  echo "$wanted" >"$stamp"
+fi
