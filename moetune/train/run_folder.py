@@ -21,6 +21,8 @@ from moetune.config import RunConfig
 from moetune.errors import UserError
 
 RUN_FILE = "run.yaml"
+_OWN = (RUN_FILE, "metrics.jsonl", "checkpoints", "runs", "delta", "adapter", "report.html")
+"""What moetune writes into a run folder (`runs` is where TensorBoard's files go), and all that `--overwrite` removes."""
 _FREE_ON_RESUME = {
     "output", "hardware", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
     "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
@@ -31,9 +33,9 @@ class RunFolder:
     """One run's folder. Nothing is written before `create`."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metrics_file = path / "metrics.jsonl"
-        self.checkpoints_path = path / "checkpoints"
+        self.path = path.expanduser()
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints_path = self.path / "checkpoints"
 
     def check(self, config: RunConfig, resume: str, overwrite: bool) -> Path | None:
         """Decides, without changing anything, whether the run may start here and from which checkpoint.
@@ -48,8 +50,7 @@ class RunFolder:
         if resume != "never" and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         self._check_writable()
-        occupied = self.path.exists() and any(self.path.iterdir())
-        is_run = (self.path / RUN_FILE).is_file()
+        occupied, is_run = self._is_occupied(), self._is_run()
         if occupied and not is_run:
             raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
         if occupied and resume == "never" and not overwrite:
@@ -59,28 +60,38 @@ class RunFolder:
             )
         if resume == "never":
             return None
-        if resume != "auto":
-            checkpoint = Path(resume)
-            if not (checkpoint / "trainer_state.json").is_file():
-                raise UserError(
-                    f"--resume {resume!r}: no checkpoint there; use auto, never or a checkpoints/step-N folder"
-                )
-        else:
-            newest = self.checkpoints()[-1:]
-            checkpoint = newest[0] if newest else None
         if is_run:
             self._check_same_run(config)
-        return checkpoint
+        checkpoints = self.checkpoints()
+        if resume == "auto":
+            return checkpoints[-1] if checkpoints else None
+        wanted = Path(resume).expanduser().absolute()
+        chosen = [checkpoint for checkpoint in checkpoints if checkpoint.absolute() == wanted]
+        if not chosen:
+            there = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
+            raise UserError(
+                f"--resume {resume!r} is no checkpoint of the run in {str(self.path)!r}; use auto, never or one of "
+                f"{str(self.checkpoints_path)!r}, which has: {there}"
+            )
+        return chosen[0]
 
     def create(self, config: RunConfig, checkpoint: Path | None, overwrite: bool) -> None:
-        """Makes the folder and writes the resolved run file; drops what a killed run left half-written."""
-        if overwrite and (self.path / RUN_FILE).is_file():
-            shutil.rmtree(self.path)
-        self.checkpoints_path.mkdir(parents=True, exist_ok=True)
-        for leftover in self.checkpoints_path.glob(".*"):
+        """Makes the folder and writes the resolved run file.
+
+        On resume, what came after the checkpoint goes: those steps run again. So does what a kill left half-written.
+        """
+        if overwrite and self._is_run():
+            self._remove_run()
+        try:
+            self.checkpoints_path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror}") from None
+        step = 0 if checkpoint is None else _step_of(checkpoint)
+        undone = [later for later in self.checkpoints() if _step_of(later) > step]
+        for leftover in (*self.checkpoints_path.glob(".*"), *undone):
             shutil.rmtree(leftover)
         _write_atomically(self.path / RUN_FILE, config.to_yaml())
-        kept = [] if checkpoint is None else self._metrics_until(_step_of(checkpoint))
+        kept = [] if checkpoint is None else self._metrics_until(step)
         _write_atomically(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def checkpoints(self) -> list[Path]:
@@ -95,7 +106,7 @@ class RunFolder:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        for file in aside.iterdir():
+        for file in (*aside.iterdir(), self.metrics_file):
             _sync(file)
         _sync(aside)
         shutil.rmtree(final, ignore_errors=True)
@@ -122,17 +133,45 @@ class RunFolder:
     def _metrics_until(self, step: int) -> list[dict[str, Any]]:
         return [line for line in self.metrics() if line["step"] <= step]
 
+    def _is_occupied(self) -> bool:
+        """Whether anything is in the folder, beyond what a run leaves that was killed in its first instant."""
+        first = (f".{RUN_FILE}", self.checkpoints_path.name)
+        return self.path.exists() and (
+            any(item.name not in first for item in self.path.iterdir())
+            or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
+        )
+
+    def _is_run(self) -> bool:
+        """Whether it holds a run. A run file alone does not make it one: `moetune init` writes one anywhere."""
+        return (self.path / RUN_FILE).is_file() and self.checkpoints_path.is_dir()
+
+    def _remove_run(self) -> None:
+        for name in _OWN:
+            item = self.path / name
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink(missing_ok=True)
+
     def _check_writable(self) -> None:
-        existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        probe = existing / f".moetune-{os.getpid()}"
+        where = self.path
         try:
+            where = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+            probe = where / f".moetune-{os.getpid()}"
             probe.mkdir()
             probe.rmdir()
         except OSError as error:
-            raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror} ({existing})") from None
+            raise UserError(
+                f"output {str(self.path)!r} cannot be written: {error.strerror} ({where}); choose another output"
+            ) from None
 
     def _check_same_run(self, config: RunConfig) -> None:
-        before = _flatten(yaml.safe_load((self.path / RUN_FILE).read_text(encoding="utf-8")))
+        try:
+            before = _flatten(yaml.safe_load((self.path / RUN_FILE).read_text(encoding="utf-8")))
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"the run in {str(self.path)!r} cannot be resumed: its {RUN_FILE} cannot be read: {error}"
+            ) from None
         now = _flatten(yaml.safe_load(config.to_yaml()))
         changed = [
             f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
@@ -149,10 +188,7 @@ class RunFolder:
 
 
 def _step_of(checkpoint: Path) -> int:
-    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    if match is None:
-        raise UserError(f"{str(checkpoint)!r} is not a checkpoint; those are named step-N")
-    return int(match[1])
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

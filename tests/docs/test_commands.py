@@ -1,0 +1,72 @@
+"""Every command that the documentation shows is run, in order, page by page, as a reader would."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from moetune.anatomy.anatomy import meta_model, read_anatomy
+from moetune.anatomy.selection import select
+from moetune.anatomy.source import resolve
+from moetune.cli.main import app
+from moetune.config import load_run_config
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCRIPTS = ("./scripts/demo.sh", "./scripts/test.sh")
+
+
+def commands(page: Path, kind: str = "bash") -> list[str]:
+    """The lines of a page's ```bash blocks (those a reader can run anywhere) or ```bash gpu blocks."""
+    blocks = re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def documented(kind: str) -> list:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if commands(page, kind)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", documented("bash"))
+def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for command in commands(page):
+        program, *arguments = shlex.split(command)
+        if command in SCRIPTS:
+            assert (ROOT / command).stat().st_mode & 0o100, f"{command} is not executable"
+            continue
+        assert program == "moetune", f"{page.name} shows a command that no test runs: {command}"
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, f"{command}\n{result.output}"
+
+
+@pytest.mark.parametrize("page", documented("bash gpu"))
+def test_gpu_commands_are_valid(page: Path) -> None:
+    for command in commands(page, "bash gpu"):
+        _, name, run_file = shlex.split(command)[:3]
+        assert name == "train"
+        config = load_run_config(ROOT / run_file)
+        select(config.adapt, read_anatomy(meta_model(resolve(config.model.path).config)))
+
+
+def test_readme_run_file_is_valid(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_run_config(tmp_path / "run.yaml")
+    select(config.adapt, read_anatomy(meta_model(resolve(config.model.path).config)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["router", "experts", "lora"])
+def test_each_way_lowers_held_out_loss_on_a_domain_it_has_not_seen(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", str(ROOT / f"configs/tiny-{way}.yaml"), "--json"])
+    assert result.exit_code == 0, result.output
+    outcome = json.loads(result.stdout)
+    assert outcome["eval_loss_after"] < outcome["eval_loss_before"] - 0.1
