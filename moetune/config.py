@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,10 +50,11 @@ def parse_ids(value: object) -> object:
 Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -98,9 +99,9 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw8bit"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    momentum: Decay = 0.0
     master_weights: Literal["none"] = "none"
     fused_backward: Literal[False] = False
 
@@ -111,7 +112,7 @@ class TrainConfig(Section):
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     steps: Positive = 200
     checkpointing: Literal["none", "full"] = "full"
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
     eval_every: Positive = 50
     save_every: Positive = 50
@@ -173,13 +174,20 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # refused by what is called below
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} is written twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: a date such as 2025-02-30
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -195,8 +203,9 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"run file {str(path)!r} cannot be read: {reason}") from None
     try:
         raw = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"run file {str(path)!r} is not valid YAML: {error}") from None
+    except _YAML_ERRORS as error:
+        reason = str(error).replace('"<unicode string>", ', "")
+        raise UserError(f"run file {str(path)!r} is not valid YAML: {reason}") from None
     if not isinstance(raw, dict):
         raise UserError(f"run file {str(path)!r} must hold a mapping with model: and adapt:")
     for override in overrides:
@@ -222,7 +231,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {override!r}: write it as section.key=value, for example train.steps=100")
     try:
         value = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError:
+    except _YAML_ERRORS:
         raise UserError(f"--set {override!r}: the value {text!r} is not valid YAML") from None
     node = raw
     for depth, part in enumerate(parts[:-1]):
@@ -249,6 +258,11 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 expected = item["ctx"]["expected"]
                 hint = suggest(str(item["input"]), re.findall(r"'([^']*)'", expected))
                 yield f"{where}: {item['input']!r} is not valid; it may be {expected}.{hint}"
+            case "model_type":
+                keys = ", ".join(_fields_at(item["loc"]))
+                yield f"{where}: {item['input']!r} is not a section; write keys under it, or leave it out. Keys: {keys}"
+            case "tuple_type":
+                yield f"{where}: {item['input']!r} is not a list; write [{item['input']}]"
             case "value_error":
                 yield f"{where}: {item['ctx']['error']}"
             case _:

@@ -73,7 +73,7 @@ def build(config: RunConfig, device: torch.device | str) -> Adapted:
     model.requires_grad_(False)
     for layer in anatomy.moe_layers:
         pack_experts(model, layer, selection, config.model, dtype, device, fill)
-    for path in linears_to_pack(anatomy, selection):
+    for path in linears_to_pack(model, anatomy, selection):
         pack_linear(model, path, config.model, dtype, device, fill)
     for path, _ in list(model.named_modules()):
         fill(path)
@@ -134,6 +134,12 @@ def _model_config(source: ModelSource, config: RunConfig, dtype: torch.dtype) ->
                 "give a bf16 checkpoint of this model"
             )
         del settings.quantization_config
+    model_class = AutoModelForCausalLM._model_mapping[type(settings)]
+    if not getattr(model_class, _ATTENTION_FLAGS.get(config.model.attention, ""), True):
+        raise UserError(
+            f"model.attention: {config.model.attention} is not available for model type {settings.model_type!r}; "
+            "set model.attention: eager"
+        )
     settings._attn_implementation = config.model.attention
     settings.use_cache = False
     settings.dtype = dtype
@@ -162,4 +168,5 @@ def _load_pretrained(source: ModelSource, settings: PretrainedConfig, dtype: tor
     return model
 
 
+_ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
 _WRONG_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")

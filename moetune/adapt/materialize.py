@@ -27,12 +27,27 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
     with torch.no_grad():
         for tensor in floats.values():
             tensor.fill_(torch.nan)  # what the rules leave out must not pass for a weight
-        _owner(model, path)._init_weights(module)
-        undrawn = [name for name, tensor in floats.items() if tensor.isnan().any()]
+        _draw(model, path)
+    undrawn = [name for name, tensor in floats.items() if tensor.isnan().any()]
     if undrawn:
         raise UserError(
             f"{type(module).__name__} has no rule to draw {', '.join(undrawn)}; use model.weights=pretrained"
         )
+
+
+def _draw(model: PreTrainedModel, path: str) -> None:
+    """Draws a module's own tensors by its own rule or, where that leaves some out, by the one of a block around it."""
+    module = model.get_submodule(path)
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    while True:
+        holder = model.get_submodule(path)
+        for tensor in (*holder.parameters(), *holder.buffers()):
+            if not any(tensor is one for one in own):
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # rules leave such tensors alone
+        _owner(model, path)._init_weights(holder)
+        if not path or not any(tensor.is_floating_point() and tensor.isnan().any() for tensor in own):
+            return
+        path = path.rpartition(".")[0]
 
 
 def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:

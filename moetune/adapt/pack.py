@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Callable
 
 import torch
@@ -72,15 +75,33 @@ def _out_in(weight: Tensor, is_transposed: bool) -> Tensor:
     return weight.T if is_transposed else weight
 
 
-def linears_to_pack(anatomy: Anatomy, selection: Selection) -> list[str]:
-    """Paths of the linear layers that stay frozen and are worth packing."""
+def linears_to_pack(model: PreTrainedModel, anatomy: Anatomy, selection: Selection) -> list[str]:
+    """Paths of the linear layers that stay frozen, are worth packing and are only ever called."""
     return [
         path
         for path, linear in anatomy.linears().items()
         if linear.component in PACKED_COMPONENTS
         and min(linear.in_features, linear.out_features) >= _SMALLEST
         and f"{path}.weight" not in selection.full
+        and not read_directly(model, path, or_its_dtype=True)
     ]
+
+
+def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:
+    """Whether the code around a linear layer uses its weight without calling it, as Mamba's fused kernels do.
+
+    With `or_its_dtype` also whether it casts to the weight's dtype: to uint8, were the weight packed (DeepSeek's indexer).
+    """
+    parent, _, name = path.rpartition(".")
+    unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
+    source = _source(type(model.get_submodule(parent)))
+    return re.search(rf"\bself\.{name}\.weight\b{unless}", source) is not None
+
+
+@functools.cache
+def _source(kind: type[nn.Module]) -> str:
+    """The code of a module's class and of what it inherits from other models."""
+    return "".join(inspect.getsource(base) for base in kind.__mro__ if ".models." in base.__module__)
 
 
 def pack_linear(
@@ -139,7 +160,7 @@ def refuse_unpacked(model: PreTrainedModel, anatomy: Anatomy, selection: Selecti
             raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")
     if config.base != "nf4":
         return
-    for path in linears_to_pack(anatomy, selection):
+    for path in linears_to_pack(model, anatomy, selection):
         linear = model.get_submodule(path)
         linear = getattr(linear, "base_layer", linear)
         if not isinstance(linear, Linear4bit) or not (linear.weight.is_meta or linear.weight.bnb_quantized):

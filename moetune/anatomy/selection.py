@@ -67,7 +67,7 @@ class _Resolver:
         self.problems: list[str] = []
 
     def routers(self, layers: IdSet) -> set[str]:
-        chosen = set(self._layers("adapt.router", layers, self.moe_layers, "a router"))
+        chosen = set(self._layers("adapt.router", layers, self.moe_layers, "has no router"))
         return {part.name for part in self.anatomy.parts_of("router") if part.layer in chosen}
 
     def experts(self, config: ExpertsConfig | None) -> dict[int, tuple[int, ...]]:
@@ -101,7 +101,8 @@ class _Resolver:
         """Linear modules, and experts that do not train whole, that get factors."""
         if config is None:
             return (), {}
-        layers = set(self._layers("adapt.lora", config.layers, range(self.anatomy.num_layers), "a layer"))
+        every_layer = range(self.anatomy.num_layers)
+        layers = set(self._layers("adapt.lora.layers", config.layers, every_layer, "does not exist"))
         linears: dict[str, None] = {}
         experts: dict[int, tuple[int, ...]] = {}
         for index, target in enumerate(config.targets):
@@ -130,7 +131,7 @@ class _Resolver:
 
     def _expert_ids(self, where: str, layers: IdSet, ids: IdSet) -> dict[int, tuple[int, ...]]:
         chosen = {}
-        for index in self._layers(f"{where}.layers", layers, self.moe_layers, "experts"):
+        for index in self._layers(f"{where}.layers", layers, self.moe_layers, "has no experts"):
             count = self.moe_layers[index].shape.num_experts
             wrong = [] if isinstance(ids, str) else [expert for expert in ids if expert >= count]
             if wrong:
@@ -141,7 +142,7 @@ class _Resolver:
             chosen[index] = tuple(range(count)) if ids == "all" else () if ids == "none" else ids
         return {index: experts for index, experts in chosen.items() if experts}
 
-    def _layers(self, where: str, layers: IdSet, existing: Iterable[int], what: str) -> list[int]:
+    def _layers(self, where: str, layers: IdSet, existing: Iterable[int], wrong_how: str) -> list[int]:
         existing = list(existing)
         if layers == "none":
             return []
@@ -154,9 +155,7 @@ class _Resolver:
             return existing
         wrong = sorted(set(layers) - set(existing))
         if wrong:
-            self.problems.append(
-                f"{where}: layer {_numbers(wrong)} has not {what}; those that have: {_numbers(existing)}"
-            )
+            self.problems.append(f"{where}: layer {_numbers(wrong)} {wrong_how}; choose from {_numbers(existing)}")
         return [layer for layer in layers if layer in existing]
 
     def _hint(self, target: str) -> str:

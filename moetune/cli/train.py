@@ -33,10 +33,15 @@ def train(
     config = load_run_config(run, set_ or ())
 
     import json
+    import sys
 
     from moetune.train.run import train as run_training
 
-    result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
+    try:
+        result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
+    except KeyboardInterrupt:
+        print("interrupted; --resume auto goes on from the last checkpoint", file=sys.stderr)
+        raise
     if json_:
         print(json.dumps(result.to_json()))
         return

@@ -114,7 +114,7 @@ class _ExpertMlp(torch.autograd.Function):
             with torch.enable_grad():
                 act_NI = bank.activation(gate_up_NO)
             if dweights is not None:
-                dweight_N = (dact_NI * act_NI.detach()).sum(-1)
+                dweight_N = torch.einsum("ni,ni->n", dact_NI, act_NI.detach())
                 if down.bias is not None:
                     dweight_N += dy_NH @ down.bias.to(dy_NH.dtype)
                 dweights[flat_N] = dweight_N.to(dweights.dtype)

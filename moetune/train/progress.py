@@ -50,8 +50,7 @@ class ProgressBar(TrainerCallback):
         if "eval_loss" in logs:
             self.console.print(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def stop(self) -> None:
+        """Gives the terminal back, cursor included; to be called however training ends."""
         if self.bar is not None:
             self.bar.stop()

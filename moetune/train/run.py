@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.build import build, count_trainable
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, require
-from moetune.errors import UserError
+from moetune.errors import UserError, suggest
 from moetune.train.data import load_data, pad_token_id
 from moetune.train.isolation import refuse_leaky_packing
 from moetune.train.progress import ProgressBar
-from moetune.train.run_folder import RunFolder
+from moetune.train.run_folder import RunFolder, step_of
 from moetune.train.trainer import MoeTrainer
 
 
@@ -61,6 +62,7 @@ def train(
     assert config.output is not None
     folder = RunFolder(Path(config.output))
     checkpoint = folder.check(config, resume, overwrite)
+    _check_reporters(config.train.report_to)
     counts = count_trainable(config)
     tokenizer = _tokenizer(config)
     data = load_data(config.data, tokenizer, config.train)
@@ -68,6 +70,9 @@ def train(
     _announce(console, config, counts, tokens)
     if dry_run:
         return TrainResult(config.output, 0, counts, tokens, None, None)
+    if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
+        console.print(f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False)
+        return TrainResult(config.output, step_of(checkpoint), counts, tokens, *_held_out(folder))
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     adapted = build(config, device)
@@ -75,14 +80,34 @@ def train(
         rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
         refuse_leaky_packing(adapted.model, rows)
     folder.create(config, checkpoint, overwrite)
-    trainer = MoeTrainer(adapted, config, data, folder, pad_token_id(tokenizer), callbacks=[ProgressBar(console)])
+    progress = ProgressBar(console)
+    trainer = MoeTrainer(adapted, config, data, folder, pad_token_id(tokenizer), callbacks=[progress])
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}", highlight=False)
         trainer.args.eval_on_start = False
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    held_out = [line["eval_loss"] for line in folder.metrics() if "eval_loss" in line]
-    before, after = (held_out[0], held_out[-1]) if held_out else (None, None)
-    return TrainResult(config.output, trainer.state.global_step, counts, tokens, before, after)
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        progress.stop()
+    return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
+
+
+def _held_out(folder: RunFolder) -> tuple[float | None, float | None]:
+    """The first and the last held-out loss of the run, over all its parts if it was resumed."""
+    losses = [line["eval_loss"] for line in folder.metrics() if "eval_loss" in line]
+    return (losses[0], losses[-1]) if losses else (None, None)
+
+
+def _check_reporters(names: tuple[str, ...]) -> None:
+    """Raises `UserError` for a reporter that transformers does not know, or whose package is not installed."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            hint = suggest(name, INTEGRATION_TO_CALLBACK) or f" There are: {', '.join(INTEGRATION_TO_CALLBACK)}."
+            raise UserError(f"train.report_to: {name!r} is not a reporter.{hint}")
+        try:
+            INTEGRATION_TO_CALLBACK[name]()
+        except (ImportError, RuntimeError) as error:
+            raise UserError(f"train.report_to: {name!r} cannot be used: {error}") from None
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

@@ -1,6 +1,6 @@
 """The run folder: `run.yaml`, `metrics.jsonl` and `checkpoints/step-N/`, and the rules for writing to it.
 
-A checkpoint is written aside and renamed, so that one with its final name is whole. `metrics.jsonl` holds one line a
+A checkpoint is written aside and renamed, and renamed before it is removed, so that one with its final name is whole. `metrics.jsonl` holds one line a
 logged step; on resume the lines after the checkpoint are dropped, because those steps run again.
 """
 
@@ -86,10 +86,12 @@ class RunFolder:
             self.checkpoints_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror}") from None
-        step = 0 if checkpoint is None else _step_of(checkpoint)
-        undone = [later for later in self.checkpoints() if _step_of(later) > step]
-        for leftover in (*self.checkpoints_path.glob(".*"), *undone):
+        step = 0 if checkpoint is None else step_of(checkpoint)
+        for leftover in self.checkpoints_path.glob(".*"):
             shutil.rmtree(leftover)
+        for later in self.checkpoints():
+            if step_of(later) > step:
+                _discard(later)
         _write_atomically(self.path / RUN_FILE, config.to_yaml())
         kept = [] if checkpoint is None else self._metrics_until(step)
         _write_atomically(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
@@ -97,7 +99,7 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
         found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
-        return sorted(found, key=_step_of)
+        return sorted(found, key=step_of)
 
     @contextmanager
     def new_checkpoint(self, step: int, keep: int) -> Iterator[Path]:
@@ -109,11 +111,10 @@ class RunFolder:
         for file in (*aside.iterdir(), self.metrics_file):
             _sync(file)
         _sync(aside)
-        shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
         _sync(self.checkpoints_path)
         for old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old)
+            _discard(old)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         with self.metrics_file.open("a", encoding="utf-8") as file:
@@ -187,8 +188,15 @@ class RunFolder:
             )
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _discard(checkpoint: Path) -> None:
+    aside = checkpoint.with_name(f".{checkpoint.name}")
+    checkpoint.rename(aside)
+    shutil.rmtree(aside)
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 
 from moetune.adapt.build import Adapted
@@ -49,7 +61,7 @@ class MoeTrainer(Trainer):
             train_dataset=data.train,
             eval_dataset=data.eval,
             data_collator=partial(collate, pad_token_id=pad_token_id),
-            callbacks=callbacks,
+            callbacks=[ResumableFlow(), *(callbacks or ())],
         )
         for noisy in (PrinterCallback, ProgressCallback):
             self.remove_callback(noisy)
@@ -127,23 +139,67 @@ class MoeTrainer(Trainer):
             self.folder.append_metrics({"step": step, **logs})
         super().log(logs, start_time)
 
+    def floating_point_ops(self, inputs: dict[str, Tensor | Any]) -> int:
+        """Not estimated: Trainer's estimate walks every parameter at every micro-step and counts packed ones wrongly."""
+        return 0
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with self.folder.new_checkpoint(self.state.global_step, self.config.train.keep_checkpoints) as aside:
             tensors = {name: p.detach().contiguous() for name, p in self.adapted.trainable().items()}
             save_file(tensors, aside / TRAINED_FILE)
             self._save_optimizer_and_scheduler(str(aside))
             self._save_rng_state(str(aside))
-            self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
+            # without the intervals: on resume those of the run file hold
+            state = replace(self.state, logging_steps=None, eval_steps=None, save_steps=None)
+            state.save_to_json(str(aside / TRAINER_STATE_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        saved = load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
+        with _whole(resume_from_checkpoint):
+            saved = load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
         trained = self.adapted.trainable()
-        differing = sorted(saved.keys() ^ trained.keys())
+        differing = sorted(
+            name
+            for name in saved.keys() | trained.keys()
+            if name not in saved or name not in trained or saved[name].shape != trained[name].shape
+        )
         if differing:
             raise UserError(f"checkpoint {resume_from_checkpoint!r} holds other trained tensors: {differing[0]}")
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(saved[name])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _whole(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _whole(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+
+class ResumableFlow(TrainerCallback):
+    """Trainer's flow, changed where a resumed run would differ from one that was never interrupted."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True  # what was summed since the last line is not in a checkpoint
+
+
+@contextmanager
+def _whole(checkpoint: str | None) -> Iterator[None]:
+    """Turns what reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
+    try:
+        yield
+    except (OSError, SafetensorError, UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"checkpoint {checkpoint!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
+        ) from error
 
 
 def training_arguments(
@@ -186,7 +242,9 @@ def load_summary(load: dict[int, Tensor]) -> dict[str, float]:
     `layer`, and how many experts of all layers were `unused`."""
     if not load:
         return {}
-    imbalance = {layer: (tokens.max() / tokens.mean()).item() for layer, tokens in load.items()}
-    worst = max(imbalance, key=imbalance.__getitem__)
-    unused = sum(int((tokens == 0).sum()) for tokens in load.values())
-    return {"max_over_mean": round(imbalance[worst], 4), "layer": worst, "unused": unused}
+    layers, sizes = list(load), [len(tokens) for tokens in load.values()]
+    on_host = torch.cat(list(load.values())).cpu().split(sizes)  # one transfer for all layers
+    imbalance = [(tokens.max() / tokens.mean()).item() for tokens in on_host]
+    worst = max(range(len(layers)), key=imbalance.__getitem__)
+    unused = sum(int((tokens == 0).sum()) for tokens in on_host)
+    return {"max_over_mean": round(imbalance[worst], 4), "layer": layers[worst], "unused": unused}

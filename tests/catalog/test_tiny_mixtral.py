@@ -83,9 +83,7 @@ def test_the_chat_template_marks_only_what_the_assistant_says(tokenizer):
         {"role": "user", "content": "And a list?"},
         {"role": "assistant", "content": "A mutable one."},
     ]
-    tokens = tokenizer.apply_chat_template(
-        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    tokens = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     said = [token for token, mask in zip(tokens["input_ids"], tokens["assistant_masks"], strict=True) if mask]
     assert tokenizer.decode(tokens["input_ids"]) == (
         "<s>[INST]What is a tuple?[/INST]An immutable sequence.</s>[INST]And a list?[/INST]A mutable one.</s>"
@@ -113,8 +111,6 @@ def test_the_data_are_what_the_script_writes():
 
 def test_the_held_out_characters_are_not_in_the_training_data():
     texts = load_script("make_demo_data").documents()
-    code_points = {
-        name: {line.split()[0] for text in texts[name] for line in text.split("\n")} for name in texts
-    }
+    code_points = {name: {line.split()[0] for text in texts[name] for line in text.split("\n")} for name in texts}
     assert len(code_points["heldout"]) > 900
     assert not code_points["train"] & code_points["heldout"]

@@ -42,9 +42,7 @@ def make_tokenizer(template=None, bos=True, trim_offsets=False, merges=()):
     )
     steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
     if bos:
-        steps.append(
-            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
-        )
+        steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]))
     tokenizer.backend_tokenizer.post_processor = processors.Sequence(steps)
     return tokenizer
 
@@ -196,9 +194,7 @@ def test_malformed_chats_are_listed(tmp_path):
 
 
 def test_the_first_twenty_problems_are_listed_for_either_data_set(tmp_path):
-    train = write(
-        tmp_path / "train.jsonl", {"prompt": "a", "completion": "b"}, *({"prompt": "a"} for _ in range(25))
-    )
+    train = write(tmp_path / "train.jsonl", {"prompt": "a", "completion": "b"}, *({"prompt": "a"} for _ in range(25)))
     lines = message(train, make_tokenizer(), eval=str(tmp_path / "gone.jsonl")).splitlines()
     assert lines[0] == f"'{train}': 25 records cannot be used"
     assert lines[1] == "  line 2: no 'completion'; it holds prompt"
@@ -211,9 +207,7 @@ def test_the_first_twenty_problems_are_listed_for_either_data_set(tmp_path):
 def test_empty_data_sets_are_named(tmp_path):
     for name in ("data.jsonl", "data.txt"):
         (tmp_path / name).write_text("\n \n")
-        assert (
-            message(tmp_path / name, make_tokenizer()) == f"'{tmp_path / name}' is empty: it holds no record"
-        )
+        assert message(tmp_path / name, make_tokenizer()) == f"'{tmp_path / name}' is empty: it holds no record"
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "data.parquet")
     assert "is empty" in message(tmp_path / "data.parquet", make_tokenizer())
 
@@ -234,9 +228,7 @@ def test_the_first_record_decides_the_format(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize(
-    "record", [{"prompt": "a" * 20, "completion": "b"}, {"messages": [USER, ASSISTANT] * 9}]
-)
+@pytest.mark.parametrize("record", [{"prompt": "a" * 20, "completion": "b"}, {"messages": [USER, ASSISTANT] * 9}])
 def test_what_must_stay_whole_and_does_not_fit_is_refused(tmp_path, packing, record):
     tokenizer = make_tokenizer(MARKED)
     fits = {"prompt": "a", "completion": "b"} if "prompt" in record else {"messages": [USER, ASSISTANT]}

@@ -70,9 +70,7 @@ def loss_tokens(dataset):
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), document_lists(divisible=False, longest=n)))
-)
+@given(st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), document_lists(divisible=False, longest=n))))
 def test_what_must_stay_whole_is_packed_whole(case):
     length, documents = case
     dataset = packed(documents, length, PAD)
@@ -177,9 +175,7 @@ def test_models_that_mix_documents_are_refused():
     decoder = model.model.forward
     # What gpt_oss does in transformers 5.23: its mask never hears of the positions.
     model.model.forward = lambda position_ids, **inputs: decoder(**inputs)
-    with pytest.raises(
-        UserError, match="mixtral with attention sdpa and 2 sequences a batch lets one packed doc"
-    ):
+    with pytest.raises(UserError, match="mixtral with attention sdpa and 2 sequences a batch lets one packed doc"):
         refuse_leaky_packing(model, 2)
     model.model.forward = decoder
     refuse_leaky_packing(model, 2)

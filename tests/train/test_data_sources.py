@@ -77,9 +77,7 @@ def test_parquet_rows(tmp_path):
 def test_catalog_splits(catalog):
     assert rows("rivers") == rows("rivers:train") == [Row(1, {"text": "Rhine"})]
     assert rows("rivers:heldout") == [Row(1, {"text": "Elbe"})]
-    assert "has no split 'held-out'; it has heldout, train. Did you mean 'heldout'?" in message(
-        "rivers:held-out"
-    )
+    assert "has no split 'held-out'; it has heldout, train. Did you mean 'heldout'?" in message("rivers:held-out")
     assert "has no split '../rivers/train'" in message("rivers:../rivers/train")
 
 
@@ -123,9 +121,7 @@ def test_hub_data_sets_are_loaded_by_name_and_split(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     bars = datasets.are_progress_bars_disabled()
-    assert (
-        rows("org/data-v1.1") == rows("org/data-v1.1:test") == [Row(1, {"text": "a"}), Row(2, {"text": "b"})]
-    )
+    assert rows("org/data-v1.1") == rows("org/data-v1.1:test") == [Row(1, {"text": "a"}), Row(2, {"text": "b"})]
     assert asked == [("org/data-v1.1", "train", True), ("org/data-v1.1", "test", True)]
     assert datasets.are_progress_bars_disabled() == bars
 

@@ -1,0 +1,38 @@
+"""What every test may count on: one thread, a small model on disk, no GPU needed unless a test says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import small
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `tests/small.py`, in a folder."""
+    return small.write_model(tmp_path_factory.mktemp("models") / "small-mixtral")
+
+
+@pytest.fixture(scope="session")
+def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with dropout and router jitter, so that training draws random numbers at every step."""
+    folder = tmp_path_factory.mktemp("models") / "noisy-mixtral"
+    return small.write_model(folder, attention_dropout=0.1, router_jitter_noise=0.05)
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fourteen prompts and completions of unlike lengths, JSONL."""
+    return small.write_data(tmp_path_factory.mktemp("data") / "prompts.jsonl")

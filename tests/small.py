@@ -1,0 +1,77 @@
+"""A Mixtral that trains a step in milliseconds, with data and run files for it.
+
+Two layers of four experts, hidden size 64, random weights, on disk as the hub has them; the tokenizer is that of
+`tiny-mixtral`. `DATA` holds fourteen records of unlike lengths, so that batches and epochs do not come out even.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from moetune.catalog import find_model
+from moetune.config import RunConfig
+
+LAYERS, EXPERTS, TOP_K = 2, 4, 2
+
+ADAPT: dict[str, dict[str, Any]] = {
+    "router": {"router": "all"},
+    "experts": {"router": "1", "experts": {"layers": "0-1", "ids": [0, 2]}},
+    "lora": {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"], "layers": "all", "ids": [1, 3]}},
+}
+"""The three ways to fine-tune, by name."""
+
+_TEXT = "a router sends every token of the text to two of four experts and adds what they say"
+DATA = [{"prompt": _TEXT[: 9 + row % 30], "completion": _TEXT[row % 3 : 4 + (25 * row) % 80]} for row in range(14)]
+
+
+def write_model(folder: Path, **config: Any) -> Path:
+    """Writes model and tokenizer; `config` changes fields of the configuration."""
+    entry = find_model("tiny-mixtral")
+    assert entry is not None
+    assert entry.folder is not None
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(entry.folder / name, folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_local_experts": EXPERTS}
+    fields = entry.config | sizes | {"head_dim": 16, "num_experts_per_tok": TOP_K, "dtype": "float32"} | config
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**fields)).float()
+    for name, parameter in model.named_parameters():
+        if "gate.weight" in name:  # wide enough apart that rounding never changes a choice
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_data(file: Path, rows: list[dict[str, Any]] = DATA) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def run_file(model: Path, data: Path, output: Path, adapt: str = "router", /, **sections: Any) -> dict[str, Any]:
+    """A run file as a mapping: two micro-batches of two rows a step. `sections` are merged into it."""
+    run: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "adapt": ADAPT[adapt],
+        "optimizer": {"name": "adamw", "lr": 1.0e-2},
+        "train": {"micro_batch": 2, "accumulate": 2, "sequence_length": 64, "steps": 3},
+        "data": {"train": str(data), "packing": False},
+        "output": str(output),
+    }
+    for name, section in sections.items():
+        run[name] = run.get(name, {}) | section if isinstance(section, dict) else section
+    return run
+
+
+def run_config(model: Path, data: Path, output: Path, adapt: str = "router", /, **sections: Any) -> RunConfig:
+    return RunConfig.model_validate(run_file(model, data, output, adapt, **sections))
+
+
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,250 @@
+"""Training killed with SIGKILL and resumed is the training that was never interrupted, bit for bit.
+
+The processes are real: forked from a server that has imported everything, so that each costs only its own training.
+A process kills itself at an exact moment, which no polling from outside could hit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.train.run import train
+from moetune.train.run_folder import RunFolder
+from tests import small
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["moetune.train.run", "bitsandbytes.optim"])
+
+Moment = tuple[str, int, str]
+"""A function, the number of its call, and whether the process dies `before` it, `after` it, or `within` a write."""
+
+MOMENTS: dict[str, Moment] = {
+    "nothing but an empty folder": ("moetune.train.run_folder._write_atomically", 1, "before"),
+    "run file not renamed": ("moetune.train.run_folder._sync", 1, "after"),
+    "no metrics file": ("moetune.train.run_folder._write_atomically", 2, "before"),
+    "before the first step": ("moetune.train.trainer.micro_step", 1, "before"),
+    "before the first checkpoint": ("moetune.train.trainer.micro_step", 4, "before"),
+    "within the first checkpoint": ("moetune.train.trainer.save_file", 1, "after"),
+    "a checkpoint complete but for its name": ("pathlib.Path.rename", 3, "before"),
+    "just after a checkpoint": ("pathlib.Path.rename", 3, "after"),
+    "between checkpoints, mid-step": ("moetune.train.trainer.micro_step", 9, "before"),
+    "within a line of metrics": ("moetune.train.run_folder.RunFolder.append_metrics", 6, "within"),
+    "within the second checkpoint": ("moetune.train.trainer.save_file", 2, "after"),
+    "an old checkpoint half removed": ("pathlib.Path.rename", 5, "after"),
+    "after the epoch's end": ("moetune.train.trainer.micro_step", 13, "before"),
+}
+# Eight steps of two micro-batches; the data end after four steps, of which the last has one micro-batch. Logging,
+# evaluation and checkpoints come at different steps. The model draws random numbers at every step.
+TRAIN = {
+    "steps": 8,
+    "log_every": 2,
+    "eval_every": 4,
+    "save_every": 3,
+    "keep_checkpoints": 1,
+    "warmup": 2,
+    "schedule": "cosine",
+}
+
+
+def work(run: dict[str, Any], resume: str, moment: Moment | None) -> None:
+    """What a process does: train, and die if told so."""
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    if moment is not None:
+        die_at(*moment)
+    train(RunConfig.model_validate(run), resume=resume)
+
+
+def die_at(function: str, call: int, when: str) -> None:
+    path, name = function.rsplit(".", 1)
+    try:
+        owner = importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, owner_name = path.rsplit(".", 1)
+        owner = getattr(importlib.import_module(module), owner_name)
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and when == "within":
+            args[0].metrics_file.open("a").write('{"step": 4, "los')
+        if calls == call and when != "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+
+
+def in_process(run: dict[str, Any], resume: str = "never", moment: Moment | None = None) -> None:
+    """Trains in a process of its own, which ends well, or is killed at the moment."""
+    process = processes.Process(target=work, args=(run, resume, moment))
+    process.start()
+    process.join(60)
+    assert process.exitcode == (0 if moment is None else -signal.SIGKILL)
+
+
+def outcome(run: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
+    """Metrics without those that are times, trained tensors, and the optimizer's states."""
+    folder = Path(run["output"])
+    lines = small.read_metrics(folder)
+    for line in lines:
+        line.pop("tokens_per_second", None)
+    last = folder / "checkpoints" / f"step-{run['train']['steps']}"
+    optimizer = torch.load(last / "optimizer.pt", weights_only=True)
+    return lines, load_file(last / "trained.safetensors"), optimizer
+
+
+def assert_same(run: dict[str, Any], reference: dict[str, Any]) -> None:
+    lines, tensors, optimizer = outcome(run)
+    true_lines, true_tensors, true_optimizer = outcome(reference)
+    assert lines == true_lines
+    assert tensors.keys() == true_tensors.keys()
+    assert all(torch.equal(tensors[name], true_tensors[name]) for name in tensors)
+    torch.testing.assert_close(optimizer, true_optimizer, rtol=0, atol=0)
+    left = sorted(path.name for path in Path(run["output"]).rglob(".*"))
+    assert left == [], "half-written files stayed behind"
+
+
+def elsewhere(run: dict[str, Any], output: Path) -> dict[str, Any]:
+    return run | {"output": str(output)}
+
+
+@pytest.fixture(scope="module")
+def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run file that has been trained to its end in one go."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    run = small.run_file(noisy_model, small_data, folder, "lora", train=TRAIN, data={"eval": str(small_data)})
+    in_process(run)
+    return run
+
+
+def test_the_reference_draws_random_numbers_and_learns(never_killed: dict[str, Any]) -> None:
+    lines, tensors, _ = outcome(never_killed)
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert sorted(losses) == [2, 3, 4, 6, 8]  # every second step, and where a checkpoint is
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 4, 8]
+    assert losses[8] < losses[2]
+    assert all(tensor.any() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_killed_and_resumed(moment: Moment, never_killed: dict[str, Any], tmp_path: Path) -> None:
+    run = elsewhere(never_killed, tmp_path / "run")
+    in_process(run, moment=moment)
+    in_process(run, resume="auto")
+    assert_same(run, never_killed)
+
+
+def test_killed_again_and_again(never_killed: dict[str, Any], tmp_path: Path) -> None:
+    run = elsewhere(never_killed, tmp_path / "run")
+    for micro_step in (8, 2, 6):
+        in_process(run, resume="auto", moment=("moetune.train.trainer.micro_step", micro_step, "before"))
+    in_process(run, resume="auto")
+    assert_same(run, never_killed)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "sections"),
+    [
+        ("experts", {"optimizer": {"name": "adamw8bit", "lr": 1.0e-3}}),
+        ("experts", {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "data": {"packing": True}}),
+        ("router", {"train": {"checkpointing": "none", "schedule": "linear", "router_z_loss": 0.1}}),
+    ],
+    ids=["adamw8bit", "sgd momentum, packed", "router, linear schedule"],
+)
+def test_other_runs_killed_and_resumed(
+    adapt: str, sections: dict[str, Any], noisy_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    sections = {"data": {}, **sections, "train": TRAIN | sections.get("train", {})}
+    sections["data"] = sections["data"] | {"eval": str(small_data)}
+    reference = small.run_file(noisy_model, small_data, tmp_path / "reference", adapt, **sections)
+    in_process(reference)
+    run = elsewhere(reference, tmp_path / "run")
+    in_process(run, moment=("moetune.train.trainer.micro_step", 9, "before"))
+    in_process(run, resume="auto")
+    assert_same(run, reference)
+
+
+def test_resumed_from_a_named_checkpoint(never_killed: dict[str, Any], tmp_path: Path) -> None:
+    """What came after it is undone, so that a kill right then leaves a run that `auto` continues."""
+    run = elsewhere(never_killed, tmp_path / "run")
+    run["train"] = run["train"] | {"keep_checkpoints": 3}
+    in_process(run)
+    in_process(
+        run,
+        resume=str(tmp_path / "run" / "checkpoints" / "step-3"),
+        moment=("moetune.train.trainer.micro_step", 1, "before"),
+    )
+    assert [path.name for path in RunFolder(tmp_path / "run").checkpoints()] == ["step-3"]
+    assert [line["step"] for line in small.read_metrics(tmp_path / "run")] == [0, 2, 3]
+    in_process(run, resume="auto")
+    assert_same(run, never_killed)
+
+
+def test_a_finished_run_stays_as_it_is(never_killed: dict[str, Any]) -> None:
+    output = Path(never_killed["output"])
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    result = train(RunConfig.model_validate(never_killed), resume="auto")
+    assert result.steps == 8
+    assert result.eval_loss_before == small.read_metrics(output)[0]["eval_loss"]
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+
+
+def test_more_steps_and_other_intervals(never_killed: dict[str, Any], tmp_path: Path) -> None:
+    """A finished run goes on when `train.steps` is raised, at the intervals of the new run file."""
+    run = elsewhere(never_killed, tmp_path / "run")
+    in_process(run)
+    more = {"steps": 11, "log_every": 1, "eval_every": 5, "save_every": 10}
+    run["train"] = run["train"] | more
+    in_process(run, resume="auto")
+    lines = small.read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if "loss" in line] == [2, 3, 4, 6, 8, 9, 10, 11]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 4, 8, 10, 11]
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["train"]["steps"] == 11
+
+
+class Mkdir:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_code_in_a_checkpoint_never_runs(name: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
+    run = elsewhere(never_killed, tmp_path / "run")
+    in_process(run, moment=("moetune.train.trainer.micro_step", 9, "before"))
+    torch.save({"state": Mkdir(tmp_path / "executed")}, tmp_path / "run" / "checkpoints" / "step-3" / name)
+    with pytest.raises(UserError, match=r"step-3.* is damaged: Weights only load failed"):
+        train(RunConfig.model_validate(run), resume="auto")
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "trained.safetensors", "rng_state.pth"])
+def test_a_truncated_file_in_a_checkpoint(name: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
+    run = elsewhere(never_killed, tmp_path / "run")
+    in_process(run, moment=("moetune.train.trainer.micro_step", 9, "before"))
+    file = tmp_path / "run" / "checkpoints" / "step-3" / name
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"step-3.* is damaged: .*resume from an earlier one"):
+        train(RunConfig.model_validate(run), resume="auto")

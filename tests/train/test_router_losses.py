@@ -1,0 +1,148 @@
+"""The router losses against their formulas, term by term, and what they do to gradients and to the load."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetune.adapt.build import Adapted, build
+from moetune.errors import UserError
+from moetune.train import router_losses
+from moetune.train.data import collate
+from moetune.train.router_losses import RouterWatch
+from moetune.train.run import train
+from moetune.train.step import Batch, micro_step, token_loss
+from tests import small
+
+PAD = 3
+ROWS = [{"input_ids": list(range(20, 20 + length)), "labels": list(range(20, 20 + length))} for length in (4, 11, 7)]
+
+
+def built(model: Path, adapt: str = "router", **train: Any) -> Adapted:
+    return build(small.run_config(model, Path("unused"), Path("unused"), adapt, train=train), "cpu")
+
+
+def watched(adapted: Adapted, batch: Batch) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Balance loss, z-loss and expert load of one forward pass."""
+    watch = RouterWatch(adapted)
+    with watch.recording(logits=True) as routed:
+        token_loss(adapted.model, batch)
+    mask = batch.get("attention_mask")
+    return *watch.losses(routed, mask), watch.load(routed, mask)
+
+
+def by_hand(adapted: Adapted, batch: Batch) -> tuple[float, float, list[list[int]]]:
+    """The same, token by token, from the model's own router logits."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = adapted.model(**inputs, use_cache=False, output_router_logits=True).router_logits
+    counts_token = batch["attention_mask"].flatten().bool().tolist()
+    balances, zs, loads = [], [], []
+    for layer in logits:
+        tokens = [row for row, counts in zip(layer.double().tolist(), counts_token, strict=True) if counts]
+        load, probability, z = [0] * small.EXPERTS, [0.0] * small.EXPERTS, 0.0
+        for row in tokens:
+            sum_exp = sum(math.exp(value) for value in row)
+            for expert in sorted(range(small.EXPERTS), key=row.__getitem__)[-small.TOP_K :]:
+                load[expert] += 1
+            for expert, value in enumerate(row):
+                probability[expert] += math.exp(value) / sum_exp / len(tokens)
+            z += math.log(sum_exp) ** 2 / len(tokens)
+        fraction = [count / (len(tokens) * small.TOP_K) for count in load]
+        balances.append(small.EXPERTS * sum(f * p for f, p in zip(fraction, probability, strict=True)))
+        zs.append(z)
+        loads.append(load)
+    return sum(balances) / len(balances), sum(zs) / len(zs), loads
+
+
+def test_losses_and_load_are_those_of_the_formulas(small_model: Path) -> None:
+    adapted, batch = built(small_model), collate(ROWS, PAD)
+    assert not batch["attention_mask"].all()
+    balance, z, load = watched(adapted, batch)
+    true_balance, true_z, true_load = by_hand(adapted, batch)
+    assert balance.item() == pytest.approx(true_balance, rel=1e-5)
+    assert z.item() == pytest.approx(true_z, rel=1e-5)
+    assert [tokens.tolist() for tokens in load.values()] == true_load
+    assert 1 < balance.item() < small.EXPERTS / small.TOP_K
+
+
+def test_padding_has_no_part(small_model: Path) -> None:
+    adapted = built(small_model)
+    alone = watched(adapted, collate(ROWS[:1], PAD))
+    batch = {name: tensor[:1] for name, tensor in collate(ROWS, PAD).items()}
+    assert batch["input_ids"].shape[1] > len(ROWS[0]["input_ids"])
+    padded = watched(adapted, batch)
+    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=0)
+    all_of_it = watched(adapted, {name: tensor for name, tensor in batch.items() if name != "attention_mask"})
+    assert abs(all_of_it[1] - alone[1]) > 1e-3  # that padding would have been seen
+
+
+def test_balance_is_one_when_routing_is_uniform(small_model: Path) -> None:
+    adapted = built(small_model)
+    watch = RouterWatch(adapted)
+    routed = router_losses.Routed()
+    for layer in range(small.LAYERS):
+        routed.logits[layer] = torch.zeros(small.EXPERTS, small.EXPERTS)
+        routed.ids[layer] = torch.stack([torch.arange(4), torch.arange(4).roll(1)], dim=1)
+    balance, z = watch.losses(routed, None)
+    assert balance.item() == pytest.approx(1)
+    assert z.item() == pytest.approx(math.log(small.EXPERTS) ** 2)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("key", "which"), [("router_aux_loss", 0), ("router_z_loss", 1)])
+def test_a_loss_adds_its_own_gradient(key: str, which: int, checkpointing: str, small_model: Path) -> None:
+    """Coefficient × share of the tokens × the loss's gradient, through the router and the layers before it."""
+    batch = collate(ROWS, PAD)
+    gradients = []
+    for coefficient in (0.0, 0.5):
+        adapted = built(small_model, checkpointing=checkpointing, **{key: coefficient})
+        config = small.run_config(small_model, Path(), Path(), train={key: coefficient})
+        micro_step(adapted.model, batch, 2 * 19, RouterWatch(adapted), config.train)
+        gradients.append({name: p.grad for name, p in adapted.trainable().items() if p.grad is not None})
+    adapted = built(small_model, checkpointing=checkpointing)
+    loss = watched(adapted, batch)[which]
+    alone = dict(zip(adapted.trainable(), torch.autograd.grad(loss, list(adapted.trainable().values())), strict=True))
+    for name, gradient in alone.items():
+        added = gradients[1][name] - gradients[0][name]
+        assert gradient.abs().max() > 1e-4
+        torch.testing.assert_close(added, 0.5 * 0.5 * gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapt", small.ADAPT)
+def test_checkpointing_changes_neither_loss_nor_gradient(adapt: str, small_model: Path) -> None:
+    settings = {"router_aux_loss": 0.3, "router_z_loss": 0.2}
+    config = small.run_config(small_model, Path(), Path(), adapt, train=settings)
+    results = []
+    for checkpointing in ("none", "full"):
+        adapted = built(small_model, adapt, checkpointing=checkpointing, **settings)
+        done = micro_step(adapted.model, collate(ROWS, PAD), 19, RouterWatch(adapted), config.train)
+        results.append((done.loss, done.load, {name: p.grad for name, p in adapted.trainable().items()}))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_router_without_logits_is_refused(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_losses, "_find_logits", lambda output, num_experts: None)
+    with pytest.raises(UserError, match=r"router of layer 0 \(model.layers.0.mlp.gate\) returns no logits; set both"):
+        watched(built(small_model), collate(ROWS, PAD))
+
+
+def test_training_with_a_loss_lowers_what_it_measures(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    def trained(name: str, **losses: float) -> list[dict[str, Any]]:
+        settings = {"steps": 16, "save_every": 99, "accumulate": 1, "micro_batch": 8, **losses}
+        train(small.run_config(small_model, small_data, tmp_path / name, train=settings))
+        return small.read_metrics(tmp_path / name)
+
+    def imbalance(lines: list[dict[str, Any]]) -> float:
+        return sum(line["expert_load"]["max_over_mean"] for line in lines[-4:]) / 4
+
+    plain = trained("plain")
+    assert imbalance(trained("balanced", router_aux_loss=1.0)) < imbalance(plain) - 0.1
+    with_z = trained("z", router_z_loss=1.0)
+    z = [line["loss"] - without["loss"] for line, without in zip(with_z, plain, strict=True)]
+    assert z[0] > 1
+    assert z[-1] < 0.7 * z[0]
