@@ -1,12 +1,19 @@
-"""What every test may count on: one thread, a small model on disk, no GPU needed unless a test says so."""
+"""What every test may count on: one thread, no network, a small model on disk, no GPU needed unless a test says so."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 import pytest
 import torch
 
+from moetune.cli import main
 from tests import small
 
 torch.set_num_threads(1)
@@ -36,3 +43,26 @@ def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fourteen prompts and completions of unlike lengths, JSONL."""
     return small.write_data(tmp_path_factory.mktemp("data") / "prompts.jsonl")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def moetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs the program in this process: `moetune("train", "run.yaml")`."""
+
+    def run(*arguments: str | Path) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["moetune", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run

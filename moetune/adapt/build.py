@@ -156,17 +156,18 @@ def _load_pretrained(source: ModelSource, settings: PretrainedConfig, dtype: tor
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"the weights of {source.name!r} cannot be loaded from {source.folder!r}: {reason}") from error
     model, info = loaded
-    wrong = [f"{kind.removesuffix('_keys')} {key}" for kind in _WRONG_KEYS for key in sorted(map(str, info[kind]))]
+    wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
+    wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
     if wrong:
         raise UserError(f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}")
     return model
 
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
-_WRONG_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")

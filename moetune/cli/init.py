@@ -35,8 +35,10 @@ def init(
         raise UserError(f"recipe {recipe!r} does not exist.{hint}" if recipe else f"init needs a recipe.{hint}")
     if out.exists():
         raise UserError(f"{str(out)!r} exists; choose another file with --out")
+    # the command in its header is that of the repository; a user's is this file's
+    text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
     try:
-        out.write_text(read_recipe(recipe), encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{str(out)!r} cannot be written: {error.strerror}") from None
     if json_:

@@ -106,7 +106,7 @@ def _check_reporters(names: tuple[str, ...]) -> None:
             raise UserError(f"train.report_to: {name!r} is not a reporter.{hint}")
         try:
             INTEGRATION_TO_CALLBACK[name]()
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, ValueError) as error:  # reporters do not agree on one
             raise UserError(f"train.report_to: {name!r} cannot be used: {error}") from None
 
 

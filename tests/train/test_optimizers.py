@@ -85,8 +85,8 @@ def test_adamw8bit_is_adamw_with_states_in_a_byte() -> None:
     for _ in range(3):
         step(quantized, trained)
         step(exact, reference)
-    moved = (reference[0] - parameters()[0]).abs().max().item()
-    torch.testing.assert_close(trained, reference, rtol=0, atol=0.05 * moved)
+    moved = (reference[0] - parameters()[0]).abs().mean()
+    assert 0 < (trained[0] - reference[0]).abs().mean() < 0.02 * moved
     states = quantized.state[trained[0]]
     assert {states["state1"].dtype, states["state2"].dtype} == {torch.uint8}
 

@@ -203,13 +203,17 @@ def test_tensorboard_gets_the_same_numbers(small_model: Path, small_data: Path, 
     [
         ("tensorbord", r"train.report_to: 'tensorbord' is not a reporter. Did you mean 'tensorboard'\?"),
         ("printer", r"'printer' is not a reporter. There are: .*wandb"),
-        ("neptune", r"'neptune' cannot be used: .*[Nn]eptune"),
+        ("wandb", r"'wandb' cannot be used: pip install it"),
     ],
 )
 def test_an_unknown_reporter_is_refused_first(
     reporter: str, message: str, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def not_installed() -> None:
+        raise RuntimeError("pip install it")
+
     monkeypatch.setattr(run, "build", lambda *args: pytest.fail("weights were loaded"))
+    monkeypatch.setitem(run.INTEGRATION_TO_CALLBACK, "wandb", not_installed)
     with pytest.raises(UserError, match=message):
         train(small.run_config(small_model, small_data, tmp_path / "run", train={"report_to": [reporter]}))
     assert list(tmp_path.iterdir()) == []
