@@ -1,8 +1,9 @@
 """Activation checkpointing that keeps each layer's routing decisions.
 
-A checkpointed layer runs its forward again during backward. Were the router to choose again, a tie or a nondeterministic
-kernel could send a token elsewhere than the first time: the gradient would be that of another function, or a shape would
-not match. So the chosen indices are kept (T·K integers a layer) and everything else is recomputed.
+A checkpointed layer runs its forward again during backward. Were the router to choose again, a tie or a
+nondeterministic kernel could send a token elsewhere than the first time: the gradient would be that of another
+function, or a shape would not match. So the chosen indices are kept (T·K integers a layer) and everything else is
+recomputed.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def linears_to_pack(model: PreTrainedModel, anatomy: Anatomy, selection: Selecti
 def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:
     """Whether the code around a linear layer uses its weight without calling it, as Mamba's fused kernels do.
 
-    With `or_its_dtype` also whether it casts to the weight's dtype: to uint8, were the weight packed (DeepSeek's indexer).
+    With `or_its_dtype` also whether it casts to that weight's dtype, uint8 once packed, as DeepSeek's indexer does.
     """
     parent, _, name = path.rpartition(".")
     unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
@@ -112,7 +112,7 @@ def pack_linear(
     device: torch.device,
     fill: Fill,
 ) -> None:
-    """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision are the same."""
+    """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision agree."""
     linear = model.get_submodule(path)
     fill(path)
     if DTYPES.get(config.base) == dtype:

@@ -8,10 +8,6 @@ import sys
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-if not sys.stderr.isatty():  # in a log file, other libraries' progress bars are a line a frame
-    os.environ.setdefault("TQDM_DISABLE", "1")
-# bitsandbytes says on import that it lacks an optional CPU kernel, which this package does not use.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "kernels-community" not in str(record.msg))
 
 import typer
 
@@ -34,8 +30,18 @@ for command in (count, models, init, train):
 
 def main() -> None:
     """Runs a command. Exit code 0: done; 1: it ran and the answer is no; 2: bad input; 130: interrupted."""
+    _quieten()
     try:
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _quieten() -> None:
+    """Keeps off stderr what other libraries have to say that helps nobody here; their warnings stay."""
+    if not sys.stderr.isatty():  # in a log file, a progress bar is a line a frame
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    # bitsandbytes says on import that it lacks an optional CPU kernel, which this package does not use.
+    about_kernel = "kernels-community"
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: about_kernel not in str(record.msg))

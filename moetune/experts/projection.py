@@ -31,8 +31,8 @@ class LowRank:
     scale: float
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(A [r, in], scale · B [out, r])."""
-        return self.A_all[self.slot, self.part].to(dtype), self.B_all[self.slot, self.part].to(dtype) * self.scale
+        """(A [r, in], B [out, r]), unscaled."""
+        return self.A_all[self.slot, self.part].to(dtype), self.B_all[self.slot, self.part].to(dtype)
 
 
 class FullProjection(nn.Module):
@@ -63,7 +63,7 @@ class Projection:
         out = linear(x, self.weight() if weight is None else weight, bias)
         for part in self.low_rank:
             A, B = part.factors(x.dtype)
-            out[:, part.rows] += linear(linear(x, A), B)
+            out[:, part.rows].addmm_(linear(x, A), B.T, alpha=part.scale)
         return out
 
     def grad_input(self, dout: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -71,7 +71,7 @@ class Projection:
         dx = dout @ (self.weight() if weight is None else weight)
         for part in self.low_rank:
             A, B = part.factors(dout.dtype)
-            dx += (dout[:, part.rows] @ B) @ A
+            dx.addmm_(dout[:, part.rows] @ B, A, alpha=part.scale)
         return dx
 
     def add_gradients(self, grads: Gradients, x: Tensor, dout: Tensor) -> None:
@@ -83,8 +83,8 @@ class Projection:
         for part in self.low_rank:
             A, B = part.factors(x.dtype)
             rows = dout[:, part.rows]
-            _add_slice(grads, part.A_all, part, (rows @ B).T @ x)
-            _add_slice(grads, part.B_all, part, (rows.T @ linear(x, A)).mul_(part.scale))
+            _add_slice(grads, part.A_all, part, (rows @ B).mul_(part.scale).T @ x)
+            _add_slice(grads, part.B_all, part, rows.T @ linear(x, A).mul_(part.scale))
 
 
 def _add_slice(grads: Gradients, parameter: nn.Parameter, part: LowRank, gradient: Tensor) -> None:

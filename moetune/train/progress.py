@@ -48,7 +48,9 @@ class ProgressBar(TrainerCallback):
             news = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
             self.bar.update(self.task, news=news)
         if "eval_loss" in logs:
-            self.console.print(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False)
+            self.console.print(
+                f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False, soft_wrap=True
+            )
 
     def stop(self) -> None:
         """Gives the terminal back, cursor included; to be called however training ends."""

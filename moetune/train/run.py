@@ -71,7 +71,9 @@ def train(
     if dry_run:
         return TrainResult(config.output, 0, counts, tokens, None, None)
     if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
-        console.print(f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False)
+        console.print(
+            f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False, soft_wrap=True
+        )
         return TrainResult(config.output, step_of(checkpoint), counts, tokens, *_held_out(folder))
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -83,7 +85,7 @@ def train(
     progress = ProgressBar(console)
     trainer = MoeTrainer(adapted, config, data, folder, pad_token_id(tokenizer), callbacks=[progress])
     if checkpoint is not None:
-        console.print(f"resuming from {checkpoint}", highlight=False)
+        console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
         trainer.args.eval_on_start = False
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -123,5 +125,7 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def _announce(console: Console, config: RunConfig, counts: dict[str, int], tokens: int) -> None:
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items() if part != "total" and count)
-    console.print(f"{config.model.path}: trains {counts['total']:,} parameters ({parts})", highlight=False)
-    console.print(f"data: {tokens:,} training tokens", highlight=False)
+    console.print(
+        f"{config.model.path}: trains {counts['total']:,} parameters ({parts})", highlight=False, soft_wrap=True
+    )
+    console.print(f"data: {tokens:,} training tokens", highlight=False, soft_wrap=True)

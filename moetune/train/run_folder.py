@@ -1,7 +1,8 @@
 """The run folder: `run.yaml`, `metrics.jsonl` and `checkpoints/step-N/`, and the rules for writing to it.
 
-A checkpoint is written aside and renamed, and renamed before it is removed, so that one with its final name is whole. `metrics.jsonl` holds one line a
-logged step; on resume the lines after the checkpoint are dropped, because those steps run again.
+A checkpoint is written aside and renamed, and renamed before it is removed, so that one with its final name is whole.
+`metrics.jsonl` holds one line a logged step; on resume the lines after the checkpoint are dropped, because those steps
+run again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moetune.errors import UserError
 
 RUN_FILE = "run.yaml"
 _OWN = (RUN_FILE, "metrics.jsonl", "checkpoints", "runs", "delta", "adapter", "report.html")
-"""What moetune writes into a run folder (`runs` is where TensorBoard's files go), and all that `--overwrite` removes."""
+"""What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
     "output", "hardware", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
     "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",

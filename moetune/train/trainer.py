@@ -140,7 +140,7 @@ class MoeTrainer(Trainer):
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Tensor | Any]) -> int:
-        """Not estimated: Trainer's estimate walks every parameter at every micro-step and counts packed ones wrongly."""
+        """Not estimated: Trainer's estimate walks every parameter at every micro-step and miscounts packed ones."""
         return 0
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

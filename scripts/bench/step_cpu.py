@@ -5,8 +5,9 @@
 Both sides load one random float32 Mixtral, hold equal factors, and take the same steps: forward, backward, fused
 AdamW. Before anything is timed, their losses and every factor's gradient are compared; a difference ends the script.
 
-**Time.** Repetitions alternate (moetune, PEFT, moetune, ...) in one process, after a warm-up of both, so a slow moment of
-the machine meets both. A ratio is PEFT / moetune of one such pair: above 1, moetune is faster.
+**Time.** Repetitions alternate (moetune, PEFT, moetune, ...) in one process, after a warm-up of both, so a slow moment
+of the machine meets both. A ratio is PEFT / moetune of one such pair: above 1, moetune is faster. One thread by
+default: where other jobs run too, threads that wait for each other measure the scheduler.
 
 **Memory.** Storages of tensors, counted when an operation returns one and until it is freed. `before` is what is alive
 when a step begins (weights, factors, optimizer states, batch), `peak` the most alive at once during the step, optimizer
@@ -52,9 +53,7 @@ from moetune.train.step import Batch, count_loss_tokens, micro_step, token_loss
 Checkpointing = Literal["none", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
 SIDES = ("moetune", "peft")
-TOLERANCE = (
-    1e-5  # relative: of the loss, and of each gradient in Frobenius norm; float32 sums in another order
-)
+TOLERANCE = 1e-5  # relative: of the loss, and of each gradient in Frobenius norm; float32 sums in another order
 MiB = 2**20
 
 
@@ -77,8 +76,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Side:
-    """One way to train: `step` leaves gradients and returns the loss. `factors` are its low-rank factors in moetune's
-    shapes, by (layer, name), and `gradients()` theirs."""
+    """One way to train. `step` leaves gradients and returns the loss; `gradients` gives those of the factors in
+    moetune's shapes, A [E, r, in] and B [E, out, r], by (layer, name)."""
 
     step: Callable[[], Tensor]
     optimizer: torch.optim.Optimizer
@@ -139,9 +138,7 @@ def moetune_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkp
             if name.endswith("_B"):
                 nn.init.normal_(factor, std=0.02)
     factors = {
-        (layer, name): factor
-        for layer, bank in enumerate(banks)
-        for name, factor in bank.lora.named_parameters()
+        (layer, name): factor for layer, bank in enumerate(banks) for name, factor in bank.lora.named_parameters()
     }
     return Side(
         step=lambda: micro_step(adapted.model, batch, tokens, watch, config.train).loss,
@@ -152,7 +149,7 @@ def moetune_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkp
 
 
 def peft_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkpointing) -> Side:
-    """PEFT as its documentation has it, on the model as transformers loads it; our loss, so that only experts differ."""
+    """PEFT as its documentation has it, on the model as transformers loads it; our loss, so only experts differ."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -177,9 +174,7 @@ def peft_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkpoin
         step=step,
         optimizer=make_optimizer(trained, OptimizerConfig(name="adamw")),
         module=model,
-        gradients=lambda: {
-            key: view(factor.grad) for key, (factor, view) in peft_factors(model, sizes).items()
-        },
+        gradients=lambda: {key: view(factor.grad) for key, (factor, view) in peft_factors(model, sizes).items()},
     )
 
 
@@ -222,9 +217,9 @@ def compare(moetune: Side, peft: Side) -> dict[str, float]:
     """
     ours, theirs = moetune.step(), peft.step()
     errors = {"loss": abs(ours / theirs - 1).item(), "worst_gradient": 0.0}
-    expected = peft.gradients()
-    found = moetune.gradients()
-    assert found.keys() == expected.keys() and found, "the two sides do not train the same factors"
+    expected, found = peft.gradients(), moetune.gradients()
+    assert found, "nothing trains"
+    assert found.keys() == expected.keys(), "the two sides do not train the same factors"
     for key, gradient in expected.items():
         assert gradient.norm() > 0, f"the gradient of {key} is zero and shows nothing"
         error = ((found[key] - gradient).norm() / gradient.norm()).item()
@@ -354,9 +349,7 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def commit() -> str | None:
@@ -364,9 +357,7 @@ def commit() -> str | None:
 
     def git(*words: str) -> str:
         root = Path(__file__).parents[2]
-        return subprocess.run(
-            ["git", *words], cwd=root, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "moetune") else "")
@@ -382,12 +373,8 @@ def table(report: dict[str, Any]) -> str:
     ]
     for checkpointing, result in report["checkpointing"].items():
         for side in SIDES:
-            memory = " | ".join(
-                f"{result['bytes'][side][key] / MiB:.1f} MiB" for key in ("before", "peak", "above")
-            )
-            lines.append(
-                f"| {checkpointing} | {side} | {result['seconds'][side]['median']:.3f} s | {memory} |"
-            )
+            memory = " | ".join(f"{result['bytes'][side][key] / MiB:.1f} MiB" for key in ("before", "peak", "above"))
+            lines.append(f"| {checkpointing} | {side} | {result['seconds'][side]['median']:.3f} s | {memory} |")
         ratios = result["ratios"]
         speed = "{median:.2f}× faster ({min:.2f} to {max:.2f})".format(**ratios["speed"])
         lines.append(
@@ -400,7 +387,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument("--repetitions", type=int, default=15, help="timed steps of each side")
+    parser.add_argument("--threads", type=int, default=1, help="threads of one operation")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     report = run(Sizes(), options.repetitions)
     print(table(report))
     if options.json is not None:

@@ -198,13 +198,15 @@ def test_resumed_from_a_named_checkpoint(never_killed: dict[str, Any], tmp_path:
     assert_same(run, never_killed)
 
 
-def test_a_finished_run_stays_as_it_is(never_killed: dict[str, Any]) -> None:
-    output = Path(never_killed["output"])
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    result = train(RunConfig.model_validate(never_killed), resume="auto")
-    assert result.steps == 8
-    assert result.eval_loss_before == small.read_metrics(output)[0]["eval_loss"]
-    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+@pytest.mark.parametrize("steps", [3, 2])
+def test_a_finished_run_stays_as_it_is(steps: int, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """Also if it ended within an epoch, and if it has gone further than it should now."""
+    run = small.run_file(small_model, small_data, tmp_path / "run", data={"eval": str(small_data)})
+    done = train(RunConfig.model_validate(run))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    run["train"] = run["train"] | {"steps": steps}
+    assert train(RunConfig.model_validate(run), resume="auto") == done
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_more_steps_and_other_intervals(never_killed: dict[str, Any], tmp_path: Path) -> None:

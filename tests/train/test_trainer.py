@@ -153,6 +153,15 @@ def test_seeds(noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
     assert [line["loss"] for line in lines(2, "other")] != [line["loss"] for line in first]
 
 
+def test_the_seed_orders_the_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """The first loss of untouched weights, with nothing random in the model: a matter of which rows come first."""
+    losses = []
+    for seed in (1, 2):
+        config = small.run_config(small_model, small_data, tmp_path / str(seed), train={"steps": 1, "seed": seed})
+        losses.append(trained(config)[0]["loss"])
+    assert losses[0] != losses[1]
+
+
 def test_frozen_weights_stay_as_they_are(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,160 @@
+"""Recomputing a layer replays its routing and does not run the experts' products again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import moetune.experts.mlp
+from moetune.adapt.build import Adapted
+from moetune.adapt.checkpointing import enable_checkpointing, recomputing, routing_contexts
+from moetune.errors import UserError
+from tests.reference import assert_close, build_toy, next_token_loss, token_ids
+from tests.toys import LAYERS, toy_config
+
+ADAPT = {
+    "router": "all",
+    "experts": {"ids": [0, 3]},
+    "lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]},
+}
+
+
+def mixtral(folder: Path, adapt: dict[str, Any], checkpointing: str = "none") -> Adapted:
+    """In training mode, with ties: three neighbouring experts get the same score, and a token goes to two of them."""
+    adapted = build_toy(toy_config("mixtral"), folder, adapt, train={"checkpointing": checkpointing})
+    for part in adapted.anatomy.parts_of("router"):
+        weight = adapted.model.get_parameter(part.name).data
+        weight.copy_(weight[[0, 0, 0, 3, 3, 3, 6, 6]])
+    adapted.model.train()
+    return adapted
+
+
+class Ties:
+    """Stands in for `torch.topk` and lets ties fall to the later entry, or to the earlier once `turned`."""
+
+    def __init__(self) -> None:
+        self.turned, self.calls, self.stock = False, 0, torch.topk
+
+    def __call__(self, input: Tensor, k: int, dim: int = -1) -> Any:
+        self.calls += 1
+        slope = torch.linspace(0.0, -1e-6 if self.turned else 1e-6, input.shape[dim])
+        _, ids = self.stock(input.detach() + slope, k, dim=dim)
+        return input.gather(dim, ids), ids
+
+
+@pytest.fixture
+def ties(monkeypatch: pytest.MonkeyPatch) -> Ties:
+    stand_in = Ties()
+    monkeypatch.setattr(torch, "topk", stand_in)
+    return stand_in
+
+
+def gradients(adapted: Adapted, ties: Ties) -> dict[str, Tensor]:
+    """Ties turn between the forward pass and the backward pass."""
+    adapted.model.zero_grad(set_to_none=True)
+    ties.turned = False
+    loss = next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids())
+    ties.turned = True
+    loss.backward()
+    return {name: parameter.grad for name, parameter in adapted.trainable().items() if parameter.grad is not None}
+
+
+def test_a_tie_that_falls_the_other_way_in_recomputation_changes_no_gradient(tmp_path: Path, ties: Ties) -> None:
+    expected = gradients(mixtral(tmp_path, ADAPT, "none"), ties)
+    assert ties.calls == LAYERS
+    found = gradients(mixtral(tmp_path, ADAPT, "full"), ties)
+    assert ties.calls == 3 * LAYERS  # the routers did run again
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_under_stock_checkpointing_that_tie_spoils_them(tmp_path: Path, ties: Ties) -> None:
+    adapted = mixtral(tmp_path, ADAPT)
+    expected = gradients(adapted, ties)
+    adapted.model.activation_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(AssertionError, match=r"mlp\.gate\.weight"):
+        assert_close(gradients(adapted, ties), expected)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Notes each run of a layer's products, and whether it was a recomputation."""
+    runs: list[bool] = []
+    stock = moetune.experts.mlp._fill
+
+    def fill(*args: Any) -> None:
+        runs.append(recomputing())
+        stock(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(moetune.experts.mlp, "_fill", fill)
+        yield runs
+
+
+@pytest.mark.parametrize("adapt", [{"router": "all"}, ADAPT], ids=["router-only", "all three ways"])
+def test_the_experts_products_run_once(
+    adapt: dict[str, Any], tmp_path: Path, ties: Ties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = mixtral(tmp_path, adapt, "full")
+    with counted(monkeypatch) as runs:
+        gradients(adapted, ties)
+    assert runs == [False] * LAYERS
+
+
+def test_recomputing_is_said_only_while_it_happens() -> None:
+    seen: list[bool] = []
+
+    def layer(x: Tensor) -> Tensor:
+        seen.append(recomputing())
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=False, context_fn=routing_contexts)
+    y.sum().backward()
+    assert seen == [False, True]
+    assert not recomputing()
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x: x.topk(2, dim=-1),
+        lambda x: x.topk(2, dim=0, largest=False),
+        lambda x: x.max(dim=-1),
+        lambda x: x.max(dim=0, keepdim=True),
+    ],
+    ids=["topk", "smallest of a column", "max", "max, dimension kept"],
+)
+def test_every_kind_of_choice_is_replayed_with_the_values_that_stand_there_now(choose: Any) -> None:
+    scale = torch.tensor(1.0)
+    chosen: list[tuple[Tensor, Tensor]] = []
+
+    def layer(x: Tensor) -> Tensor:
+        values, ids = choose(x * scale)
+        chosen.append((values.detach(), ids))
+        return (values.exp() * values).sum()
+
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    loss = checkpoint(layer, x, use_reentrant=False, context_fn=routing_contexts)
+    scale.data.fill_(-1.0)  # would turn every choice around
+    loss.backward()
+    (first, ids), (again, replayed) = chosen
+    assert torch.equal(replayed, ids)
+    assert torch.equal(again, -first)
+    touched = torch.zeros_like(x, dtype=torch.bool)
+    touched[x.grad != 0] = True
+    assert touched.sum() == ids.numel()
+
+
+def test_an_architecture_without_checkpointing_is_refused(tmp_path: Path) -> None:
+    adapted = mixtral(tmp_path, {"router": "all"})
+    adapted.model.supports_gradient_checkpointing = False
+    with pytest.raises(UserError, match=r"train\.checkpointing: MixtralForCausalLM does not support"):
+        enable_checkpointing(adapted.model)

@@ -1,0 +1,68 @@
+"""LoRA lands on exactly the linear layers that were chosen."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from moetune.adapt.build import Adapted, build
+from moetune.errors import UserError
+from tests.reference import run_config, small_linears_are_packed
+from tests.toys import toy_config
+
+# Types whose attention, shared experts or dense layers have linears with the names that experts had in transformers 4.
+TYPES = ["mixtral", "afmoe", "qwen2_moe", "deepseek_v3", "glm4_moe"]
+
+
+def with_lora(model_type: str, folder: Path, *, base: str = "nf4", **lora: Any) -> Adapted:
+    toy_config(model_type).save_pretrained(folder)
+    adapt = {"lora": {"rank": 2, "alpha": 6, **lora}}
+    with small_linears_are_packed():
+        return build(run_config(folder, adapt, model={"base": base}), "cpu")
+
+
+def on(adapted: Adapted) -> set[str]:
+    return {name for name, module in adapted.model.named_modules() if isinstance(module, LoraLayer)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "component"),
+    [
+        *((model_type, component) for model_type in TYPES for component in ("attention", "lm_head")),
+        *((model_type, "shared_experts") for model_type in TYPES if model_type != "mixtral"),
+        *((model_type, "dense_mlp") for model_type in ("afmoe", "deepseek_v3", "glm4_moe")),
+    ],
+)
+def test_every_linear_of_a_component_and_no_other(model_type: str, component: Any, tmp_path: Path) -> None:
+    adapted = with_lora(model_type, tmp_path, targets=[component])
+    assert on(adapted) == adapted.anatomy.linears(component).keys()
+    assert all(".lora_" in name for name in adapted.trainable())
+
+
+def test_one_shared_projection_of_one_layer(tmp_path: Path) -> None:
+    adapted = with_lora("deepseek_v3", tmp_path, targets=["model.layers.2.mlp.shared_experts.gate_proj"])
+    assert on(adapted) == {"model.layers.2.mlp.shared_experts.gate_proj"}
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "bf16", "fp32"])
+def test_factors_are_float32_scaled_and_without_effect_at_first(base: str, tmp_path: Path) -> None:
+    adapted = with_lora("mixtral", tmp_path, base=base, targets=["q_proj"])
+    for path in on(adapted):
+        module = adapted.model.get_submodule(path)
+        assert module.scaling["default"] == 3.0
+        A, B = module.lora_A["default"].weight, module.lora_B["default"].weight
+        assert A.dtype == B.dtype == torch.float32
+        assert A.shape == (2, 32)
+        assert 0 < A.abs().max() <= 1 / math.sqrt(32)
+        assert not B.any()
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("jamba", "dt_proj"), ("nemotron_h", "out_proj")])
+def test_lora_that_would_have_no_effect_is_refused(model_type: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"adapt\.lora: the model reads the weight of .*\.{name}"):
+        with_lora(model_type, tmp_path, targets=[name])

@@ -1,0 +1,141 @@
+"""Every command: its help is instant, its stdout is data only, and what it writes works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moetune.anatomy.anatomy import meta_model, read_anatomy
+from moetune.anatomy.selection import select
+from moetune.anatomy.source import resolve
+from moetune.catalog import recipes
+from moetune.cli.main import app
+from moetune.config import load_run_config
+
+ROOT = Path(__file__).parents[2]
+RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "catalog" / "recipes").glob("*.yaml")])
+COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands if command.callback is not None)
+HEAVY = {"torch", "transformers", "datasets", "numpy", "peft", "bitsandbytes", "pyarrow", "huggingface_hub"}
+
+
+def test_the_commands_of_the_contract_are_there() -> None:
+    assert {"count", "init", "models", "train"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
+def test_help_is_instant(arguments: list[str]) -> None:
+    """No heavy package is imported: those are what takes seconds."""
+    code = (
+        "import sys; sys.argv = ['moetune', *sys.argv[1:]]\n"
+        "from moetune.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert "Usage: moetune" in process.stdout
+    loaded = set(process.stderr.split())
+    assert "typer" in loaded
+    assert not HEAVY & loaded
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_speaks_json_and_explains_itself(command: str, moetune: Callable[..., Any]) -> None:
+    ended = moetune(command, "--help")
+    assert ended.code == 0
+    assert "--json" in ended.out
+    assert command in moetune("--help").out
+
+
+def test_python_m_moetune_is_the_script() -> None:
+    (script,) = metadata.entry_points(group="console_scripts", name="moetune")
+    assert script.value == "moetune.cli.main:main"
+    process = subprocess.run([sys.executable, "-m", "moetune", "models", "--json"], capture_output=True, check=True)
+    assert process.stderr == b""
+    assert json.loads(process.stdout)["schema"] == 1
+
+
+@pytest.mark.parametrize("isatty", [True, False])
+def test_other_libraries_bars_are_for_terminals(isatty: bool) -> None:
+    code = (
+        "import os, sys\n"
+        f"sys.stderr.isatty = lambda: {isatty}\n"
+        "os.environ.pop('TQDM_DISABLE', None); os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', None)\n"
+        "from moetune.cli.main import main\n"
+        "sys.argv = ['moetune', '--help']\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(os.environ.get('TQDM_DISABLE'), os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split()[-2:] == ["None" if isatty else "1", "expandable_segments:True"]
+
+
+def test_init_lists_its_recipes(moetune: Callable[..., Any]) -> None:
+    listed = moetune("init", "--list")
+    as_json = json.loads(moetune("init", "--list", "--json").out)
+    assert as_json == {"schema": 1, "recipes": recipes()}
+    assert [line.split()[0] for line in listed.out.splitlines()] == sorted(as_json["recipes"])
+    assert all(summary.endswith(".") for summary in recipes().values())
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_init_writes_a_run_file_with_its_own_command(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moetune: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = moetune("init", recipe, "--out", "mine.yaml", "--json")
+    assert json.loads(ended.out) == {"schema": 1, "recipe": recipe, "file": "mine.yaml"}
+    (shown,) = re.findall(r"^# {5}(moetune .*)$", Path("mine.yaml").read_text(), re.MULTILINE)
+    assert shlex.split(shown)[:3] == ["moetune", "train", "mine.yaml"]
+    if recipe.startswith("tiny"):  # its model and data are in the package
+        ended = moetune(*shlex.split(shown)[1:], "--dry-run", "--json")
+        assert ended.code == 0
+        assert json.loads(ended.out)["trainable"]["total"] > 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
+
+
+def test_init_writes_run_yaml_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moetune: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert moetune("init", "tiny-lora").out == "run.yaml written; next: moetune train run.yaml\n"
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_run_file_fits_its_model(file: Path) -> None:
+    config = load_run_config(file)
+    select(config.adapt, read_anatomy(meta_model(resolve(config.model.path).config)))
+    assert config.data is not None
+    assert config.output == f"runs/{file.stem}"
+    assert config.train.steps % config.train.save_every == 0
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_command_in_its_header_is_valid(file: Path, tmp_path: Path) -> None:
+    """It names this file, and what it sets leaves a run file that only its own data can make wrong."""
+    (shown,) = re.findall(r"^# {5}(moetune .*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    program, command, named, *options = shlex.split(shown)
+    assert (program, command, named) == ("moetune", "train", f"configs/{file.name}")
+    assert (ROOT / named).is_file()
+    assert options[::2] == ["--set"] * (len(options) // 2)
+    assert load_run_config(ROOT / named, options[1::2]).data is not None
+
+
+def test_configs_are_the_recipes() -> None:
+    texts = {
+        folder: {file.stem: file.read_text() for file in RUN_FILES if file.parent.name == folder}
+        for folder in ("configs", "recipes")
+    }
+    assert texts["configs"] == texts["recipes"]
+    for text in texts["configs"].values():
+        assert len(yaml.safe_load(text)) >= 5

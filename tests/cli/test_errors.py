@@ -1,0 +1,233 @@
+"""Bad input: a clear message with the value and the remedy, exit code 2, no traceback, and nothing written."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import small
+
+Edit = Callable[[dict[str, Any], Path], None]
+
+
+@pytest.fixture
+def run_file(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file that would train, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    small.write_data(tmp_path / "data.jsonl")
+    run = small.run_file(small_model, Path("data.jsonl"), Path("runs/new"))
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run), encoding="utf-8")
+    return file
+
+
+def listing(folder: Path) -> dict[str, bytes | None]:
+    return {str(item.relative_to(folder)): item.read_bytes() if item.is_file() else None for item in folder.rglob("*")}
+
+
+def assert_refused(ended: Any, *fragments: str) -> None:
+    assert ended.code == 2
+    assert ended.out == ""
+    assert re.search(r"^error: ", ended.err, re.MULTILINE)
+    assert "Traceback" not in ended.err
+    for fragment in fragments:
+        assert fragment in ended.err
+
+
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "typo in a key": (["train.stpes=5"], ["train.stpes: unknown key. Did you mean 'steps'?"]),
+    "typo in a section": (["optimiser={}"], ["optimiser: unknown key. Did you mean 'optimizer'?"]),
+    "wrong type": (["train.steps=many"], ["train.steps: 'many' is not valid: Input should be a valid integer"]),
+    "wrong choice": (["model.base=nf3"], ["model.base: 'nf3' is not valid", "Did you mean 'nf4'?"]),
+    "several errors": (
+        ["train.stpes=5", "model.base=nf3", "optimizer.lr=-1"],
+        ["train.stpes: unknown key", "model.base: 'nf3' is not valid", "optimizer.lr: -1 is not valid"],
+    ),
+    "no such layer": (["adapt.router=0-5"], ["adapt.router: layer 2-5 has no router; choose from 0-1"]),
+    "no such expert": (
+        ["adapt.experts={layers: 1, ids: [0, 4, 7]}"],
+        ["adapt.experts.ids: expert 4, 7 does not exist; layer 1 has experts 0-3"],
+    ),
+    "several wrong parts": (
+        ["adapt.router=9", "adapt.also=[nrm]", "adapt.lora={rank: 2, alpha: 4, targets: [q_prj]}"],
+        [
+            "adapt.router: layer 9 has no router",
+            "adapt.also[0]: 'nrm' matches no parameter. Did you mean 'norm'?",
+            "'q_prj'",
+        ],
+    ),
+    "nothing trains": (["adapt={}"], ["adapt: nothing trains; set router, experts, lora or also"]),
+    "no data section": (["data="], ["moetune train needs data: in the run file"]),
+    "no output": (["output="], ["moetune train needs output: in the run file"]),
+    "missing data file": (["data.train=dta.jsonl"], ["no such file: 'dta.jsonl'. Did you mean 'data.jsonl'?"]),
+    "empty data file": (["data.train=empty.jsonl"], ["'empty.jsonl' is empty: it holds no record"]),
+    "blank data file": (["data.eval=blank.jsonl"], ["'blank.jsonl' is empty: it holds no record"]),
+    "broken line": (
+        ["data.train=broken.jsonl"],
+        ["'broken.jsonl'", "line 2: not valid JSON", "line 4: no 'completion'"],
+    ),
+    "both data sets wrong": (
+        ["data.train=broken.jsonl", "data.eval=empty.jsonl"],
+        ["'broken.jsonl'", "line 2", "'empty.jsonl' is empty"],
+    ),
+    "a sequence too short": (["train.sequence_length=4"], ["tokens do not fit train.sequence_length 4", "raise"]),
+    "output below a file": (["output=data.jsonl/run"], ["output 'data.jsonl/run' cannot be written: Not a directory"]),
+    "output is a file": (["output=data.jsonl"], ["output 'data.jsonl' cannot be written: Not a directory"]),
+    "output in /proc": (["output=/proc/run"], ["output '/proc/run' cannot be written: ", "choose another output"]),
+    "output exists": (["output=foreign"], ["output 'foreign' exists and is not a run folder; choose another output"]),
+    "output is here": (["output=."], ["output '.' exists and is not a run folder"]),
+    "unknown model": (["model.path=mixtral-8x7"], ["model 'mixtral-8x7'", "Did you mean 'mixtral-8x7b'?"]),
+    "a model that is no folder": (["model.path=./nowhere"], ["model './nowhere'", "nor a folder that exists"]),
+    "unreachable hub model": (["model.path=mistralai/Mixtral-8x7B-v9"], ["Did you mean 'mistralai/Mixtral-8x7B-v0.1'"]),
+    "a model without weights": (["model.path=no-weights"], ["weights of 'no-weights' cannot be loaded from"]),
+    "a model with broken weights": (["model.path=broken-weights"], ["weights of 'broken-weights' cannot be loaded"]),
+    "a model without tokenizer": (["model.path=no-tokenizer"], ["the tokenizer of 'no-tokenizer' cannot be loaded"]),
+    "unknown reporter": (["train.report_to=[tensorbord]"], ["'tensorbord' is not a reporter", "'tensorboard'"]),
+    "a base wider than compute": (
+        ["model.base=fp32", "model.dtype=bf16"],
+        ["model.base: fp32 needs model.dtype: fp32"],
+    ),
+    "a bad override": (["train.steps"], ["--set 'train.steps': write it as section.key=value"]),
+}
+
+MODELS = {
+    "no-weights": "model.safetensors",
+    "broken-weights": "model.safetensors",
+    "no-tokenizer": "tokenizer.json",
+}
+"""Folders of models, each with one file removed."""
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), CASES.values(), ids=CASES)
+def test_refused_before_anything_is_written(
+    overrides: list[str], fragments: list[str], run_file: Path, moetune: Callable[..., Any]
+) -> None:
+    here = run_file.parent
+    (here / "empty.jsonl").touch()
+    (here / "blank.jsonl").write_text("\n  \n")
+    rows = ['{"prompt": "a b", "completion": "c"}'] * 2
+    (here / "broken.jsonl").write_text("\n".join([rows[0], '{"prompt": ', rows[1], '{"prompt": "only"}']))
+    (here / "foreign").mkdir()
+    (here / "foreign" / "thesis.tex").write_text("years of work")
+    model = Path(yaml.safe_load(run_file.read_text())["model"]["path"])
+    for name, missing in MODELS.items():
+        shutil.copytree(model, here / name, ignore=shutil.ignore_patterns(missing))
+    (here / "broken-weights" / "model.safetensors").write_bytes(b"no header")
+    before = listing(here)
+    options = [option for override in overrides for option in ("--set", override)]
+    assert_refused(moetune("train", run_file, *options), *fragments)
+    assert listing(here) == before
+    assert_refused(moetune("train", run_file, *options, "--overwrite"), *fragments)
+    assert listing(here) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        (None, "run file 'run.yaml' cannot be read: No such file or directory"),
+        (b"model: [", "is not valid YAML"),
+        (b"- model", "must hold a mapping with model: and adapt:"),
+        (b"", "must hold a mapping with model: and adapt:"),
+        (b"model: {path: a}\nmodel: {path: b}", "key 'model' is written twice"),
+        (b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_run_file_that_is_none(
+    content: bytes | None, fragment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moetune: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("run.yaml").write_bytes(content)
+    before = listing(tmp_path)
+    assert_refused(moetune("train", "run.yaml"), fragment)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["nonsense", "runs/new/checkpoints/step-9", "data.jsonl", "."])
+def test_resume_of_what_is_not_there(resume: str, run_file: Path, moetune: Callable[..., Any]) -> None:
+    before = listing(run_file.parent)
+    assert_refused(
+        moetune("train", run_file, "--resume", resume),
+        f"--resume {resume!r} is no checkpoint of the run in 'runs/new'; use auto, never or one of",
+        "which has: none",
+    )
+    assert listing(run_file.parent) == before
+
+
+def test_an_existing_run(run_file: Path, moetune: Callable[..., Any]) -> None:
+    here = run_file.parent
+    assert moetune("train", run_file).code == 0
+    before = listing(here)
+    for options, fragments in [
+        ([], ["output 'runs/new' already holds a run", "--resume auto", "--overwrite", "choose another output"]),
+        (["--resume", "auto", "--overwrite"], ["--resume and --overwrite exclude each other"]),
+        (["--resume", "auto", "--set", "train.seed=3"], ["train.seed: 0 before, 3 now", "Set these back"]),
+        (["--resume", "step-3"], ["which has: step-3"]),
+        (["--overwrite", "--set", "data.train=gone.jsonl"], ["no such file: 'gone.jsonl'"]),
+    ]:
+        assert_refused(moetune("train", run_file, *options), *fragments)
+        assert listing(here) == before
+    (here / "runs" / "new" / "notes.txt").write_text("mine")
+    assert moetune("train", run_file, "--overwrite", "--set", "train.steps=1").code == 0
+    assert sorted(path.name for path in (here / "runs" / "new" / "checkpoints").iterdir()) == ["step-1"]
+    assert (here / "runs" / "new" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["count", "mixtral-8x7"], ["Did you mean 'mixtral-8x7b'?"]),
+        (["count"], ["count needs a MODEL or --run"]),
+        (["init"], ["init needs a recipe. There are: ", "tiny-router"]),
+        (["init", "tiny-routr"], ["recipe 'tiny-routr' does not exist. Did you mean 'tiny-router'?"]),
+        (["init", "tiny-router", "--out", "taken.yaml"], ["'taken.yaml' exists; choose another file with --out"]),
+        (["init", "tiny-router", "--out", "taken.yaml/x.yaml"], ["'taken.yaml/x.yaml' cannot be written: Not a dir"]),
+        (["init", "tiny-router", "--out", "no/x.yaml"], ["'no/x.yaml' cannot be written: No such file or directory"]),
+    ],
+)
+def test_other_commands(
+    arguments: list[str],
+    fragments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moetune: Callable[..., Any],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken.yaml").write_text("mine")
+    assert_refused(moetune(*arguments), *fragments)
+    assert_refused(moetune(*arguments, "--json"), *fragments)
+    assert listing(tmp_path) == {"taken.yaml": b"mine"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["trian"], ["train"], ["train", "a.yaml", "b.yaml"], ["train", "--no-such-option"], ["models", "--out"], []],
+    ids=" ".join,
+)
+def test_a_wrong_command_line(arguments: list[str], moetune: Callable[..., Any]) -> None:
+    ended = moetune(*arguments)
+    assert ended.code == 2
+    assert "Usage" in ended.out + ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_the_program_itself_ends_with_2(tmp_path: Path) -> None:
+    """Once as a user does it: a process, its exit code and its two streams."""
+    process = subprocess.run(
+        [sys.executable, "-m", "moetune", "train", "run.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr == "error: run file 'run.yaml' cannot be read: No such file or directory\n"

@@ -1,0 +1,122 @@
+"""`moetune train` as a process: two streams, kill and resume, interruption."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests import small
+
+
+@pytest.fixture
+def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
+    train = {"steps": 12, "save_every": 2, "eval_every": 6, "log_every": 1}
+    run = small.run_file(
+        small_model, small_data, tmp_path / "run", "experts", train=train, data={"eval": str(small_data)}
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run), encoding="utf-8")
+    return file
+
+
+def start(run_file: Path, *options: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "moetune", "train", str(run_file), *map(str, options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process: subprocess.Popen[str], file: Path, lines: int) -> None:
+    """Until the process has written so many lines of the file."""
+    end = time.monotonic() + 120
+    while not file.exists() or file.read_text().count("\n") < lines:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_output_for_people_and_for_programs(run_file: Path, moetune: Callable[..., Any]) -> None:
+    ended = moetune("train", run_file)
+    assert ended.code == 0
+    first, second = ended.out.splitlines()
+    assert first == f"12 steps, 73,984 trained parameters, in {run_file.parent / 'run'}"
+    before, after = second.removeprefix("held-out loss ").split(" -> ")
+    assert float(after) < float(before)
+    assert "trains 73,984 parameters (router 256, experts 73,728)" in ended.err
+    assert f"step 12: held-out loss {after}" in ended.err
+
+    ended = moetune("train", run_file, "--overwrite", "--json")
+    result = json.loads(ended.out)
+    assert result["schema"] == 1
+    assert (result["steps"], result["output"]) == (12, str(run_file.parent / "run"))
+    assert result["trainable"] == {"total": 73_984, "router": 256, "experts": 73_728, "lora": 0, "other": 0}
+    assert f"{result['eval_loss_after']:.4f}" == after
+
+
+def test_a_dry_run(run_file: Path, moetune: Callable[..., Any]) -> None:
+    ended = moetune("train", run_file, "--dry-run")
+    assert ended.out == f"would train 73,984 parameters into {run_file.parent / 'run'}\n"
+    result = json.loads(moetune("train", run_file, "--dry-run", "--json").out)
+    assert (result["steps"], result["eval_loss_after"], result["trainable"]["experts"]) == (0, None, 73_728)
+    assert [path.name for path in run_file.parent.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.slow
+def test_killed_at_no_particular_moment_and_resumed(run_file: Path, moetune: Callable[..., Any]) -> None:
+    reference = run_file.parent / "reference"
+    assert moetune("train", run_file, "--set", f"output={reference}").code == 0
+    output = run_file.parent / "run"
+    process = start(run_file)
+    wait_for(process, output / "metrics.jsonl", 6)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    assert not (output / "checkpoints" / "step-12").exists()
+
+    process = start(run_file, "--resume", "auto", "--json")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert json.loads(out)["steps"] == 12
+    assert_quiet(err)
+    lines, true_lines = small.read_metrics(output), small.read_metrics(reference)
+    for line in (*lines, *true_lines):
+        line.pop("tokens_per_second", None)
+    assert lines == true_lines
+    tensors, true_tensors = (
+        load_file(f / "checkpoints" / "step-12" / "trained.safetensors") for f in (output, reference)
+    )
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: tensor.tolist() for name, tensor in true_tensors.items()
+    }
+
+
+def assert_quiet(err: str) -> None:
+    """Nothing on stderr but what moetune has to say: no warning and no progress bar of another library."""
+    lines = [re.sub(r"[0-9.,]+", "#", line) for line in err.splitlines()]
+    assert [line.partition(": trains ")[2] or line for line in lines[:2]] == [
+        "# parameters (router # experts #)",
+        "data: # training tokens",
+    ]
+    assert re.fullmatch(r"resuming from .*/checkpoints/step-#", lines[2])
+    assert set(lines[3:]) == {"step #: held-out loss #"}, err
+
+
+@pytest.mark.slow
+def test_interrupted_from_the_keyboard(run_file: Path) -> None:
+    process = start(run_file, "--set", "train.steps=2000")
+    wait_for(process, run_file.parent / "run" / "metrics.jsonl", 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert err.endswith("interrupted; --resume auto goes on from the last checkpoint\n")
+    assert "Traceback" not in err

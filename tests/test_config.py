@@ -1,0 +1,229 @@
+"""The run file: what is accepted, how ids are written, and that every problem is named with its remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moetune.config import RunConfig, load_run_config, parse_ids, require
+from moetune.errors import UserError, suggest
+
+BASE = "model: {path: tiny-mixtral}\nadapt: {router: all}\n"
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_run_config(file, overrides)
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as raised:
+        load(tmp_path, text, *overrides)
+    return str(raised.value)
+
+
+def test_model_and_adapt_are_enough(tmp_path: Path) -> None:
+    config = load(tmp_path, BASE)
+    assert (config.model.path, config.model.base, config.adapt.router) == ("tiny-mixtral", "nf4", "all")
+    assert config.data is None
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        ("all", "all"),
+        ("none", "none"),
+        (3, (3,)),
+        ("0-5,8", (0, 1, 2, 3, 4, 5, 8)),
+        (" 2 - 3 , 1 ", (1, 2, 3)),
+        ([4, "0-1", 1], (0, 1, 4)),
+    ],
+)
+def test_ids(written: object, ids: object) -> None:
+    assert parse_ids(written) == ids
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("0-", "'0-' is not a number or a range"),
+        ("5-2", 'runs backwards; write "2-5"'),
+        (-1, "'-1' is not a number"),
+        ([], "the list is empty; write none"),
+        (True, "True is not a list of numbers"),
+        (1.5, "1.5 is not a list of numbers"),
+        ([[1]], "is not a number or a range"),
+        ("everything", "'everything' is not a number"),
+    ],
+)
+def test_wrong_ids(written: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_ids(written)
+
+
+@given(st.sets(st.integers(0, 99), min_size=1))
+def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
+    runs = [list(run) for _, run in itertools.groupby(sorted(ids), key=lambda i: i - sorted(ids).index(i))]
+    assert parse_ids(",".join(f"{run[0]}-{run[-1]}" for run in runs)) == tuple(sorted(ids))
+
+
+def test_the_resolved_file_reads_back_equal(tmp_path: Path) -> None:
+    text = BASE.replace(
+        "{router: all}", "{experts: {layers: 0-5, ids: [0, 1]}, lora: {rank: 4, alpha: 8}, also: [norm]}"
+    )
+    config = load(tmp_path, text + "data: {train: a.jsonl}\noptimizer: {lr: 1e-5}\noutput: runs/é")
+    assert load(tmp_path, config.to_yaml()) == config
+    assert config.optimizer.lr == 1e-5  # YAML itself reads 1e-5 as text
+
+
+def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+    text = """
+model: {pth: tiny-mixtral, base: nf5}
+adapt: {experts: {layer: 0, ids: 5-2}, lora: {rank: 0}}
+optimizer: {name: adam, betas: [0.9, 2]}
+train: {steps: many, seed: 99999999999, report_to: wandb}
+data: 5
+hardware:
+sheduler: cosine
+"""
+    lines = problems(tmp_path, text).splitlines()[1:]
+    expected = [
+        "model.path: missing, and required",
+        "model.pth: unknown key. Did you mean 'path'?",
+        "model.base: 'nf5' is not valid; it may be 'nf4', 'int8', 'bf16' or 'fp32'. Did you mean 'nf4'?",
+        "adapt.experts.layer: unknown key. Did you mean 'layers'?",
+        "adapt.experts.ids: range '5-2' runs backwards; write \"2-5\"",
+        "adapt.lora.rank: 0 is not valid: Input should be greater than 0",
+        "adapt.lora.alpha: missing, and required",
+        "optimizer.name: 'adam' is not valid; it may be 'adamw', 'adamw8bit' or 'sgd'. Did you mean 'adamw'?",
+        "optimizer.betas.1: 2 is not valid: Input should be less than 1",
+        "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
+        "train.seed: 99999999999 is not valid: Input should be less than 4294967296",
+        "train.report_to: 'wandb' is not a list; write [wandb]",
+        "data: 5 is not a section; write keys under it, or leave it out. Keys: train, eval, format, packing",
+        "hardware: None is not a section; write keys under it, or leave it out. Keys: gpu, count",
+        "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
+    ]
+    assert sorted(line.strip() for line in lines) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must hold a mapping with model: and adapt:"),
+        ("- model", "must hold a mapping"),
+        ("model: [", "is not valid YAML: .*line 1, column 9"),
+        ("a: 1\n\tb: 2", "is not valid YAML: .*line 2"),
+        (BASE + "model: {}", "is not valid YAML: key 'model' is written twice.*line 3"),
+        (BASE + "train: {steps: 1, steps: 2}", "key 'steps' is written twice"),
+        ("? [a]\n: b", "is not valid YAML: .*unhashable key"),
+        ("a: 2025-02-30", "is not valid YAML: day is out of range"),
+        ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
+        ("a: 1\n---\nb: 2", "is not valid YAML: expected a single document"),
+        ("[" * 3000, "is not valid YAML"),
+    ],
+)
+def test_what_is_not_a_run_file(tmp_path: Path, text: str, message: str) -> None:
+    told = problems(tmp_path, text)
+    assert told.startswith(f"run file '{tmp_path}/run.yaml'")
+    assert "unicode string" not in told
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        raise UserError(told)
+
+
+def test_yaml_merge_keys_work(tmp_path: Path) -> None:
+    text = "model: &m {path: tiny-mixtral}\nadapt: {router: all}\ntrain: {<<: {steps: 3, seed: 1}, seed: 2}\n"
+    assert (load(tmp_path, text).train.steps, load(tmp_path, text).train.seed) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.yaml", None, "cannot be read: No such file"),
+        ("binary.yaml", b"\xff\xfe\x00", "cannot be read: 'utf-8'"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_run_config(tmp_path / name)
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        load_run_config(tmp_path)
+
+
+def test_set_overrides_any_key_in_order(tmp_path: Path) -> None:
+    overrides = (
+        *("train.steps=7", "train.steps=8", "adapt.router=0-1", "adapt.lora={rank: 2, alpha: 4}"),
+        *("adapt.lora.rank=3", "data.train=a=b.jsonl", "output=", "optimizer.lr=1e-3"),
+    )
+    config = load(tmp_path, BASE + "output: runs/a", *overrides)
+    assert config.train.steps == 8
+    assert config.adapt.router == (0, 1)
+    assert config.adapt.lora is not None
+    assert (config.adapt.lora.rank, config.adapt.lora.alpha) == (3, 4)
+    assert config.data is not None
+    assert config.data.train == "a=b.jsonl"
+    assert config.output is None
+    assert config.optimizer.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps", "--set 'train.steps': write it as section.key=value"),
+        ("=5", "write it as section.key=value"),
+        ("train..steps=5", "write it as section.key=value"),
+        ("train.steps=[", "--set 'train.steps=[': the value '[' is not valid YAML"),
+        ("model.path.x=1", "--set 'model.path.x=1': model.path holds a value, not a section"),
+        ("train.stepz=5", "train.stepz: unknown key. Did you mean 'steps'?"),
+        ("train=5", "train: 5 is not a section"),
+    ],
+)
+def test_wrong_overrides(tmp_path: Path, override: str, message: str) -> None:
+    assert message in problems(tmp_path, BASE, override)
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-1", "0"])
+def test_a_learning_rate_is_a_positive_finite_number(tmp_path: Path, value: str) -> None:
+    assert "optimizer.lr" in problems(tmp_path, BASE + f"optimizer: {{lr: {value}}}")
+
+
+def test_require_names_what_a_command_needs(tmp_path: Path) -> None:
+    config = load(tmp_path, BASE)
+    require(config, "count")
+    with pytest.raises(UserError, match="moetune train needs data: and output: in the run file"):
+        require(config, "train", "data", "output")
+
+
+def test_suggest() -> None:
+    assert suggest("Mixtral-8x7", ["mixtral-8x7b", "olmoe"]) == " Did you mean 'mixtral-8x7b'?"
+    assert suggest("zzz", ["mixtral-8x7b"]) == ""
+
+
+NAMES = st.sampled_from(
+    ["model", "adapt", "path", "router", "lora", "rank", "train", "steps", "optimizer", "betas", "x"]
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "all", "0-5", "nf4", "é"])
+VALUES = st.recursive(
+    SCALARS | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.integers(0, 3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(run=st.dictionaries(NAMES, VALUES, max_size=6))
+def test_any_mapping_gives_a_run_or_a_user_error(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "drawn.yaml"
+    file.write_text(yaml.safe_dump(run), encoding="utf-8")
+    with contextlib.suppress(UserError):
+        load_run_config(file)
