@@ -35,9 +35,6 @@ TOLERANCES = {
     # low-rank factors into a weight is such a change. Without LoRA they meet the tolerance of the others.
     "gemma4": 5e-4,
     "gemma4_text": 5e-4,
-    # The gradients of in_proj_a cancel to a hundred-thousandth of the largest one: what is left of them is rounding.
-    "qwen3_5_moe": 5e-4,
-    "qwen3_5_moe_text": 5e-4,
 }
 LORA_TARGETS = {
     # Their Mamba layers read the weights of some linear layers without calling them, and LoRA there is refused.
