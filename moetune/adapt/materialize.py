@@ -43,7 +43,7 @@ def _draw(model: PreTrainedModel, path: str) -> None:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):
             if not any(tensor is one for one in own):
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # rules leave such tensors alone
+                tensor._is_hf_initialized = True  # rules leave such tensors alone
         _owner(model, path)._init_weights(holder)
         if not path or not any(tensor.is_floating_point() and tensor.isnan().any() for tensor in own):
             return

@@ -1,7 +1,7 @@
 """One layer's experts: any mixture of frozen packed ones, fully trained ones, and LoRA on any of the frozen.
 
-Takes the place of a transformers experts module and keeps its signature. Weights are held [out, in] whatever the model's
-own layout; how gate and up lie in the rows of gate_up (one after the other, or interleaved) stays the model's.
+Takes the place of a transformers experts module and keeps its signature. Weights are held [out, in] whatever the
+model's own layout; how gate and up lie in the rows of gate_up (one after the other, or interleaved) stays the model's.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class PackedStack(nn.Module):
     | int8 | n + 4·R |
     | bf16, fp32 | 2·n, 4·n |
 
-    NF4 and its double quantization are those of QLoRA (arXiv 2305.14314), computed by bitsandbytes one matrix at a time,
-    so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit.
+    NF4 and its double quantization are those of QLoRA (arXiv 2305.14314), computed by bitsandbytes one matrix at a
+    time, so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit.
     The data are persistent buffers: loaders that fill what is missing leave them alone.
     """
 

@@ -46,7 +46,7 @@ class FullProjection(nn.Module):
 
 @dataclass(frozen=True)
 class Projection:
-    """out = W·x + b + scale·B·(A·x). `weight()` unpacks W [out, in] anew on every call; the caller keeps or frees it."""
+    """out = W·x + b + scale·B·(A·x). `weight()` unpacks W [out, in] anew on each call; the caller keeps or frees it."""
 
     weight: Callable[[], Tensor]
     bias: Tensor | None

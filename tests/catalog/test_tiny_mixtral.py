@@ -34,9 +34,10 @@ def measured(tokenizer):
         MODEL, dtype=torch.float32, experts_implementation="eager", local_files_only=True
     )
     assert isinstance(model, MixtralForCausalLM)
+    prose, code = script.domains()
     return {
-        domain.name: script.measure(model, script.token_stream(tokenizer, domain.held_out))
-        for domain in (script.prose(), script.code())
+        "prose": script.measure(model, script.token_stream(tokenizer, prose.held_out)),
+        "code": script.measure(model, script.token_stream(tokenizer, code.held_out)),
     }
 
 

@@ -129,8 +129,9 @@ def elsewhere(run: dict[str, Any], output: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run file that has been trained to its end in one go."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    run = small.run_file(noisy_model, small_data, folder, "lora", train=TRAIN, data={"eval": str(small_data)})
+    folder = tmp_path_factory.mktemp("reference")
+    held_out = small.write_data(folder / "eval.jsonl", small.DATA[:3])
+    run = small.run_file(noisy_model, small_data, folder / "run", "lora", train=TRAIN, data={"eval": str(held_out)})
     in_process(run)
     return run
 
@@ -172,8 +173,7 @@ def test_killed_again_and_again(never_killed: dict[str, Any], tmp_path: Path) ->
 def test_other_runs_killed_and_resumed(
     adapt: str, sections: dict[str, Any], noisy_model: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    sections = {"data": {}, **sections, "train": TRAIN | sections.get("train", {})}
-    sections["data"] = sections["data"] | {"eval": str(small_data)}
+    sections = {**sections, "train": TRAIN | sections.get("train", {})}
     reference = small.run_file(noisy_model, small_data, tmp_path / "reference", adapt, **sections)
     in_process(reference)
     run = elsewhere(reference, tmp_path / "run")
