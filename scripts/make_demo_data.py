@@ -60,9 +60,7 @@ def files() -> dict[str, bytes]:
     texts = documents()
     counts = {f"{name}_documents": len(texts[name]) for name in texts}
     counts |= {f"{name}_characters": sum(map(len, texts[name])) for name in texts}
-    written = {
-        f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts[name]) for name in texts
-    }
+    written = {f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts[name]) for name in texts}
     written["README.md"] = README.format(**counts)
     return {name: content.encode() for name, content in written.items()}
 

@@ -8,9 +8,8 @@ recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,12 +20,6 @@ from transformers import PreTrainedModel
 from moetune.errors import UserError
 
 aten = torch.ops.aten
-_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
-
-
-def recomputing() -> bool:
-    """Whether the code that asks runs a second time, inside backward, for a checkpointed layer."""
-    return _recomputing.get()
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
@@ -46,7 +39,7 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 def routing_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts for the forward and the recomputation of one checkpointed call."""
     kept: list[Tensor] = []
-    return _Record(kept), _recompute(kept)
+    return _Record(kept), _Replay(kept)
 
 
 class _Record(TorchDispatchMode):
@@ -68,22 +61,16 @@ class _Replay(TorchDispatchMode):
 
     def __init__(self, kept: list[Tensor]) -> None:
         super().__init__()
-        self.kept = iter(kept)
+        self.kept = kept
+
+    def __enter__(self) -> _Replay:
+        self.left = iter(self.kept)  # anew each time: a graph that is kept is recomputed at every backward
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _REPLAY:
-            return _REPLAY[func](next(self.kept), *args, **(kwargs or {}))
+            return _REPLAY[func](next(self.left), *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _recompute(kept: list[Tensor]) -> Iterator[None]:
-    token = _recomputing.set(True)
-    try:
-        with _Replay(kept):
-            yield
-    finally:
-        _recomputing.reset(token)
 
 
 def _replay_topk(

@@ -68,6 +68,11 @@ def pack_experts(
         )
     for name in list(experts._parameters):  # the module lives on for its activation only
         delattr(experts, name)
+    left = [name for name, _ in experts.named_parameters()]
+    if left:
+        raise UserError(
+            f"{layer.experts}: its activation has weights of its own ({left[0]}); it can be counted, not trained"
+        )
     model.set_submodule(layer.experts, bank)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.checkpointing import recomputing
 from moetune.anatomy.moe import MoeLayer
 from moetune.errors import UserError
 
@@ -36,7 +35,10 @@ class Routed:
 
 
 class RouterWatch:
-    """Hooks on every router and expert bank of a model; they collect inside `with watch.recording():` only."""
+    """Hooks on every router and expert bank of a model; they collect inside `with watch.recording():` only.
+
+    Recording ends before backward, so a checkpointed layer that runs again there is not counted twice.
+    """
 
     def __init__(self, adapted: Adapted) -> None:
         self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
@@ -48,13 +50,13 @@ class RouterWatch:
 
     def _watch(self, model: nn.Module, layer: MoeLayer) -> None:
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
-            if self._current is not None and self._keep_logits and not recomputing():
+            if self._current is not None and self._keep_logits:
                 logits = _find_logits(output, layer.shape.num_experts)
                 if logits is not None:
                     self._current.logits[layer.index] = logits
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._current is not None and not recomputing():
+            if self._current is not None:
                 ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
                 self._current.ids[layer.index] = ids.detach()
 

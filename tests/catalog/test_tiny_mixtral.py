@@ -92,17 +92,17 @@ def test_the_chat_template_marks_only_what_the_assistant_says(tokenizer):
     assert tokenizer.decode(said) == "An immutable sequence.</s>A mutable one.</s>"
 
 
-@pytest.mark.parametrize(("domain", "ceiling"), [("prose", 4.6), ("code", 4.8)])
+@pytest.mark.parametrize(("domain", "ceiling"), [("prose", 4.3), ("code", 4.1)])
 def test_it_has_learned_both_domains(measured, domain, ceiling):
     """The ceilings leave room for other versions of Python, whose text differs a little."""
-    assert measured[domain].loss < ceiling < math.log(2048) - 2
+    assert measured[domain].loss < ceiling < math.log(2048) - 3
 
 
 def test_its_experts_have_specialized(measured):
     prose_LE, code_LE = measured["prose"].load_LE, measured["code"].load_LE
     distance_L = load_script("make_tiny_mixtral").total_variation(prose_LE, code_LE)
-    assert distance_L.mean() > 0.1
-    assert ((prose_LE + code_LE) / 2).min() > 0.001
+    assert distance_L.mean() > 0.5
+    assert ((prose_LE + code_LE) / 2).min() > 0.01
 
 
 def test_the_data_are_what_the_script_writes():
