@@ -23,9 +23,11 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class MicroStep:
-    """What one micro-step gives: its share of the step's loss, and the tokens each expert of each layer received."""
+    """What one micro-step gives: its share of the step's token loss and of the weighted router losses (None where
+    those are off), and the tokens each expert of each layer received."""
 
     loss: Tensor
+    router_loss: Tensor | None
     load: dict[int, Tensor]
 
 
@@ -61,11 +63,12 @@ def micro_step(
     with watch.recording(logits=shape_routing) as routed:
         loss = token_loss(model, batch) / total_tokens
     mask = batch.get("attention_mask")
+    router_loss = None
     if shape_routing:
         balance, z = watch.losses(routed, mask)
         share = count_loss_tokens(batch) / total_tokens
-        loss = loss + share * (config.router_aux_loss * balance + config.router_z_loss * z)
+        router_loss = share * (config.router_aux_loss * balance + config.router_z_loss * z)
     load = watch.load(routed, mask)
     del routed
-    backward(loss)
-    return MicroStep(loss.detach(), load)
+    backward(loss if router_loss is None else loss + router_loss)
+    return MicroStep(loss.detach(), None if router_loss is None else router_loss.detach(), load)

@@ -54,7 +54,8 @@ class MoeTrainer(Trainer):
         self.adapted, self.config, self.folder = adapted, config, folder
         self.watch = RouterWatch(adapted)
         self._load: dict[int, Tensor] = {}
-        self._tokens, self._since = 0, time.perf_counter()
+        self._router_loss: Tensor | None = None
+        self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
         super().__init__(
             model=adapted.model,
             args=training_arguments(config, folder, adapted.model.device, data.eval is not None),
@@ -74,6 +75,7 @@ class MoeTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
+        self._updates += 1
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         total = torch.stack([count_loss_tokens(batch) for batch in batches]).sum() if batches else torch.zeros(())
         return batches, total.to(device)
@@ -94,6 +96,8 @@ class MoeTrainer(Trainer):
         )
         for layer, load in done.load.items():
             self._load[layer] = self._load[layer] + load if layer in self._load else load
+        if done.router_loss is not None:
+            self._router_loss = done.router_loss if self._router_loss is None else self._router_loss + done.router_loss
         self._tokens += batch["input_ids"].numel()
         return done.loss
 
@@ -121,11 +125,14 @@ class MoeTrainer(Trainer):
             logs["tokens_per_second"] = round(self._tokens / seconds, 1)
             if self.args.device.type == "cuda":
                 logs["peak_allocated"] = torch.cuda.max_memory_allocated(self.args.device)
+            if self._router_loss is not None:
+                logs["router_loss"] = self._router_loss.item() / self._updates
             summary = load_summary(self._load)
             self.folder.append_metrics(
                 {
                     "step": step,
                     "loss": logs["loss"],
+                    "router_loss": logs.get("router_loss"),
                     "lr": logs["learning_rate"],
                     "grad_norm": logs.get("grad_norm"),
                     "tokens_per_second": logs["tokens_per_second"],
@@ -134,7 +141,8 @@ class MoeTrainer(Trainer):
                 }
             )
             logs |= {f"expert_load_{key}": value for key, value in summary.items()}
-            self._load, self._tokens, self._since = {}, 0, time.perf_counter()
+            self._load, self._router_loss = {}, None
+            self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
         elif "eval_loss" in logs:
             self.folder.append_metrics({"step": step, **logs})
         super().log(logs, start_time)

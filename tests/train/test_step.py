@@ -71,7 +71,9 @@ def test_batch_of_four_is_four_of_one(
     for name, parameter in one.trainable().items():
         moved = (parameter - start[name]).abs().max().item()
         assert moved > 0
-        torch.testing.assert_close(four.trainable()[name], parameter, rtol=0, atol=1e-4 * moved)
+        # to 1e-4 of the way that it moved, and the last bit of the weight itself
+        eps = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(four.trainable()[name], parameter, rtol=eps, atol=1e-4 * moved)
 
 
 def test_loss_is_a_mean_over_tokens(small_model: Path, small_data: Path, tmp_path: Path) -> None:

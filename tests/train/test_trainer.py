@@ -18,7 +18,7 @@ from moetune.train.run import train
 from moetune.train.trainer import load_summary
 from tests import small
 
-KEYS = ["step", "loss", "lr", "grad_norm", "tokens_per_second", "peak_allocated", "expert_load"]
+KEYS = ["step", "loss", "router_loss", "lr", "grad_norm", "tokens_per_second", "peak_allocated", "expert_load"]
 TIMES = ("tokens_per_second",)
 
 
