@@ -58,7 +58,7 @@ class PackedStack(nn.Module):
             if self.double_quant:
                 buffer("nested_absmax", (count, -(-blocks // NESTED_BLOCK)), torch.float32)
                 buffer("offset", (count,), torch.float32)
-                buffer("nested_code", (256,), torch.float32)
+                self.register_buffer("nested_code", bnb.create_dynamic_map().to(device))
         elif storage == "int8":
             buffer("data", (count, *shape), torch.int8)
             buffer("absmax", (count, shape[0]), torch.float32)
@@ -82,7 +82,6 @@ class PackedStack(nn.Module):
                 if self.double_quant:
                     self.nested_absmax[index].copy_(state.state2.absmax)
                     self.offset[index].copy_(state.offset)
-                    self.nested_code.copy_(state.state2.code)
             case "int8":
                 # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
                 packed, scale, _ = bnb.int8_vectorwise_quant(weight.to(torch.float16))
