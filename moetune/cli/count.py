@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moetune.cli.options import Json, Overrides
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -22,11 +24,8 @@ def count(
         Path | None,
         typer.Option("--run", metavar="RUN.yaml", help="Also count what this run file would train."),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    set_: Overrides = None,
+    json_: Json = False,
 ) -> None:
     """Count the parameters of a model: in all, per part, per expert, active for one token."""
     from moetune.errors import UserError

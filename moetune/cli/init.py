@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from moetune.cli.options import Json
+
 
 def init(
     recipe: Annotated[
@@ -14,7 +16,7 @@ def init(
     ] = "",
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
     list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json_: Json = False,
 ) -> None:
     """Write a commented run file to start from."""
     import json

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from moetune.cli.options import Json
 
 
-def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
+def models(json_: Json = False) -> None:
     """List the models that can be named without a network, with their published parameter counts."""
     from moetune.catalog import find_model, model_names
 

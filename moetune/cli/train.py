@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from moetune.cli.options import Json, Overrides
+
 
 def train(
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
@@ -21,11 +23,8 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check run file, data and output; train nothing, write nothing.")
     ] = False,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    set_: Overrides = None,
+    json_: Json = False,
 ) -> None:
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout."""
     from moetune.config import load_run_config
