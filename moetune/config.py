@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moetune.errors import UserError, suggest
 
@@ -105,6 +105,15 @@ class OptimizerConfig(Section):
     master_weights: Literal["none"] = "none"
     fused_backward: Literal[False] = False
 
+    @model_validator(mode="after")
+    def _no_setting_of_another(self) -> OptimizerConfig:
+        """A setting that the optimizer does not have would be ignored."""
+        others = ("betas", "eps") if self.name == "sgd" else ("momentum",)
+        for key in others:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{self.name} has no {key}; leave it out")
+        return self
+
 
 class TrainConfig(Section):
     micro_batch: Positive = 1
@@ -148,7 +157,7 @@ class ParallelConfig(Section):
 
 class HardwareConfig(Section):
     gpu: str | None = None
-    count: Positive = 1
+    count: Literal[1] = 1
 
 
 class RunConfig(Section):
@@ -260,7 +269,7 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 yield f"{where}: {item['input']!r} is not valid; it may be {expected}.{hint}"
             case "model_type":
                 keys = ", ".join(_fields_at(item["loc"]))
-                yield f"{where}: {item['input']!r} is not a section; write keys under it, or leave it out. Keys: {keys}"
+                yield f"{where}: {item['input']!r} is not a section; write keys under it. Keys: {keys}"
             case "tuple_type":
                 yield f"{where}: {item['input']!r} is not a list; write [{item['input']}]"
             case "value_error":

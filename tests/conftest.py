@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: sums depend on it
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 import pytest

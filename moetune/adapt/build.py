@@ -104,7 +104,7 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
         dtype = DTYPES[config.model.dtype]
     else:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    if config.model.base == "fp32" and dtype != torch.float32:
+    if config.model.base == "fp32" and dtype != torch.float32 and device.type != "meta":
         raise UserError("model.base: fp32 needs model.dtype: fp32; with bf16 compute, store the base as bf16")
     return dtype
 

@@ -102,6 +102,8 @@ class _Resolver:
         if config is None:
             return (), {}
         every_layer = range(self.anatomy.num_layers)
+        if config.ids != "all" and "experts" not in config.targets:
+            self.problems.append("adapt.lora.ids: chooses experts, and adapt.lora.targets has no experts")
         layers = set(self._layers("adapt.lora.layers", config.layers, every_layer, "does not exist"))
         linears: dict[str, None] = {}
         experts: dict[int, tuple[int, ...]] = {}
@@ -122,7 +124,10 @@ class _Resolver:
                 path
                 for path, linear in self.anatomy.linears().items()
                 if (linear.component == target if target in COMPONENTS else _matches(path, target))
-                and (linear.layer in layers or linear.layer is None)
+                and (
+                    linear.layer in layers
+                    or (linear.layer is None and (target in COMPONENTS or config.layers == "all"))
+                )
             ]
             if not found:
                 self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")

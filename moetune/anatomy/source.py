@@ -42,7 +42,8 @@ def resolve(path: str) -> ModelSource:
         UserError: no such model, or its configuration is broken or describes no causal language model.
     """
     entry = find_model(path)
-    if entry is not None:
+    is_folder = (Path(path).expanduser() / "config.json").is_file()
+    if entry is not None and not is_folder:
         source = _from_catalog(entry)
     elif path.strip() and Path(path).expanduser().exists():
         source = _from_folder(path)

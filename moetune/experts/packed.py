@@ -146,4 +146,6 @@ class _PackedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ ctx.stack.matrix(0, grad.dtype), None, None
+        _, _, need_bias = ctx.needs_input_grad
+        dx = grad @ ctx.stack.matrix(0, grad.dtype)
+        return dx, None, grad.flatten(0, -2).sum(0) if need_bias else None

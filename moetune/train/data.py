@@ -66,13 +66,13 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def collate(items: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """One micro-batch of B sequences, int64 [B, T].
 
-    Packed items give `input_ids`, `labels` and `position_ids`, and no `attention_mask`: transformers keeps
-    documents apart only without one, and only when the model is called with `use_cache=False`. `isolation`
+    Packed items give `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding; not for the model), and no
+    `attention_mask`: transformers keeps documents apart only without one, and only when the model is called with `use_cache=False`. `isolation`
     checks that a model does. All T are equal then, so a batch of packed sequences has no further padding.
     Other items are padded on the right to the longest of the batch and get an `attention_mask`.
     """
     if "position_ids" in items[0]:
-        return {name: torch.tensor([item[name] for item in items]) for name in ("input_ids", "labels", "position_ids")}
+        return {name: torch.tensor([item[name] for item in items]) for name in items[0]}
     longest = max(len(item["input_ids"]) for item in items)
     shape = (len(items), longest)
     batch = {

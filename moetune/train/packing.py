@@ -27,7 +27,7 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
     sequence is filled with padding, which counts as one more document and carries no loss.
 
     Returns:
-        Columns `input_ids`, `labels` and `position_ids`, each int32 [length] a row.
+        Columns `input_ids`, `labels`, `position_ids` and `is_token` (1, or 0 for padding), each int32 [length] a row.
     """
     divisible = documents[0].divisible
     sequences = _pack_stream(documents, length) if divisible else _pack_whole(documents, length)
@@ -35,6 +35,7 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
     ids = np.full(shape, pad_token_id, dtype=np.int32)
     labels = np.full(shape, IGNORED, dtype=np.int32)
     positions = np.empty(shape, dtype=np.int32)
+    is_token = np.zeros(shape, dtype=np.int32)
     for row, pieces in enumerate(sequences):
         end = 0
         for piece in pieces:
@@ -43,7 +44,8 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
             labels[row, start:end] = piece.labels
             positions[row, start:end] = np.arange(len(piece))
         positions[row, end:] = np.arange(length - end)
-    return _dataset({"input_ids": ids, "labels": labels, "position_ids": positions})
+        is_token[row, :end] = 1
+    return _dataset({"input_ids": ids, "labels": labels, "position_ids": positions, "is_token": is_token})
 
 
 def separate(documents: Iterable[Document], length: int) -> datasets.Dataset:

@@ -120,7 +120,10 @@ class Encoder:
                 )
             if not tokenizer.is_fast:
                 raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
-            self._template = tokenizer.get_chat_template()
+            try:
+                self._template = tokenizer.get_chat_template()
+            except ValueError as error:  # several named templates, and none is the default
+                raise UserError(f"the tokenizer's chat template cannot be used: {error}") from None
             self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
             self._encode = self._chat
             return
@@ -258,7 +261,9 @@ def _checked_messages(value: object) -> list[dict[str, Any]]:
             raise MalformedError(
                 f"message {number}: unknown role {message.get('role')!r}; it may be {', '.join(ROLES)}"
             )
-        _checked_text(message.get("content"), f"content of message {number}")
+        content = message.get("content")
+        if message["role"] == "assistant" or content != "":  # an empty system message is common, and harmless
+            _checked_text(content, f"content of message {number}")
     if not any(message["role"] == "assistant" for message in value):
         raise MalformedError("no message of the assistant, so nothing to train on")
     return value

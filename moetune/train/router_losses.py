@@ -64,6 +64,11 @@ class RouterWatch:
         self._hooks.append(router.register_forward_hook(saw_logits))
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
 
+    def remove(self) -> None:
+        """Takes the hooks off the model again."""
+        for hook in self._hooks:
+            hook.remove()
+
     @contextmanager
     def recording(self, *, logits: bool) -> Iterator[Routed]:
         """Collects what the model routes inside; its router logits, with their graph, only if asked."""
@@ -109,6 +114,23 @@ class RouterWatch:
         counts = torch.zeros(self.layers[index].shape.num_experts, device=ids_TK.device)
         weights = weight_T.to(counts.dtype).repeat_interleave(ids_TK.shape[-1])
         return counts.index_add_(0, ids_TK.flatten(), weights)
+
+
+def refuse_silent_routers(adapted: Adapted) -> None:
+    """Raises `UserError` if router losses could not act: the model has no routers, or one keeps its logits to itself."""
+    if not adapted.anatomy.moe_layers:
+        raise UserError(
+            "train.router_aux_loss / router_z_loss: "
+            f"{adapted.anatomy.model_type!r} is a dense model without routers; set both to 0"
+        )
+    watch = RouterWatch(adapted)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=adapted.model.device)
+    was_training = adapted.model.training
+    with torch.no_grad(), watch.recording(logits=True) as routed:
+        adapted.model.eval()(input_ids=ids, use_cache=False)
+    adapted.model.train(was_training)
+    watch.losses(routed, None)
+    watch.remove()
 
 
 def _find_logits(output: Any, num_experts: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from moetune.adapt.build import build, count_trainable
+from moetune.adapt.build import build, compute_dtype, count_trainable
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, require
 from moetune.errors import UserError, suggest
-from moetune.train.data import load_data, pad_token_id
+from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.isolation import refuse_leaky_packing
 from moetune.train.progress import ProgressBar
+from moetune.train.router_losses import refuse_silent_routers
 from moetune.train.run_folder import RunFolder, step_of
-from moetune.train.trainer import MoeTrainer
+from moetune.train.trainer import MoeTrainer, check_checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,15 @@ def train(
     require(config, "train", "data", "output")
     assert config.data is not None
     assert config.output is not None
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = _with_dtype(config, device)
     folder = RunFolder(Path(config.output))
-    checkpoint = folder.check(config, resume, overwrite)
-    _check_reporters(config.train.report_to)
-    counts = count_trainable(config)
-    tokenizer = _tokenizer(config)
-    data = load_data(config.data, tokenizer, config.train)
+    checkpoint, _, counts, (data, padding) = _all_of(
+        lambda: folder.check(config, resume, overwrite),
+        lambda: _check_reporters(config.train.report_to),
+        lambda: count_trainable(config),
+        lambda: _data(config),
+    )
     tokens = sum(len(row) for row in data.train["input_ids"])
     _announce(console, config, counts, tokens)
     if dry_run:
@@ -76,14 +81,17 @@ def train(
         )
         return TrainResult(config.output, step_of(checkpoint), counts, tokens, *_held_out(folder))
 
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
     adapted = build(config, device)
     if config.data.packing:
         rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
         refuse_leaky_packing(adapted.model, rows)
+    if config.train.router_aux_loss or config.train.router_z_loss:
+        refuse_silent_routers(adapted)
     folder.create(config, checkpoint, overwrite)
     progress = ProgressBar(console)
-    trainer = MoeTrainer(adapted, config, data, folder, pad_token_id(tokenizer), callbacks=[progress])
+    trainer = MoeTrainer(adapted, config, data, folder, padding, callbacks=[progress])
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
         trainer.args.eval_on_start = False
@@ -110,6 +118,39 @@ def _check_reporters(names: tuple[str, ...]) -> None:
             INTEGRATION_TO_CALLBACK[name]()
         except (ImportError, RuntimeError, ValueError) as error:  # reporters do not agree on one
             raise UserError(f"train.report_to: {name!r} cannot be used: {error}") from None
+
+
+def _all_of(*checks: Callable[[], Any]) -> list[Any]:
+    """The results of all checks, or one `UserError` with everything that any of them found."""
+    results, problems = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return results
+
+
+def _with_dtype(config: RunConfig, device: torch.device) -> RunConfig:
+    """The run file with `dtype: auto` resolved: a run that is continued elsewhere keeps its precision or is refused."""
+    dtype = "fp32" if compute_dtype(config, device) == torch.float32 else "bf16"
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def _data(config: RunConfig) -> tuple[Datasets, int]:
+    """Both data sets, and the token that pads them."""
+    assert config.data is not None
+    tokenizer = _tokenizer(config)
+    data = load_data(config.data, tokenizer, config.train)
+    known = resolve(config.model.path).config.get_text_config().vocab_size
+    largest = max(max(row) for part in (data.train, data.eval) if part is not None for row in part["input_ids"])
+    if largest >= known:
+        raise UserError(
+            f"the tokenizer of {config.model.path!r} gives token {largest}; the model has embeddings for {known} only"
+        )
+    return data, pad_token_id(tokenizer)
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

@@ -88,7 +88,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror}") from None
         step = 0 if checkpoint is None else step_of(checkpoint)
-        for leftover in self.checkpoints_path.glob(".*"):
+        for leftover in self.checkpoints_path.glob(".step-*"):
             shutil.rmtree(leftover)
         for later in self.checkpoints():
             if step_of(later) > step:

@@ -126,7 +126,7 @@ def _file_source(spec: str, path: Path) -> Source:
             return Source(spec, "line", _json_rows(spec, path.open("rb")))
         if suffix in TEXT_SUFFIXES:
             return Source(spec, "line", _text_rows(path.read_bytes()))
-        return Source(spec, "row", _parquet_rows(pq.ParquetFile(path)))
+        return Source(spec, "row", _parquet_rows(spec, pq.ParquetFile(path)))
     except OSError as error:
         raise UserError(f"{spec!r} cannot be read: {error.strerror or error}") from None
     except pa.ArrowException as error:
@@ -197,10 +197,13 @@ def _parse_json(number: int, line: bytes) -> Row:
         return Row(number, problem=f"not valid JSON: {error}")
 
 
-def _parquet_rows(file: pq.ParquetFile) -> Iterator[Row]:
+def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
     number = 0
     with file:
-        for batch in file.iter_batches(batch_size=1024):
-            for value in batch.to_pylist():
-                number += 1
-                yield Row(number, value)
+        try:
+            for batch in file.iter_batches(batch_size=1024):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(number, value)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{spec!r} is damaged after row {number}: {error}") from None

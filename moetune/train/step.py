@@ -18,7 +18,7 @@ from moetune.train.records import IGNORED
 from moetune.train.router_losses import RouterWatch
 
 Batch = Mapping[str, Tensor]
-"""`input_ids` and `labels` [B, S], and `attention_mask` or `position_ids` [B, S]."""
+"""`input_ids` and `labels` [B, S], and either `attention_mask` or `position_ids` and `is_token`, [B, S] too."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def count_loss_tokens(batch: Batch) -> Tensor:
 
 def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     """The summed cross-entropy of every predicted token, in float32."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
     logits = model(**inputs, use_cache=False).logits
     targets = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]  # a view of the labels, not a copy of the logits
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -62,7 +62,7 @@ def micro_step(
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)
     with watch.recording(logits=shape_routing) as routed:
         loss = token_loss(model, batch) / total_tokens
-    mask = batch.get("attention_mask")
+    mask = batch.get("attention_mask", batch.get("is_token"))
     router_loss = None
     if shape_routing:
         balance, z = watch.losses(routed, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,6 +121,11 @@ class MoeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """One line of `metrics.jsonl`, and the same numbers to every reporter."""
         step = self.state.global_step
+        if not math.isfinite(logs.get("loss", 0.0)):
+            raise UserError(
+                f"step {step}: the loss is {logs['loss']}. Lower optimizer.lr or train.max_grad_norm; "
+                "--resume PATH goes on from a checkpoint before it went wrong"
+            )
         if "loss" in logs:
             seconds = time.perf_counter() - self._since
             logs["tokens_per_second"] = round(self._tokens / seconds, 1)
@@ -168,7 +174,9 @@ class MoeTrainer(Trainer):
         differing = sorted(
             name
             for name in saved.keys() | trained.keys()
-            if name not in saved or name not in trained or saved[name].shape != trained[name].shape
+            if name not in saved
+            or name not in trained
+            or (saved[name].shape, saved[name].dtype) != (trained[name].shape, trained[name].dtype)
         )
         if differing:
             raise UserError(f"checkpoint {resume_from_checkpoint!r} holds other trained tensors: {differing[0]}")
@@ -196,6 +204,14 @@ class ResumableFlow(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if control.should_save:
             control.should_log = True  # what was summed since the last line is not in a checkpoint
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raises `UserError` if a file of the checkpoint cannot be read whole. Changes nothing."""
+    with _whole(str(checkpoint)):
+        load_file(checkpoint / TRAINED_FILE)
+        for name in ("optimizer.pt", "scheduler.pt"):
+            torch.load(checkpoint / name, weights_only=True, map_location="cpu")
 
 
 @contextmanager
