@@ -12,16 +12,16 @@ $moetune count mixtral-8x7b --run configs/mixtral-8x7b-router.yaml
 echo
 echo "==> Fine-tune two experts of two layers of a tiny Mixtral, on a 4-bit base, on text unlike any it has seen"
 sed -n '/^adapt:/,/^train:/p' configs/tiny-experts.yaml | sed '$d'
-$moetune train configs/tiny-experts.yaml --overwrite
+$moetune train configs/tiny-experts.yaml --set output=runs/demo --overwrite
 
 echo
 echo "==> The run folder"
-find runs/tiny-experts -type f | sort
+find runs/demo -type f | sort
 echo
 echo "held-out loss by step:"
 .venv/bin/python - <<'PY'
 import json
-for line in map(json.loads, open("runs/tiny-experts/metrics.jsonl")):
+for line in map(json.loads, open("runs/demo/metrics.jsonl")):
     if "eval_loss" in line:
         print(f"  step {line['step']:3}  {line['eval_loss']:.4f}")
 PY

@@ -108,8 +108,8 @@ sheduler: cosine
         "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",
         "train.report_to: 'wandb' is not a list; write [wandb]",
-        "data: 5 is not a section; write keys under it, or leave it out. Keys: train, eval, format, packing",
-        "hardware: None is not a section; write keys under it, or leave it out. Keys: gpu, count",
+        "data: 5 is not a section; write keys under it. Keys: train, eval, format, packing",
+        "hardware: None is not a section; write keys under it. Keys: gpu, count",
         "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
     ]
     assert sorted(line.strip() for line in lines) == sorted(expected)

@@ -67,8 +67,8 @@ def collate(items: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, tor
     """One micro-batch of B sequences, int64 [B, T].
 
     Packed items give `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding; not for the model), and no
-    `attention_mask`: transformers keeps documents apart only without one, and only when the model is called with `use_cache=False`. `isolation`
-    checks that a model does. All T are equal then, so a batch of packed sequences has no further padding.
+    `attention_mask`: transformers keeps documents apart only without one, and only when the model is called with
+    `use_cache=False`. `isolation` checks that a model does. All T are equal then: no further padding.
     Other items are padded on the right to the longest of the batch and get an `attention_mask`.
     """
     if "position_ids" in items[0]:

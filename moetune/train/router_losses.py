@@ -117,7 +117,7 @@ class RouterWatch:
 
 
 def refuse_silent_routers(adapted: Adapted) -> None:
-    """Raises `UserError` if router losses could not act: the model has no routers, or one keeps its logits to itself."""
+    """Raises `UserError` if router losses could not act: no routers, or one that keeps its logits to itself."""
     if not adapted.anatomy.moe_layers:
         raise UserError(
             "train.router_aux_loss / router_z_loss: "

@@ -238,3 +238,17 @@ def test_every_problem_is_reported_at_once(mixtral: Anatomy) -> None:
 
 def test_runs_of_numbers_are_written_as_ranges() -> None:
     assert _numbers([5, 0, 1, 2, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_lora_in_some_layers_is_in_no_linear_outside_them() -> None:
+    anatomy = read_anatomy(meta_model(toy_config("mixtral")))
+    lora = {"rank": 2, "alpha": 4, "targets": ["*"]}
+    assert "lm_head" not in select(AdaptConfig.model_validate({"lora": lora | {"layers": "0"}}), anatomy).lora_linears
+    assert "lm_head" in select(AdaptConfig.model_validate({"lora": lora}), anatomy).lora_linears
+
+
+def test_lora_ids_without_experts_among_the_targets() -> None:
+    anatomy = read_anatomy(meta_model(toy_config("mixtral")))
+    lora = {"rank": 2, "alpha": 4, "targets": ["attention"], "ids": [1]}
+    with pytest.raises(UserError, match=r"adapt\.lora\.ids: chooses experts, and adapt\.lora\.targets has no experts"):
+        select(AdaptConfig.model_validate({"lora": lora}), anatomy)

@@ -172,3 +172,12 @@ def test_a_packed_linear_keeps_nothing_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):
         layer(torch.randn(7, 20, requires_grad=True))
     assert saved == []
+
+
+@pytest.mark.parametrize("storage", ["int8", "bf16"])
+def test_the_bias_of_a_packed_linear_can_train(storage: Storage) -> None:
+    weight, x = torch.randn(6, 8), torch.randn(2, 3, 8, requires_grad=True)
+    linear = PackedLinear(weight, torch.zeros(6), storage)
+    linear.bias.requires_grad_()
+    (linear(x) * torch.arange(6.0)).sum().backward()
+    assert torch.equal(linear.bias.grad, 6 * torch.arange(6.0))

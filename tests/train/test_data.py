@@ -291,7 +291,8 @@ def test_packed_batches_have_positions_and_no_mask(tmp_path):
         [1, 0, 0, 0, 0, 1, 0, 0, 1, 0],
         [1] + [0] * 6 + [1] * 3,
     ]
-    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    assert batch["is_token"].tolist() == [[1] * 10, [1] * 7 + [0] * 3]
+    assert set(batch) == {"input_ids", "labels", "position_ids", "is_token"}
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 

@@ -36,7 +36,7 @@ def step(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_only_matrices_decay(name: Any) -> None:
     trained = parameters()
-    optimizer = make_optimizer(trained, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5, momentum=0.9))
+    optimizer = make_optimizer(trained, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert [decay[id(parameter)] for parameter in trained] == [0.5, 0.5, 0.0]
 
@@ -118,7 +118,7 @@ def test_what_is_not_selected_has_neither_gradient_nor_state(
 ) -> None:
     run = small.run_file(small_model, Path("-"), Path("-"), train={"checkpointing": checkpointing})
     config = small.RunConfig.model_validate(
-        run | {"adapt": adapt, "optimizer": {"name": name, "lr": 0.1, "momentum": 0.9}}
+        run | {"adapt": adapt, "optimizer": {"name": name, "lr": 0.1}}
     )
     try:
         adapted = build(config, "cpu")

@@ -150,3 +150,22 @@ def test_training_with_a_loss_lowers_what_it_measures(small_model: Path, small_d
     z = [line["router_loss"] for line in with_z]
     assert z[0] > 1
     assert z[-1] < 0.7 * z[0]
+
+
+def test_padding_of_packed_sequences_does_not_count(small_model: Path) -> None:
+    ids = list(range(20, 44))
+    alone = {"input_ids": ids, "labels": ids, "position_ids": list(range(24)), "is_token": [1] * 24}
+    padded = {
+        "input_ids": ids + [PAD] * 40,
+        "labels": ids + [-100] * 40,
+        "position_ids": [*range(24), *range(40)],
+        "is_token": [1] * 24 + [0] * 40,
+    }
+    settings = {"router_aux_loss": 0.3, "router_z_loss": 0.2}
+    config = small.run_config(small_model, Path(), Path(), train=settings)
+    results = []
+    for row in (alone, padded):
+        adapted = built(small_model, **settings)
+        done = micro_step(adapted.model, collate([row], PAD), 23, RouterWatch(adapted), config.train)
+        results.append((done.loss, done.router_loss, done.load))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
