@@ -136,7 +136,7 @@ class TrainConfig(Section):
 
 
 class DataConfig(Section):
-    """Where examples come from: files, `catalog` data sets, or hub data sets as `name` or `name:split`."""
+    """Where examples come from: files, `catalog` data sets, or hub data sets as `org/name` or `org/name:split`."""
 
     train: str = Field(min_length=1)
     eval: str | None = None
