@@ -27,7 +27,7 @@ def test_a_loss_that_is_no_number(small_model: Path, small_data: Path, tmp_path:
         train(
             small.run_config(small_model, small_data, tmp_path / "run", "experts", train=settings, optimizer=optimizer)
         )
-    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
     reached = int(newest.name.removeprefix("step-"))
     assert len(small.read_metrics(tmp_path / "run")) == reached  # the step that went wrong is not saved
 
