@@ -102,7 +102,7 @@ class _Resolver:
         if config is None:
             return (), {}
         every_layer = range(self.anatomy.num_layers)
-        if config.ids != "all" and "experts" not in config.targets:
+        if not isinstance(config.ids, str) and "experts" not in config.targets:
             self.problems.append("adapt.lora.ids: chooses experts, and adapt.lora.targets has no experts")
         layers = set(self._layers("adapt.lora.layers", config.layers, every_layer, "does not exist"))
         linears: dict[str, None] = {}
