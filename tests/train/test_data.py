@@ -99,6 +99,22 @@ def test_chat_trains_what_follows_each_generation_prompt(tmp_path, trim_offsets)
     assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
 
 
+def test_an_empty_system_message_is_harmless(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    talk = [{"role": "system", "content": ""}, *TALK]
+    ids, labels = load_one(tmp_path, {"messages": talk}, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
+
+
+def test_several_chat_templates_without_a_default(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.chat_template = {"tools": CHATML, "plain": CHATML}
+    file = write(tmp_path / "one.jsonl", {"messages": TALK})
+    with pytest.raises(UserError, match="chat template cannot be used"):
+        load(file, tokenizer)
+
+
 def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
     record = {"messages": [ASSISTANT, USER, ASSISTANT]}
     tokenizer = make_tokenizer(MARKED)

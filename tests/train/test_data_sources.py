@@ -74,6 +74,16 @@ def test_parquet_rows(tmp_path):
     assert "is not a valid Parquet file" in message(file)
 
 
+def test_parquet_with_damaged_pages(tmp_path):
+    file = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"text": ["some text of a document"] * 9}), file, compression="none", use_dictionary=False)
+    data = bytearray(file.read_bytes())
+    at = data.find(b"some text") - 4
+    data[at : at + 4] = b"\xff\xff\xff\x7f"  # the length of the first text; the footer is whole
+    file.write_bytes(data)
+    assert "is damaged after row 0" in message(file)
+
+
 def test_catalog_splits(catalog):
     assert rows("rivers") == rows("rivers:train") == [Row(1, {"text": "Rhine"})]
     assert rows("rivers:heldout") == [Row(1, {"text": "Elbe"})]
