@@ -129,7 +129,7 @@ def _all_of(*checks: Callable[[], Any]) -> list[Any]:
         except UserError as error:
             problems.append(str(error))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join(dict.fromkeys(problems)))
     return results
 
 
