@@ -14,7 +14,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from moetune.train.records import IGNORED, Document
+from moetune.step.step import IGNORED
+from moetune.train.records import Document
 
 SHORTEST_PIECE = 2
 """One token of context and one to predict."""

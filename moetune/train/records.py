@@ -20,10 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError
+from moetune.step.step import IGNORED
 from moetune.train.sources import Source
-
-IGNORED = -100
-"""The label of a token that carries no loss."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LISTED_PROBLEMS = 20

@@ -16,10 +16,10 @@ from moetune.adapt.build import build, compute_dtype, count_trainable
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, require
 from moetune.errors import UserError, suggest
+from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.isolation import refuse_leaky_packing
 from moetune.train.progress import ProgressBar
-from moetune.train.router_losses import refuse_silent_routers
 from moetune.train.run_folder import RunFolder, step_of
 from moetune.train.trainer import MoeTrainer, check_checkpoint
 

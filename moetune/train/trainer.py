@@ -30,11 +30,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.step.optimizers import make_optimizer
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import count_loss_tokens, micro_step, token_loss
 from moetune.train.data import Datasets, collate
-from moetune.train.optimizers import make_optimizer
-from moetune.train.router_losses import RouterWatch
 from moetune.train.run_folder import RunFolder
-from moetune.train.step import count_loss_tokens, micro_step, token_loss
 
 TRAINED_FILE = "trained.safetensors"
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}

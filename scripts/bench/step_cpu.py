@@ -46,9 +46,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from moetune.adapt.build import build
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.experts.bank import ExpertBank
-from moetune.train.optimizers import make_optimizer
-from moetune.train.router_losses import RouterWatch
-from moetune.train.step import Batch, count_loss_tokens, micro_step, token_loss
+from moetune.step.optimizers import make_optimizer
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import Batch, count_loss_tokens, micro_step, token_loss
 
 Checkpointing = Literal["none", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")

@@ -21,7 +21,7 @@ from moetune.adapt.build import Adapted, build, count_trainable
 from moetune.config import OptimizerConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.train.optimizers import make_optimizer
+from moetune.step.optimizers import make_optimizer
 from tests.reference import (
     assert_close,
     excite_,

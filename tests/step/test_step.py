@@ -11,10 +11,9 @@ from transformers import AutoTokenizer
 
 from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import IGNORED, Batch, count_loss_tokens, micro_step, token_loss
 from moetune.train.data import collate, load_data
-from moetune.train.records import IGNORED
-from moetune.train.router_losses import RouterWatch
-from moetune.train.step import Batch, count_loss_tokens, micro_step, token_loss
 from tests import small
 
 PAD = 3

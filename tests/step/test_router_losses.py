@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moetune.adapt.build import Adapted, build
 from moetune.errors import UserError
-from moetune.train import router_losses
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import Batch, micro_step, token_loss
+from moetune.step import router_losses
 from moetune.train.data import collate
-from moetune.train.router_losses import RouterWatch
 from moetune.train.run import train
-from moetune.train.step import Batch, micro_step, token_loss
 from tests import small
 
 PAD = 3

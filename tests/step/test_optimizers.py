@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from moetune.adapt.build import build
 from moetune.config import OptimizerConfig
 from moetune.errors import UserError
+from moetune.step.optimizers import make_optimizer
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import micro_step
 from moetune.train.data import collate
-from moetune.train.optimizers import make_optimizer
-from moetune.train.router_losses import RouterWatch
-from moetune.train.step import micro_step
 from tests import small
 
 NAMES = ("adamw", "adamw8bit", "sgd")

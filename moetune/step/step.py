@@ -14,8 +14,10 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
 from moetune.config import TrainConfig
-from moetune.train.records import IGNORED
-from moetune.train.router_losses import RouterWatch
+from moetune.step.router_losses import RouterWatch
+
+IGNORED = -100
+"""The label of a token that carries no loss."""
 
 Batch = Mapping[str, Tensor]
 """`input_ids` and `labels` [B, S], and either `attention_mask` or `position_ids` and `is_token`, [B, S] too."""

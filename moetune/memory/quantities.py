@@ -1,0 +1,162 @@
+"""The quantities that the closed form computes and that parallelism divides, and the peak that follows from them.
+
+A step has four kinds of moments that can be the peak; with everything below in bytes of one rank:
+
+    loss       static + G + Σ saved + loss
+    layer k    static + G' + Σ_{j<k} saved_j + transient_k
+    embedding  static + G' + what the embedding's backward takes
+    optimizer  static + gradients + update
+
+static is weights, optimizer states and master weights. G is zero in the first micro-step and all gradients in later
+ones; G' is the gradients of what backward has passed, in later micro-steps all of them and those of the layer twice:
+the new ones are whole before they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from moetune.memory.report import Parts
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a group of parameters takes, in bytes; `numel` counts the parameters that train.
+
+    `update` is what the optimizer takes and gives back while it updates the group.
+    """
+
+    frozen: int = 0
+    trainable: int = 0
+    gradients: int = 0
+    states: int = 0
+    master: int = 0
+    numel: int = 0
+    update: int = 0
+
+    def __add__(self, other: Tensors) -> Tensors:
+        """Both groups together; their updates run one after the other, so the larger one counts."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Tensors(**sums | {"update": max(self.update, other.update)})
+
+
+def total(groups: Iterable[Tensors]) -> Tensors:
+    return sum(groups, Tensors())
+
+
+@dataclass(frozen=True)
+class Transient:
+    """What a layer's backward holds at one moment beyond gradients of parameters and other layers' activations.
+
+    `experts` is the share that grows with the tokens a rank's experts receive, `dense` all the rest.
+    """
+
+    name: str
+    dense: int
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer.
+
+    Attributes:
+        dense: all but the routed experts.
+        experts: by expert id; empty in a layer without experts.
+        saved: what its forward pass keeps for backward (its input, under checkpointing).
+        transients: the moments of its backward that may be its fullest.
+    """
+
+    index: int
+    dense: Tensors
+    experts: tuple[Tensors, ...]
+    saved: int
+    transients: tuple[Transient, ...]
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.dense + total(self.experts)
+
+
+@dataclass(frozen=True)
+class Quantities:
+    """One rank's model and micro-batch.
+
+    Attributes:
+        embedding, head: parameters before the first and after the last layer (a tied head has none).
+        batch: the micro-batches of one step, and masks and positions that live through a pass.
+        saved: what lives from forward to backward outside of layers (the final norm's input).
+        loss: logits and what the loss takes beside them, at most.
+        embedding_backward: what the embedding's backward takes, if it trains.
+        hidden: one activation [B, S, H].
+        routed: rows [B·S·K, H] that a layer's tokens send to experts.
+        accumulate: micro-steps in a step.
+    """
+
+    embedding: Tensors
+    layers: tuple[Layer, ...]
+    head: Tensors
+    batch: int
+    saved: int
+    loss: int
+    embedding_backward: int
+    hidden: int
+    routed: int
+    accumulate: int
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.embedding + total(layer.tensors for layer in self.layers) + self.head
+
+    def moments(self) -> Iterator[tuple[str, Parts]]:
+        """Every moment that may be the peak, in the order of the last micro-step."""
+        everything = self.tensors
+        static = Parts(
+            frozen_weights=everything.frozen,
+            trainable_weights=everything.trainable,
+            optimizer_states=everything.states,
+            master_weights=everything.master,
+        )
+        again = self.accumulate > 1
+        saved = self.batch + self.saved + sum(layer.saved for layer in self.layers)
+        gradients = everything.gradients if again else 0
+        yield "loss", replace(static, gradients=gradients, saved_activations=saved, transient_peak=self.loss)
+        gradients += self.head.gradients
+        for layer in reversed(self.layers):
+            saved -= layer.saved
+            own = layer.tensors.gradients
+            for moment in layer.transients:
+                yield (
+                    f"layer {layer.index}: {moment.name}",
+                    replace(
+                        static,
+                        gradients=gradients + own,
+                        saved_activations=saved,
+                        transient_peak=moment.dense + moment.experts,
+                    ),
+                )
+            gradients += 0 if again else own
+        if self.embedding.numel:
+            yield (
+                "embedding",
+                replace(
+                    static,
+                    gradients=gradients + self.embedding.gradients,
+                    saved_activations=self.batch,
+                    transient_peak=self.embedding_backward,
+                ),
+            )
+        yield (
+            "optimizer",
+            replace(
+                static,
+                gradients=everything.gradients,
+                saved_activations=self.batch,
+                transient_peak=everything.update,
+            ),
+        )
+
+    def peak(self) -> tuple[str, Parts]:
+        """The fullest moment."""
+        return max(self.moments(), key=lambda moment: moment[1].total)

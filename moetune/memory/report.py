@@ -1,0 +1,226 @@
+"""What a prediction says: integer bytes, per rank, with where they come from. Formatting is elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+PartName = Literal[
+    "frozen_weights",
+    "trainable_weights",
+    "gradients",
+    "optimizer_states",
+    "master_weights",
+    "saved_activations",
+    "transient_peak",
+]
+PART_NAMES: tuple[PartName, ...] = get_args(PartName)
+Phase = Literal["load", "forward", "recompute", "backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes that are alive at one moment, by what they are.
+
+    Attributes:
+        frozen_weights: parameters and buffers that never change, quantization constants included.
+        trainable_weights: parameters that train, in their own dtype.
+        gradients: what backward leaves, or has begun to leave, in `.grad`.
+        optimizer_states: everything an optimizer keeps between steps but master weights.
+        master_weights: float32 copies of weights of fewer bits.
+        saved_activations: the batch, and what the forward pass keeps for backward.
+        transient_peak: all else: temporaries, recomputed activations, gradients of activations.
+    """
+
+    frozen_weights: int = 0
+    trainable_weights: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    master_weights: int = 0
+    saved_activations: int = 0
+    transient_peak: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return (getattr(self, name) for name in PART_NAMES)
+
+    def items(self) -> list[tuple[PartName, int]]:
+        return [(name, getattr(self, name)) for name in PART_NAMES]
+
+
+assert tuple(field.name for field in fields(Parts)) == PART_NAMES
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of the closed form: what it is, its formula, the numbers put in, and the page that explains it.
+
+    `page` is relative to the documentation, as in `concepts/weights.md`.
+    """
+
+    part: PartName
+    name: str
+    formula: str
+    numbers: str
+    bytes: int
+    page: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Storages alive at the peak that one module made in one phase: `count` of them, `bytes` in all."""
+
+    part: PartName
+    module: str
+    phase: Phase
+    op: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When the most is alive: in which step and micro-step (from 0), phase and module, and what then."""
+
+    step: int
+    micro_step: int
+    phase: Phase
+    module: str
+    largest: tuple[Allocation, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is alive at one moment of the timeline. `label` is empty but where a phase begins."""
+
+    label: str
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's bytes at its peak.
+
+    `peak_allocated` is the sum of `parts`; `peak_reserved` what the caching allocator then holds; `outside_allocator`
+    what the driver, libraries and communication take beside it; `peak_process` the last two together.
+    """
+
+    rank: int
+    parts: Parts
+    outside_allocator: int
+    peak_reserved: int
+
+    @property
+    def peak_allocated(self) -> int:
+        return self.parts.total
+
+    @property
+    def peak_process(self) -> int:
+        return self.peak_reserved + self.outside_allocator
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "rank": self.rank,
+            **dict(self.parts.items()),
+            "outside_allocator": self.outside_allocator,
+            "peak_allocated": self.peak_allocated,
+            "peak_reserved": self.peak_reserved,
+            "peak_process": self.peak_process,
+        }
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one kind of communication moves in one step, in bytes that leave each rank."""
+
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "point-to-point"]
+    axis: str
+    what: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LoadPeaks:
+    """The most that reading the weights takes, on the host and on the GPU, before the first step."""
+
+    host: int
+    gpu: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the run file and the process memory that it saves on the fullest rank."""
+
+    settings: tuple[str, ...]  # as `--set` takes them
+    saves: int
+    peak_process: int
+    fits: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The card that a prediction is compared with. `usable_bytes` is what all of a process may take."""
+
+    name: str
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """A whole prediction. Frozen, and it carries what it assumed."""
+
+    model: str
+    method: Literal["trace", "formula"]
+    gpu: GpuMemory | None
+    ranks: tuple[RankMemory, ...]
+    terms: tuple[Term, ...]
+    assumptions: tuple[str, ...]
+    load: LoadPeaks
+    moment: Moment | None = None
+    timeline: tuple[Sample, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda rank: rank.peak_process)
+
+    @property
+    def peak_process(self) -> int:
+        """The most that any rank's process takes, loading included."""
+        return max(self.fullest.peak_process, self.load.gpu + self.fullest.outside_allocator)
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the card has left at the peak; negative by what is lacking; None without a card."""
+        return None if self.gpu is None else self.gpu.usable_bytes - self.peak_process
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.headroom_bytes is None else self.headroom_bytes >= 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `moetune predict --json` prints."""
+        return {
+            "schema": 1,
+            "model": self.model,
+            "method": self.method,
+            "gpu": None if self.gpu is None else asdict(self.gpu),
+            "fits": self.fits,
+            "headroom_bytes": self.headroom_bytes,
+            "assumptions": list(self.assumptions),
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "terms": [asdict(term) for term in self.terms],
+            "load": asdict(self.load),
+            "peak": None if self.moment is None else asdict(self.moment),
+            "collectives": [asdict(collective) for collective in self.collectives],
+            "changes": [asdict(change) for change in self.changes],
+            "notes": list(self.notes),
+        }
