@@ -96,19 +96,21 @@ class AdaptConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw8bit"
+    """`lomo`, `master_weights: fp32` and `fused_backward` can be predicted by formula; training refuses them."""
+
+    name: Literal["adamw", "adamw8bit", "sgd", "lomo"] = "adamw8bit"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     momentum: Decay = 0.0
-    master_weights: Literal["none"] = "none"
-    fused_backward: Literal[False] = False
+    master_weights: Literal["none", "fp32"] = "none"
+    fused_backward: bool = False
 
     @model_validator(mode="after")
     def _no_setting_of_another(self) -> OptimizerConfig:
         """A setting that the optimizer does not have would be ignored."""
-        others = ("betas", "eps") if self.name == "sgd" else ("momentum",)
+        others = {"sgd": ("betas", "eps"), "lomo": ("betas", "eps", "momentum")}.get(self.name, ("momentum",))
         for key in others:
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{self.name} has no {key}; leave it out")
@@ -145,19 +147,47 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """One process for now: every size is 1."""
+    """How ranks share the work. Every combination can be predicted; training runs one process for now.
 
-    engine: Literal["fsdp2"] = "fsdp2"
-    fsdp: Literal[1] = 1
-    ep: Literal[1] = 1
-    tp: Literal[1] = 1
-    pp: Literal[1] = 1
-    replicate: Literal[1] = 1
+    There are `replicate · fsdp · tp · pp` ranks. `fsdp` ranks share one copy of model and optimizer, `replicate` such
+    groups hold one each, and all of these see different data. `tp` ranks split every matrix, `pp` ranks split the
+    layers. `ep` adds no rank: it spreads each layer's experts over that many of the `replicate · fsdp · tp` ranks.
+
+    `zero` says what the `fsdp` ranks share: 1 optimizer states, 2 gradients as well, 3 weights as well. Under
+    `reshard: false` gathered weights stay gathered from forward to backward. `offload: optimizer` keeps optimizer
+    states and master weights on the host, and updates there.
+    """
+
+    engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
+    fsdp: Positive = 1
+    ep: Positive = 1
+    tp: Positive = 1
+    pp: Positive = 1
+    replicate: Positive = 1
+    zero: Literal[1, 2, 3] = 3
+    reshard: bool = True
+    offload: Literal["none", "optimizer"] = "none"
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.fsdp * self.tp * self.pp
+
+    @model_validator(mode="after")
+    def _experts_fit_the_ranks(self) -> ParallelConfig:
+        sharing = self.replicate * self.fsdp * self.tp
+        if sharing % self.ep:
+            raise ValueError(
+                f"ep {self.ep} does not divide the {sharing} ranks that replicate {self.replicate}, fsdp {self.fsdp} "
+                f"and tp {self.tp} make; ep regroups those ranks, it adds none"
+            )
+        return self
 
 
 class HardwareConfig(Section):
+    """`gpu` is a name of the catalog or a size such as 44GiB; `count` is how many of them."""
+
     gpu: str | None = None
-    count: Literal[1] = 1
+    count: Positive = 1
 
 
 class RunConfig(Section):
@@ -171,6 +201,15 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     hardware: HardwareConfig = HardwareConfig()
     output: str | None = None
+
+    @model_validator(mode="after")
+    def _as_many_gpus_as_ranks(self) -> RunConfig:
+        if self.parallel.ranks != self.hardware.count:
+            raise ValueError(
+                f"parallel: asks for {self.parallel.ranks} ranks and hardware.count is {self.hardware.count}; "
+                f"set hardware.count: {self.parallel.ranks}"
+            )
+        return self
 
     def to_yaml(self) -> str:
         """The resolved run file: every value spelled out, so that it reads back equal."""
@@ -231,6 +270,22 @@ def require(config: RunConfig, command: str, *sections: Literal["data", "output"
     missing = [name for name in sections if getattr(config, name) is None]
     if missing:
         raise UserError(f"moetune {command} needs {' and '.join(f'{name}:' for name in missing)} in the run file")
+
+
+def refuse_untrainable(config: RunConfig) -> None:
+    """Raises `UserError` for settings that only the closed form knows so far."""
+    default = RunConfig(model=config.model, adapt=config.adapt)
+    settings = {
+        "optimizer.name": config.optimizer.name == "lomo",
+        "optimizer.master_weights": config.optimizer.master_weights != "none",
+        "optimizer.fused_backward": config.optimizer.fused_backward,
+        "parallel": config.parallel != default.parallel,
+    }
+    unbuilt = [name for name, is_set in settings.items() if is_set]
+    if unbuilt:
+        raise UserError(
+            f"{', '.join(unbuilt)}: can be predicted (moetune predict --method formula), not trained or traced yet"
+        )
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

@@ -3,7 +3,7 @@
 A step has four kinds of moments that can be the peak; with everything below in bytes of one rank:
 
     loss       static + G + Σ saved + loss
-    layer k    static + G' + Σ_{j<k} saved_j + transient_k
+    layer k    static + G' + Σ_{j≤k} saved_j + transient_k
     embedding  static + G' + what the embedding's backward takes
     optimizer  static + gradients + update
 
@@ -124,7 +124,6 @@ class Quantities:
         yield "loss", replace(static, gradients=gradients, saved_activations=saved, transient_peak=self.loss)
         gradients += self.head.gradients
         for layer in reversed(self.layers):
-            saved -= layer.saved
             own = layer.tensors.gradients
             for moment in layer.transients:
                 yield (
@@ -136,6 +135,7 @@ class Quantities:
                         transient_peak=moment.dense + moment.experts,
                     ),
                 )
+            saved -= layer.saved
             gradients += 0 if again else own
         if self.embedding.numel:
             yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -44,7 +45,7 @@ class Parts:
     def total(self) -> int:
         return sum(self)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[int]:
         return (getattr(self, name) for name in PART_NAMES)
 
     def items(self) -> list[tuple[PartName, int]]:

@@ -1,16 +1,17 @@
-"""The one training step. The trainer runs it; whatever predicts its memory runs it too.
+"""The one training step. The trainer runs it; whatever predicts or verifies its memory runs it too.
 
 A step is `accumulate` micro-steps (forward and backward), one clip, one optimizer update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from moetune.config import TrainConfig
@@ -74,3 +75,12 @@ def micro_step(
     del routed
     backward(loss if router_loss is None else loss + router_loss)
     return MicroStep(loss.detach(), None if router_loss is None else router_loss.detach(), load)
+
+
+def update(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, max_grad_norm: float) -> Tensor:
+    """Clips the gradients to a total norm (0: not at all), updates, and frees them, as `Trainer` does after the last
+    micro-step. Returns the norm before clipping."""
+    norm = clip_grad_norm_(parameters, max_grad_norm or torch.inf)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -14,7 +14,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.build import build, compute_dtype, count_trainable
 from moetune.anatomy.source import resolve
-from moetune.config import RunConfig, require
+from moetune.config import RunConfig, refuse_untrainable, require
 from moetune.errors import UserError, suggest
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
@@ -60,6 +60,7 @@ def train(
     """
     console = console or Console(stderr=True)
     require(config, "train", "data", "output")
+    refuse_untrainable(config)
     assert config.data is not None
     assert config.output is not None
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

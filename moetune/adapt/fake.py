@@ -1,0 +1,83 @@
+"""The adapted model on fake tensors: every shape, dtype and alias of the real one, no data.
+
+Fake tensors live on the `cpu` device, whatever the device that is predicted: a CPU-only torch cannot differentiate fake
+CUDA tensors. The device is a label; what CUDA adds is added by who predicts for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moetune.adapt.build import Adapted, build
+from moetune.config import RunConfig
+from moetune.experts.packed import BLOCK, NESTED_BLOCK
+
+
+def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
+    """Builds on the meta device by the one path, then gives every tensor a fake storage. `mode` need not be active.
+
+    Raises:
+        UserError: as `build`.
+    """
+    adapted = build(config, "meta")
+    with mode:
+        for module in adapted.model.modules():
+            if isinstance(module, Linear4bit):
+                module.weight = _packed(module.weight, config.model.double_quant)
+        memo: dict[Tensor, Tensor] = {}
+        for module in adapted.model.modules():
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None and tensor.is_meta:
+                        own[name] = memo.setdefault(tensor, _fake(tensor))
+    return adapted
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that a model holds: parameters, buffers, and the quantization constants of 4-bit linear layers."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None) if _is_4bit(module) else None
+        if state is not None:
+            nested = state.state2
+            yield from (state.absmax, state.code)
+            if nested is not None:
+                yield from (state.offset, nested.absmax, nested.code)
+
+
+def _is_4bit(module: nn.Module) -> bool:
+    return isinstance(module, Linear4bit)
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _packed(weight: Tensor, double_quant: bool) -> nn.Parameter:
+    """A 4-bit weight as bitsandbytes stores it, as a plain Parameter that carries its quantization state."""
+    blocks = -(-weight.numel() // BLOCK)
+    state = QuantState(
+        absmax=torch.empty(blocks, dtype=torch.uint8 if double_quant else torch.float32),
+        shape=weight.shape,
+        code=torch.empty(16),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=weight.dtype,
+    )
+    if double_quant:
+        nested = QuantState(
+            absmax=torch.empty(-(-blocks // NESTED_BLOCK)), code=torch.empty(256), blocksize=NESTED_BLOCK,
+            dtype=torch.float32,
+        )  # fmt: skip
+        state.offset, state.state2, state.nested = torch.empty(()), nested, True
+    packed = nn.Parameter(torch.empty((-(-weight.numel() // 2), 1), dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = state
+    return packed

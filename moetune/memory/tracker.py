@@ -1,0 +1,168 @@
+"""Which storages are alive, and when: the one instrument for real tensors and for fake ones.
+
+A storage is born when an operation first returns a tensor on it, and dies when nothing refers to it any more. What a
+kernel allocates and frees inside itself is not seen (docs/concepts/trace.md lists what CUDA kernels are known to take).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moetune.memory.report import PartName, Phase
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage. `born` and `died` are ticks of one clock that counts births and deaths; `died` is None if it
+    outlived the trace. `part` is settled only when the trace ends: a gradient is known as one after its birth."""
+
+    bytes: int
+    part: PartName
+    phase: Phase
+    module: str
+    op: str
+    born: int
+    died: int | None = None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """From this tick on, this phase of this micro-step."""
+
+    tick: int
+    step: int
+    micro_step: int
+    phase: Phase
+    module: str
+
+
+class Tracker(TorchDispatchMode):
+    """Follows every storage between `with tracker:` and its end.
+
+    Args:
+        modules: module -> path, of the modules that a moment is named by; deeper ones count as part of these.
+    """
+
+    def __init__(self, modules: dict[nn.Module, str]) -> None:
+        super().__init__()
+        self.blocks: list[Block] = []
+        self.marks: list[Mark] = []
+        self.clock = self.alive_bytes = self.peak_bytes = 0
+        self.step = self.micro_step = 0
+        self.phase: Phase = "load"
+        self.module = ""
+        self._modules = modules
+        self._stack: list[tuple[str, Phase]] = []
+        self._alive: dict[int, int] = {}  # id of a storage -> its block
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    # --- What is alive ------------------------------------------------------------------------------------------
+
+    def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
+        """Follows the storage of a tensor from now on, if it is not followed yet."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive:
+            return
+        block = self.birth(storage.nbytes(), part, op)
+        self._alive[key] = block
+        self._references[key] = weakref.ref(storage, partial(self._died, key))
+
+    def birth(self, size: int, part: PartName, op: str) -> int:
+        """Notes that `size` bytes are alive from now on; returns the number of their block."""
+        self.blocks.append(Block(size, part, self.phase, self.module, op, self.clock))
+        self.clock += 1
+        self.alive_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        return len(self.blocks) - 1
+
+    def death(self, number: int) -> None:
+        """Notes that a block is gone."""
+        block = self.blocks[number]
+        block.died = self.clock
+        self.clock += 1
+        self.alive_bytes -= block.bytes
+
+    def _died(self, key: int, _: object) -> None:
+        del self._references[key]
+        self.death(self._alive.pop(key))
+
+    def tag(self, tensors: Iterable[Tensor | None], part: PartName) -> None:
+        """Says what these tensors are, from their birth on."""
+        for tensor in tensors:
+            if tensor is not None and (number := self._alive.get(id(tensor.untyped_storage()))) is not None:
+                self.blocks[number].part = part
+
+    def alive(self) -> Iterator[Block]:
+        """The blocks that are alive now."""
+        return (self.blocks[number] for number in self._alive.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.add(out, op=func.__name__)
+        elif out is not None:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self.add(leaf, op=func.__name__)
+        return out
+
+    # --- When: phases and modules -------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase, module: str = "") -> None:
+        """Begins a phase, or the part of one that belongs to a module."""
+        if (phase, module) != (self.phase, self.module):
+            self.phase, self.module = phase, module
+            self.marks.append(Mark(self.clock, self.step, self.micro_step, phase, module))
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Follows the model's modules: in forward by calls, in backward by the gradients that arrive at them."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            if (path := self._modules.get(module)) is not None:
+                self._stack.append((self.module, self.phase))
+                self.enter("recompute" if self.phase in ("backward", "recompute") else "forward", path)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if (path := self._modules.get(module)) is not None:
+                outer, phase = self._stack.pop()
+                first = output[0] if isinstance(output, tuple) else output
+                if isinstance(first, Tensor) and first.requires_grad and first.grad_fn is not None:
+                    first.register_hook(lambda gradient: self.enter("backward", path))
+                self.enter(phase, outer)
+
+        hooks = [
+            register_module_forward_pre_hook(before),
+            register_module_forward_hook(after, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@contextmanager
+def tagging_gradients(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Tags each gradient of the parameters as one: when it arrives, and when it has been accumulated."""
+    hooks = []
+    for parameter in parameters:
+        hooks.append(parameter.register_hook(lambda gradient: tracker.tag([gradient], "gradients")))
+        hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag([p.grad], "gradients")))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
