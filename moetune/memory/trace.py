@@ -6,15 +6,14 @@ value that shapes depend on: how many tokens each expert receives (`routing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.fake import build_fake, tensors_of
+from moetune.adapt.fake import tensors_of
 from moetune.config import RunConfig
 from moetune.memory.tracker import Block, Mark, Tracker, tagging_gradients
 from moetune.step.optimizers import make_optimizer

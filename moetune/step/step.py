@@ -10,15 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from moetune.config import TrainConfig
+from moetune.step.loss import IGNORED, summed_cross_entropy
 from moetune.step.router_losses import RouterWatch
-
-IGNORED = -100
-"""The label of a token that carries no loss."""
 
 Batch = Mapping[str, Tensor]
 """`input_ids` and `labels` [B, S], and either `attention_mask` or `position_ids` and `is_token`, [B, S] too."""
@@ -44,7 +42,7 @@ def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
     logits = model(**inputs, use_cache=False).logits
     targets = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]  # a view of the labels, not a copy of the logits
-    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return summed_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def micro_step(

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moetune.config import DataConfig, TrainConfig
 from moetune.errors import UserError
-from moetune.step.step import IGNORED
+from moetune.step.loss import IGNORED
 from moetune.train.packing import packed, separate
 from moetune.train.records import read_documents
 from moetune.train.sources import open_source

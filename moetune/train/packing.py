@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from moetune.step.step import IGNORED
+from moetune.step.loss import IGNORED
 from moetune.train.records import Document
 
 SHORTEST_PIECE = 2

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError
-from moetune.step.step import IGNORED
+from moetune.step.loss import IGNORED
 from moetune.train.sources import Source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

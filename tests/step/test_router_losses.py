@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moetune.adapt.build import Adapted, build
 from moetune.errors import UserError
+from moetune.step import router_losses
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import Batch, micro_step, token_loss
-from moetune.step import router_losses
 from moetune.train.data import collate
 from moetune.train.run import train
 from tests import small

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
+from moetune.step.loss import IGNORED
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import IGNORED, Batch, count_loss_tokens, micro_step, token_loss
+from moetune.step.step import Batch, count_loss_tokens, micro_step, token_loss
 from moetune.train.data import collate, load_data
 from tests import small
 

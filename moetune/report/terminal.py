@@ -1,0 +1,222 @@
+"""The memory report on a terminal: the verdict first, then what it rests on. Readable from 80 columns on.
+
+What is said in words is said here; the page says the same.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from moetune.memory.report import Change, Collective, LoadPeaks, MemoryReport, Moment, RankMemory, Term
+from moetune.report.units import gib, percent
+
+METHODS = {
+    "trace": "traced: the training step, run on tensors without storage",
+    "formula": "closed form: formulas over the model's shapes",
+}
+ALLOCATED = "allocated at the peak"
+_PHASES = {
+    "load": "while loading",
+    "forward": "in the forward pass",
+    "recompute": "in the recomputation",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer's step",
+}
+
+
+def print_report(report: MemoryReport, console: Console) -> None:
+    """Prints the whole report; the changes that would help only where it does not fit."""
+    for renderable in _sections(report):
+        console.print(renderable, highlight=False)
+
+
+def verdict(report: MemoryReport) -> str:
+    if report.gpu is None or report.headroom_bytes is None:
+        return f"needs {gib(report.peak_process)}; no GPU named to compare with"
+    card = f"{report.gpu.name} ({gib(report.gpu.usable_bytes)} usable)"
+    if report.headroom_bytes < 0:
+        return f"does NOT fit: {gib(-report.headroom_bytes)} too much for {card}"
+    return f"fits: yes, {gib(report.headroom_bytes)} headroom on {card}"
+
+
+def most(report: MemoryReport) -> str:
+    """How much which process takes, and whether that is in a step or before the first."""
+    fullest = report.fullest
+    who = "The process" if len(report.ranks) == 1 else f"Rank {fullest.rank}, the fullest of {len(report.ranks)},"
+    moment = "while the weights load" if report.peak_process > fullest.peak_process else "at the peak of a step"
+    return f"{who} takes {gib(report.peak_process)} {moment}."
+
+
+def peak(report: MemoryReport) -> str:
+    """Which rank's peak it is, and when it comes."""
+    whose = f" on rank {report.fullest.rank}" if len(report.ranks) > 1 else ""
+    return f"the peak of a step{whose}" + ("" if report.moment is None else f": {when(report.moment)}")
+
+
+def when(moment: Moment) -> str:
+    where = f" of {moment.module}" if moment.module else ""
+    return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
+
+
+def named(part: str) -> str:
+    return part.replace("_", " ")
+
+
+def balance(rank: RankMemory) -> list[tuple[str, int]]:
+    """From what tensors take to what the process takes, line by line."""
+    return [
+        (ALLOCATED, rank.peak_allocated),
+        ("+ cached, not in use", rank.peak_reserved - rank.peak_allocated),
+        ("= reserved", rank.peak_reserved),
+        ("+ outside the allocator", rank.outside_allocator),
+        ("= process", rank.peak_process),
+    ]
+
+
+def loading(load: LoadPeaks) -> list[str]:
+    return [f"host: {gib(load.host)}", f"GPU: {gib(load.gpu)}, and what is outside the allocator"]
+
+
+def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
+    """Ranks of equal memory as one of them, under all their numbers as in `0-3,6`."""
+    groups: dict[tuple[object, ...], list[RankMemory]] = {}
+    for rank in ranks:
+        groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved), []).append(rank)
+    return [(_ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
+
+
+def biggest(changes: Iterable[Change]) -> list[Change]:
+    """The three changes that save most."""
+    return sorted(changes, key=lambda change: change.saves, reverse=True)[:3]
+
+
+def flags(change: Change) -> str:
+    """A change as it is typed into a shell."""
+    return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
+
+
+def effect(change: Change) -> str:
+    outcome = "which fits" if change.fits else "which does not fit yet"
+    return f"saves {gib(change.saves)}: the process then takes {gib(change.peak_process)}, {outcome}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(runs)
+
+
+# --- Sections -----------------------------------------------------------------------------------------------------
+# Names and formulas hold square brackets, which rich would read as markup in a str: they go in as Text.
+
+
+def _sections(report: MemoryReport) -> Iterator[RenderableType]:
+    colour = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
+    yield Text(verdict(report), style=colour)
+    yield Text(most(report))
+    yield Text(f"{report.model}; {METHODS[report.method]}", style="dim")
+    if report.fits is False and report.changes:
+        changes = [f"{flags(change)}\n{effect(change)}; {change.why}" for change in biggest(report.changes)]
+        yield _titled("what would save most", _list(changes))
+    yield _titled(peak(report), _parts(report.fullest))
+    if report.moment is not None and report.moment.largest:
+        yield _titled("largest allocations alive at the peak", _largest(report.moment))
+    if report.terms:
+        yield _titled("formula terms", _terms(report.terms))
+    yield _titled("loading, before the first step", _list(loading(report.load)))
+    if len(report.ranks) > 1:
+        yield _titled(f"{len(report.ranks)} ranks", _ranks(report))
+    if report.collectives:
+        yield _titled("communication of one step, leaving each rank", _collectives(report.collectives))
+    if report.assumptions:
+        yield _titled("assumed", _list(report.assumptions))
+    if report.notes:
+        yield _titled("notes", _list(report.notes))
+
+
+def _parts(rank: RankMemory) -> Table:
+    table = Table()
+    table.add_column("part")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for name, count in rank.parts.items():
+        table.add_row(named(name), gib(count), percent(count, rank.peak_allocated), style="" if count else "dim")
+    table.add_section()
+    for name, count in balance(rank):
+        share = percent(count, rank.peak_allocated) if name == ALLOCATED else ""
+        table.add_row(name, gib(count), share, style="" if name.startswith("+") else "bold")
+    return table
+
+
+def _largest(moment: Moment) -> Table:
+    table = Table()
+    table.add_column("part, made in")
+    table.add_column("module, operation", overflow="fold")
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for item in moment.largest:
+        what, where = _cell(named(item.part), item.phase), _cell(item.module or "the step itself", item.op)
+        table.add_row(what, where, f"{item.count:,}", gib(item.bytes))
+    return table
+
+
+def _terms(terms: tuple[Term, ...]) -> Table:
+    table = Table(show_footer=True, show_lines=True)
+    table.add_column("part, page", footer="sum", overflow="fold")
+    table.add_column("term, formula, numbers", overflow="fold")
+    table.add_column("bytes", footer=gib(sum(term.bytes for term in terms)), justify="right", no_wrap=True)
+    for term in terms:
+        formula = Text.assemble((term.name, "bold"), "\n", term.formula, "\n", (f"= {term.numbers}", "dim"))
+        table.add_row(_cell(named(term.part), term.page), formula, gib(term.bytes))
+    return table
+
+
+def _ranks(report: MemoryReport) -> Table:
+    table = Table()
+    table.add_column("rank", overflow="fold")
+    for heading in ("allocated", "reserved", "outside", "process"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for numbers, rank in alike(report.ranks):
+        counts = rank.peak_allocated, rank.peak_reserved, rank.outside_allocator, rank.peak_process
+        style = "bold" if rank.peak_process == report.fullest.peak_process else ""
+        table.add_row(numbers, *map(gib, counts), style=style)
+    return table
+
+
+def _collectives(collectives: tuple[Collective, ...]) -> Table:
+    table = Table()
+    table.add_column("what", overflow="fold")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("axis", no_wrap=True)
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for item in collectives:
+        table.add_row(Text(item.what), item.kind, Text(item.axis), f"{item.calls:,}", gib(item.bytes))
+    return table
+
+
+def _titled(title: str, body: RenderableType) -> RenderableType:
+    """A title beside the table, not of it: a table's own title wraps at the table's width."""
+    return Group(Text(f"\n{title}", style="bold"), body)
+
+
+def _cell(first: str, second: str) -> Text:
+    return Text.assemble(first, "\n", (second, "dim"))
+
+
+def _list(lines: Iterable[str]) -> Table:
+    """A bulleted list whose long lines hang under their own beginning."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    for line in lines:
+        grid.add_row("-", Text(line))
+    return grid
