@@ -6,79 +6,228 @@ value that shapes depend on: how many tokens each expert receives (`routing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.fake import tensors_of
-from moetune.config import RunConfig
-from moetune.memory.tracker import Block, Mark, Tracker, tagging_gradients
+from moetune.adapt.fake import build_fake, tensors_of
+from moetune.config import RunConfig, refuse_untrainable
+from moetune.experts.mlp import Counting, counting_by
+from moetune.memory.replay import decoder_layers, recording, replace_alike
+from moetune.memory.report import PART_NAMES, Allocation, Moment, Parts, Sample
+from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.tracker import Block, Mark, Tracker
+from moetune.step.loss import IGNORED
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import Batch, count_loss_tokens, micro_step, update
 
+STEPS = 2
+"""Optimizer states appear in the first step; the second is like all that follow."""
+
 
 @dataclass(frozen=True)
 class Trace:
-    """Every storage of two steps, in order of birth, and what happened when."""
+    """Every storage of the first steps, in order of birth, and what happened when; see `Tracker`."""
 
     blocks: list[Block]
+    log: list[int]
     marks: list[Mark]
+    peak: int
+    """Place in the log after which the most is alive."""
+
+    @classmethod
+    def of(cls, tracker: Tracker) -> Trace:
+        alive = most = peak = 0
+        for at, entry in enumerate(tracker.log):
+            alive += tracker.blocks[entry].bytes if entry >= 0 else -tracker.blocks[~entry].bytes
+            if alive > most:
+                most, peak = alive, at
+        return cls(tracker.blocks, tracker.log, tracker.marks, peak)
+
+    def alive(self, at: int) -> Iterator[Block]:
+        """What is alive after this place of the log."""
+        return (block for block in self.blocks if block.born <= at and (block.died is None or block.died > at))
+
+    def parts(self, at: int) -> Parts:
+        """The bytes alive after this place of the log, by part."""
+        return _parts(self.alive(at))
+
+    def moment(self, largest: int = 20) -> Moment:
+        """When the peak is, and the largest allocations then, those of one module, phase and operation together."""
+        mark = self.marks[bisect_right(self.marks, self.peak, key=lambda mark: mark.at) - 1]
+        groups: dict[tuple, list[int]] = {}
+        for block in self.alive(self.peak):
+            groups.setdefault((block.part, block.module, block.phase, block.op), []).append(block.bytes)
+        allocations = [Allocation(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
+        allocations.sort(key=lambda allocation: -allocation.bytes)
+        return Moment(mark.step, mark.micro_step, mark.phase, mark.module, tuple(allocations[:largest]))
+
+    def timeline(self, points: int = 600) -> tuple[Sample, ...]:
+        """The last step in about so many samples, each the fullest moment of its stretch; phases are labelled."""
+        begin = next(mark.at for mark in self.marks if mark.step == self.marks[-1].step)
+        labels = {}
+        phase = None
+        for mark in self.marks:
+            outer = "backward" if mark.phase == "recompute" else mark.phase
+            if mark.at >= begin and (outer, mark.micro_step) != phase:
+                phase = (outer, mark.micro_step)
+                labels[mark.at] = outer if outer == "optimizer" else f"{outer} {mark.micro_step}"
+        stretch = max(1, (len(self.log) - begin) // points)
+        alive = dict.fromkeys(PART_NAMES, 0)
+        for block in self.alive(begin):
+            alive[block.part] += block.bytes
+        samples, fullest, label = [], dict(alive), ""
+        for at in range(begin + 1, len(self.log)):
+            entry = self.log[at]
+            block = self.blocks[entry if entry >= 0 else ~entry]
+            alive[block.part] += block.bytes if entry >= 0 else -block.bytes
+            label = labels.pop(at, label)
+            if sum(alive.values()) > sum(fullest.values()):
+                fullest = dict(alive)
+            if (at - begin) % stretch == 0 or at in labels:
+                samples.append(Sample(label, Parts(**fullest)))
+                fullest, label = dict(alive), ""
+        return tuple(samples)
+
+    def events(self) -> Iterator[tuple[int, int]]:
+        """Births (block, bytes) and deaths (block, -1), in order, as the allocator simulation takes them."""
+        for entry in self.log:
+            yield (entry, self.blocks[entry].bytes) if entry >= 0 else (~entry, -1)
+
+
+def trace(config: RunConfig, routing: Routing | Counting = BALANCED, *, compose: bool = True) -> Trace:
+    """Traces the first steps of a run, without weights, data or a GPU.
+
+    Args:
+        routing: what the experts receive: an assumption, or whatever answers `tokens_per_expert`.
+        compose: replay layers that are alike instead of running each (docs/concepts/trace.md); about the same result,
+            sooner. Runs with router losses are traced in full.
+
+    Raises:
+        UserError: as `build`; or the run file asks for what training does not do yet.
+    """
+    refuse_untrainable(config)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    adapted = build_fake(config, mode)
+    adapted.model.train()
+    vocabulary = adapted.model.get_input_embeddings().weight.shape[0]
+    steps = Steps(adapted, config)
+    with mode:
+        return steps.run(partial(make_batch, config, vocabulary), routing, compose=compose)
 
 
 def make_batch(config: RunConfig, vocabulary: int) -> Batch:
-    """A micro-batch as the run's collator gives it: `[micro_batch, sequence_length]`, two documents a row if packed,
-    one row shorter than the others if padded, so that attention needs a mask as it does on real data."""
+    """A micro-batch as the run's collator gives it, `[micro_batch, sequence_length]`: two documents a row if packed,
+    else one row a token shorter than the others, so that attention needs a mask as it does on real data."""
     shape = (config.train.micro_batch, config.train.sequence_length)
     ids = torch.randint(vocabulary, shape)
-    batch = {"input_ids": ids, "labels": ids.clone()}
     if config.data is None or config.data.packing:
         half = shape[1] // 2
-        positions = torch.cat([torch.arange(half), torch.arange(shape[1] - half)])
-        return {**batch, "position_ids": positions.repeat(shape[0], 1), "is_token": torch.ones_like(ids)}
-    mask = torch.ones_like(ids)
-    mask[0, -1] = 0
-    batch["labels"][0, -1] = -100
-    return {**batch, "attention_mask": mask}
+        positions = torch.cat([torch.arange(half), torch.arange(shape[1] - half)]).repeat(shape[0], 1)
+        return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions, "is_token": torch.ones_like(ids)}
+    is_token = torch.ones_like(ids)
+    is_token[0, -1] = 0
+    return {"input_ids": ids, "labels": ids.masked_fill(is_token == 0, IGNORED), "attention_mask": is_token}
 
 
-def run_steps(adapted: Adapted, config: RunConfig, tracker: Tracker, batches: Callable[[], Batch], steps: int) -> None:
-    """Runs the trainer's steps under a tracker."""
-    model = adapted.model
-    trained = list(adapted.trainable().values())
-    optimizer = make_optimizer(trained, config.optimizer)
-    watch = RouterWatch(adapted)
-    tracker.tag
-    for tensor in tensors_of(model):
-        tracker.add(tensor, "trainable_weights" if tensor.requires_grad else "frozen_weights")
-    with tracker, tracker.naming(), tagging_gradients(tracker, trained):
-        for step in range(steps):
-            tracker.step = step
-            held = [batches() for _ in range(config.train.accumulate)]
-            for batch in held:
-                for tensor in batch.values():
-                    tracker.add(tensor, "saved_activations", "batch")
-            tokens = torch.stack([count_loss_tokens(batch) for batch in held]).sum()
-            for number, batch in enumerate(held):
-                tracker.micro_step = number
-                tracker.enter("forward")
-                began = tracker.clock
+class Steps:
+    """A run's first steps under a tracker: the same code for fake tensors and for real ones."""
 
-                def backward(loss: Tensor, began=began) -> None:
-                    for block in tracker.alive():
-                        if block.born >= began and block.part == "transient_peak":
-                            block.part = "saved_activations"
-                    tracker.enter("backward")
-                    loss.backward()
+    def __init__(self, adapted: Adapted, config: RunConfig) -> None:
+        self.adapted, self.config = adapted, config
+        self.trained = list(adapted.trainable().values())
+        self.optimizer = make_optimizer(self.trained, config.optimizer)
+        self.watch = RouterWatch(adapted)
+        self.held = list(tensors_of(adapted.model))
+        self.named = named_modules(adapted)
+        self.layer_of = {layer.experts: layer.index for layer in adapted.anatomy.moe_layers}
 
-                micro_step(model, batch, tokens, watch, config.train, backward)
-            tracker.enter("optimizer")
-            update(trained, optimizer, config.train.max_grad_norm)
-            tracker.tag(
-                (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)),
-                "optimizer_states",
-            )
-    watch.remove()
+    def run(
+        self, batches: Callable[[], Batch], routing: Routing | Counting, *, compose: bool, steps: int = STEPS
+    ) -> Trace:
+        tracker = Tracker(self.named)
+
+        def counting(tracker: Tracker) -> Counting:
+            return routing.counting(lambda: self.layer_of[tracker.module]) if isinstance(routing, Routing) else routing
+
+        if compose and not (self.config.train.router_aux_loss or self.config.train.router_z_loss):
+            before = Tracker(self.named)
+            with counting_by(counting(before)):
+                self._compose(batches, before, tracker)
+        self._hold(tracker)
+        with counting_by(counting(tracker)), tracker.following(self.trained):
+            for step in range(steps):
+                tracker.step = step
+                self._step(batches, tracker)
+        self.watch.remove()
+        return Trace.of(tracker)
+
+    def _hold(self, tracker: Tracker) -> None:
+        for tensor in self.held:
+            tracker.add(tensor, "trainable_weights" if tensor.requires_grad else "frozen_weights")
+
+    def _step(self, batches: Callable[[], Batch], tracker: Tracker) -> None:
+        tracker.enter("forward")
+        held = [batches() for _ in range(self.config.train.accumulate)]
+        for batch in held:
+            tracker.tag(batch.values(), "saved_activations")
+        tokens = torch.stack([count_loss_tokens(batch) for batch in held]).sum()
+        for number, batch in enumerate(held):
+            tracker.micro_step = number
+            self._micro_step(batch, tokens, tracker)
+        tracker.enter("optimizer")
+        update(self.trained, self.optimizer, self.config.train.max_grad_norm)
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        tracker.tag((value for value in states if isinstance(value, Tensor)), "optimizer_states")
+
+    def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker) -> None:
+        tracker.enter("forward")
+        began = len(tracker.log)
+
+        def backward(loss: Tensor) -> None:
+            tracker.saved_since(began)
+            tracker.enter("backward")
+            loss.backward()
+
+        micro_step(self.adapted.model, batch, tokens, self.watch, self.config.train, backward)
+
+    def _compose(self, batches: Callable[[], Batch], before: Tracker, tracker: Tracker) -> None:
+        """Replaces layers that are alike by stand-ins, with what one pass under `before` records of a real one."""
+        model = self.adapted.model
+        embedding = any(p.requires_grad for p in model.get_input_embeddings().parameters())
+        alike = replace_alike(model, embedding, before)
+        models = {group.model: model.get_submodule(group.model) for group in alike}
+        self._hold(before)
+        with before.following(self.trained), recording(models, before) as recordings:
+            batch = batches()
+            self._micro_step(batch, count_loss_tokens(batch), before)
+            self.optimizer.zero_grad(set_to_none=True)
+        for group in alike:
+            for stand_in in group.stand_ins:
+                stand_in.recording, stand_in.tracker = recordings[group.model], tracker
+
+
+def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
+    """The modules that a report names: decoder layers, what they are made of, and what stands outside of them."""
+    layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
+    experts = tuple(f"{layer.experts}." for layer in adapted.anatomy.moe_layers)
+    named = {}
+    for path, module in adapted.model.named_modules():
+        layer = next((prefix for prefix in layers if path.startswith(prefix)), "")
+        if path and not path.startswith(experts) and path[len(layer) :].count(".") <= 1:
+            named[module] = path
+    return named
+
+
+def _parts(blocks: Iterator[Block]) -> Parts:
+    sums = dict.fromkeys(PART_NAMES, 0)
+    for block in blocks:
+        sums[block.part] += block.bytes
+    return Parts(**sums)

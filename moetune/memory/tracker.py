@@ -7,7 +7,8 @@ kernel allocates and frees inside itself is not seen (docs/concepts/trace.md lis
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,8 @@ from moetune.memory.report import PartName, Phase
 
 @dataclass(slots=True)
 class Block:
-    """One storage. `born` and `died` are ticks of one clock that counts births and deaths; `died` is None if it
-    outlived the trace. `part` is settled only when the trace ends: a gradient is known as one after its birth."""
+    """One storage. `born` and `died` are places in the tracker's log; `died` is None if it outlived the trace. `part`
+    is settled only when the trace ends: a gradient is known as one after its birth."""
 
     bytes: int
     part: PartName
@@ -38,9 +39,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Mark:
-    """From this tick on, this phase of this micro-step."""
+    """From this place of the log on, this phase of this micro-step."""
 
-    tick: int
+    at: int
     step: int
     micro_step: int
     phase: Phase
@@ -52,13 +53,19 @@ class Tracker(TorchDispatchMode):
 
     Args:
         modules: module -> path, of the modules that a moment is named by; deeper ones count as part of these.
+
+    Attributes:
+        blocks: every storage, in order of birth.
+        log: births and deaths in order: the number of a block, or ~number when it dies.
+        marks: where in the log phases and modules begin.
     """
 
     def __init__(self, modules: dict[nn.Module, str]) -> None:
         super().__init__()
         self.blocks: list[Block] = []
+        self.log: list[int] = []
         self.marks: list[Mark] = []
-        self.clock = self.alive_bytes = self.peak_bytes = 0
+        self.alive_bytes = self.peak_bytes = 0
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
         self.module = ""
@@ -81,8 +88,8 @@ class Tracker(TorchDispatchMode):
 
     def birth(self, size: int, part: PartName, op: str) -> int:
         """Notes that `size` bytes are alive from now on; returns the number of their block."""
-        self.blocks.append(Block(size, part, self.phase, self.module, op, self.clock))
-        self.clock += 1
+        self.blocks.append(Block(size, part, self.phase, self.module, op, len(self.log)))
+        self.log.append(len(self.blocks) - 1)
         self.alive_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         return len(self.blocks) - 1
@@ -90,8 +97,8 @@ class Tracker(TorchDispatchMode):
     def death(self, number: int) -> None:
         """Notes that a block is gone."""
         block = self.blocks[number]
-        block.died = self.clock
-        self.clock += 1
+        block.died = len(self.log)
+        self.log.append(~number)
         self.alive_bytes -= block.bytes
 
     def _died(self, key: int, _: object) -> None:
@@ -101,12 +108,18 @@ class Tracker(TorchDispatchMode):
     def tag(self, tensors: Iterable[Tensor | None], part: PartName) -> None:
         """Says what these tensors are, from their birth on."""
         for tensor in tensors:
-            if tensor is not None and (number := self._alive.get(id(tensor.untyped_storage()))) is not None:
+            if tensor is not None and (number := self.block_of(tensor)) is not None:
                 self.blocks[number].part = part
 
-    def alive(self) -> Iterator[Block]:
-        """The blocks that are alive now."""
-        return (self.blocks[number] for number in self._alive.values())
+    def block_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage, if it is followed."""
+        return self._alive.get(id(tensor.untyped_storage()))
+
+    def saved_since(self, born: int) -> None:
+        """Says that what was born since then and is still alive was kept for backward."""
+        for block in self.blocks[bisect_left(self.blocks, born, key=lambda block: block.born) :]:
+            if block.died is None and block.part == "transient_peak":
+                block.part = "saved_activations"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -124,11 +137,12 @@ class Tracker(TorchDispatchMode):
         """Begins a phase, or the part of one that belongs to a module."""
         if (phase, module) != (self.phase, self.module):
             self.phase, self.module = phase, module
-            self.marks.append(Mark(self.clock, self.step, self.micro_step, phase, module))
+            self.marks.append(Mark(len(self.log), self.step, self.micro_step, phase, module))
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Follows the model's modules: in forward by calls, in backward by the gradients that arrive at them."""
+    def following(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Tracks inside, and follows what happens by hooks: modules in forward by their calls, in backward by the
+        gradients that arrive at them; gradients of parameters when they arrive and when they are accumulated."""
 
         def before(module: nn.Module, args: Any) -> None:
             if (path := self._modules.get(module)) is not None:
@@ -143,26 +157,13 @@ class Tracker(TorchDispatchMode):
                     first.register_hook(lambda gradient: self.enter("backward", path))
                 self.enter(phase, outer)
 
-        hooks = [
-            register_module_forward_pre_hook(before),
-            register_module_forward_hook(after, always_call=True),
-        ]
+        hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+        for parameter in trained:
+            hooks.append(parameter.register_hook(lambda gradient: self.tag([gradient], "gradients")))
+            hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: self.tag([p.grad], "gradients")))
         try:
-            yield
+            with self:
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-@contextmanager
-def tagging_gradients(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Tags each gradient of the parameters as one: when it arrives, and when it has been accumulated."""
-    hooks = []
-    for parameter in parameters:
-        hooks.append(parameter.register_hook(lambda gradient: tracker.tag([gradient], "gradients")))
-        hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: tracker.tag([p.grad], "gradients")))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

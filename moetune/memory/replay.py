@@ -1,0 +1,223 @@
+"""Layers of one kind take the same memory in the same order: trace two of them, replay the others.
+
+Of the layers that are alike, the first and the last run for real. The others become stand-ins that hold the layer's
+parameters, make its output and the gradients of its parameters for real, and note the births and deaths that a pass
+before the trace recorded for a real one. Between two layers of a kind, what is alive grows or falls by the same amount
+from each to the next, so a peak is at one of the ends, where nothing is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from moetune.memory.tracker import Tracker
+
+
+@dataclass
+class Recording:
+    """What one real layer did: its part of the log in forward and in backward, by position of birth.
+
+    An entry (position, bytes, op) is a birth, (position, -1, "") a death. `keeps_input` says whether the layer's input
+    stays alive for backward.
+    """
+
+    forward: list[tuple[int, int, str]] = field(default_factory=list)
+    backward: list[tuple[int, int, str]] = field(default_factory=list)
+    keeps_input: bool = False
+
+
+class StandIn(nn.Module):
+    """In place of a layer; anything that a model asks of the layer but to run is answered by the layer itself."""
+
+    def __init__(self, layer: nn.Module, path: str, tracker: Tracker) -> None:
+        super().__init__()
+        self.path, self.recording, self.tracker = path, Recording(), tracker
+        self.trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        object.__setattr__(self, "_layer", layer)  # not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _Replay.apply(self, hidden_states, *self.trained)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stand_in, hidden_states, *trained):
+        ctx.stand_in, ctx.blocks = stand_in, {}
+        tracker = stand_in.tracker
+        tracker.enter("forward", stand_in.path)
+        _play(stand_in.recording.forward, ctx.blocks, tracker)
+        if not any(ctx.needs_input_grad):
+            _end(ctx.blocks, tracker)
+        elif stand_in.recording.keeps_input:
+            ctx.save_for_backward(hidden_states)
+        return torch.empty_like(hidden_states)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tracker = ctx.stand_in.tracker
+        tracker.enter("backward", ctx.stand_in.path)
+        _play(ctx.stand_in.recording.backward, ctx.blocks, tracker)
+        _end(ctx.blocks, tracker)
+        gradients = (torch.empty_like(parameter) for parameter in ctx.stand_in.trained)
+        return None, torch.empty_like(gradient) if ctx.needs_input_grad[1] else None, *gradients
+
+
+def _play(entries: list[tuple[int, int, str]], blocks: dict[int, int], tracker: Tracker) -> None:
+    for position, size, op in entries:
+        if size >= 0:
+            blocks[position] = tracker.birth(size, "transient_peak", op)
+        elif position in blocks:
+            tracker.death(blocks.pop(position))
+
+
+def _end(blocks: dict[int, int], tracker: Tracker) -> None:
+    for block in blocks.values():
+        tracker.death(block)
+    blocks.clear()
+
+
+# --- Which layers are alike -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Layers of one kind that are replaced, and the real one that they do as."""
+
+    stand_ins: tuple[StandIn, ...]
+    model: str
+
+
+def replace_alike(model: nn.Module, gradients_arrive: bool, tracker: Tracker) -> list[Alike]:
+    """Puts stand-ins, still without a recording, in place of all but the first and the last layer of each kind.
+
+    Args:
+        gradients_arrive: whether something trains before the first layer, so that all must pass gradients on.
+    """
+    kinds: dict[tuple, list[str]] = {}
+    for path, layer in decoder_layers(model).items():
+        kinds.setdefault((gradients_arrive, *_kind(layer)), []).append(path)
+        gradients_arrive = gradients_arrive or any(parameter.requires_grad for parameter in layer.parameters())
+    replaced = []
+    for _, *between, last in (paths for paths in kinds.values() if len(paths) > 2):
+        stand_ins = tuple(StandIn(model.get_submodule(path), path, tracker) for path in between)
+        for stand_in in stand_ins:
+            model.set_submodule(stand_in.path, stand_in)
+        replaced.append(Alike(stand_ins, last))
+    return replaced
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Path -> layer, in the order in which the model calls them."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+
+
+_NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number", "depth")
+
+
+def _kind(layer: nn.Module) -> tuple:
+    """Classes, tensors and plain settings of a layer and everything in it, its number left out."""
+    parts: list[Any] = []
+    for path, module in layer.named_modules():
+        settings = tuple(
+            (name, value)
+            for name, value in sorted(vars(module).items())
+            if isinstance(value, (bool, int, float, str, type(None))) and name not in _NUMBERS
+        )
+        tensors = tuple(
+            (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
+        )
+        parts.append((path, type(module), settings, tensors))
+    return tuple(parts)
+
+
+# --- Recording ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Watched:
+    """The log's places where a layer's forward and backward begin and end, and its boundary tensors."""
+
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    input: int | None = None
+    output: int | None = None
+
+
+@contextmanager
+def recording(layers: dict[str, nn.Module], tracker: Tracker) -> Iterator[dict[str, Recording]]:
+    """Records what each of these layers does in the one pass that runs inside; filled in when it ends."""
+    seen = {path: _Watched() for path in layers}
+    recordings = {path: Recording() for path in layers}
+    hooks = []
+
+    def watch(path: str, layer: nn.Module) -> None:
+        watched = seen[path]
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if tracker.phase == "forward" and not watched.forward:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                watched.input = tracker.block_of(hidden)
+                watched.forward.append(len(tracker.log))
+                if hidden.requires_grad:
+                    hidden.register_hook(lambda gradient: watched.backward.append(len(tracker.log)))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if tracker.phase == "forward" and len(watched.forward) == 1:
+                watched.forward.append(len(tracker.log))
+                watched.output = tracker.block_of(output)
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: watched.backward.insert(0, len(tracker.log)))
+
+        hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(layer.register_forward_hook(after))
+
+    for path, layer in layers.items():
+        watch(path, layer)
+    try:
+        yield recordings
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path, watched in seen.items():
+        _fill(recordings[path], watched, tracker)
+
+
+def _fill(recording: Recording, watched: _Watched, tracker: Tracker) -> None:
+    start, stop = watched.forward
+    positions: dict[int, int] = {}
+
+    def read(start: int, stop: int) -> Iterator[tuple[int, int, str]]:
+        for entry in tracker.log[start:stop]:
+            if entry >= 0:
+                block = tracker.blocks[entry]
+                outlives = block.died is None or block.died >= stop
+                is_boundary = entry == watched.output or (start != watched.forward[0] and outlives)
+                if not is_boundary and block.part != "gradients":
+                    positions[entry] = len(positions)
+                    yield positions[entry], block.bytes, block.op
+            elif ~entry in positions:
+                yield positions[~entry], -1, ""
+
+    recording.forward = list(read(start, stop))
+    if watched.backward:
+        began, *rest = watched.backward
+        ended = rest[-1] if rest else max(tracker.blocks[number].died or began for number in positions)
+        # What died between the two, such as what the layer's call itself held, is not kept for backward.
+        gone = [number for number in positions if stop <= (tracker.blocks[number].died or ended) < began]
+        recording.forward += [(positions[number], -1, "") for number in gone]
+        recording.backward = list(read(began, ended))
+        kept = None if watched.input is None else tracker.blocks[watched.input]
+        recording.keeps_input = kept is not None and (kept.died is None or kept.died > began)

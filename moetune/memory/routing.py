@@ -1,0 +1,100 @@
+"""How many tokens each expert receives: the one thing about a step that a prediction has to assume.
+
+Shapes: T tokens, K experts a token, E experts; a layer's experts receive T·K rows in all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from moetune.errors import UserError
+
+
+@dataclass(frozen=True)
+class Routing:
+    """An assumption. `fullest` is the load of the fullest expert as a multiple of the mean, where one holds for all
+    layers; `load`, by layer, is each expert's share of that layer's rows."""
+
+    name: str
+    fullest: float | None = 1.0
+    load: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+    def rows(self, layer: int, tokens: int, top_k: int, num_experts: int) -> list[int]:
+        """Rows of each expert of one layer: E ints that sum to T·K, none above T.
+
+        The fullest experts are the last ones: a layer's gradients pile up expert by expert, so that is the worst order.
+
+        Raises:
+            UserError: the recorded load has no such layer, or another number of experts.
+        """
+        if not self.load:
+            return _rows(self.fullest, tokens, top_k, num_experts)
+        shares = dict(self.load).get(layer)
+        if shares is None or len(shares) != num_experts:
+            found = "nothing" if shares is None else f"{len(shares)} experts"
+            raise UserError(f"--routing {self.name!r}: has {found} for layer {layer}, which has {num_experts} experts")
+        return _split(tokens * top_k, [share / sum(shares) for share in shares])
+
+    def counting(self, layer: Callable[[], int]) -> Callable[[Tensor, int], list[int]]:
+        """What answers `tokens_per_expert` under this assumption; `layer` says which one asks."""
+        return lambda ids, num_experts: self.rows(layer(), ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
+
+
+BALANCED = Routing("balanced")
+
+
+def parse_routing(text: str) -> Routing:
+    """`balanced`, `skew:S` (the fullest expert receives S times the mean), `worst` (all tokens choose the same
+    experts), or a JSON file with `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, as `train` leaves in
+    `memory.json`.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if text in ("balanced", "worst"):
+        return Routing(text, 1.0 if text == "balanced" else None)
+    if text.startswith("skew:"):
+        try:
+            skew = float(text.removeprefix("skew:"))
+        except ValueError:
+            skew = 0.0
+        if not 1 <= skew < float("inf"):
+            raise UserError(f"--routing {text!r}: the fullest expert's load over the mean is a number from 1 up")
+        return Routing(text, skew)
+    if not Path(text).is_file():
+        raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
+    try:
+        load = json.loads(Path(text).read_text(encoding="utf-8"))["expert_load"]
+        parsed = tuple((int(layer), tuple(float(count) for count in counts)) for layer, counts in load.items())
+        if not parsed or any(min(counts) < 0 or sum(counts) <= 0 for _, counts in parsed):
+            raise ValueError("a layer without tokens")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--routing {text!r}: does not hold {{'expert_load': {{layer: [tokens of each expert]}}}}: {error}"
+        ) from None
+    return Routing(text, None, parsed)
+
+
+def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:
+    """The last experts as full as assumed, K of them if they can hold all rows; the others share the rest."""
+    total = tokens * top_k
+    most = tokens if fullest is None else min(tokens, -int(-fullest * total // num_experts))
+    if fullest is None:
+        return [0] * (num_experts - top_k) + [tokens] * top_k
+    rest = _split(total - most, [1 / (num_experts - 1)] * (num_experts - 1)) if num_experts > 1 else []
+    return [*rest, most]
+
+
+def _split(total: int, shares: list[float]) -> list[int]:
+    """Ints in proportion to the shares that sum to the total: largest remainders first."""
+    exact = [total * share for share in shares]
+    rows = [int(value - 1e-9) for value in exact]  # never one too many where a product was rounded up
+    by_remainder = sorted(range(len(rows)), key=lambda index: rows[index] - exact[index])
+    for index in by_remainder[: total - sum(rows)]:
+        rows[index] += 1
+    return rows
