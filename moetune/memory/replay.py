@@ -91,29 +91,39 @@ def _end(blocks: dict[int, int], tracker: Tracker) -> None:
 
 @dataclass(frozen=True)
 class Alike:
-    """Layers of one kind that are replaced, and the real one that they do as."""
+    """The layers of one kind, in order, with a stand-in for each."""
 
+    layers: tuple[nn.Module, ...]
     stand_ins: tuple[StandIn, ...]
-    model: str
+
+    def replace(self, model: nn.Module, *, ends: bool) -> None:
+        """Puts stand-ins in place of the layers; real are then the first and the last, or with `ends` none."""
+        last = len(self.layers) - 1
+        for number, (layer, stand_in) in enumerate(zip(self.layers, self.stand_ins, strict=True)):
+            is_real = number in (0, last) and not ends
+            model.set_submodule(stand_in.path, layer if is_real else stand_in)
+
+    def play(self, recording: Recording, tracker: Tracker) -> None:
+        """What the stand-ins note from now on, and where."""
+        for stand_in in self.stand_ins:
+            stand_in.recording, stand_in.tracker = recording, tracker
 
 
-def replace_alike(model: nn.Module, gradients_arrive: bool, tracker: Tracker) -> list[Alike]:
-    """Puts stand-ins, still without a recording, in place of all but the first and the last layer of each kind.
+def find_alike(model: nn.Module, gradients_arrive: bool, tracker: Tracker) -> list[Alike]:
+    """The kinds of which there are more than two layers; their stand-ins have no recording yet.
 
     Args:
         gradients_arrive: whether something trains before the first layer, so that all must pass gradients on.
     """
-    kinds: dict[tuple, list[str]] = {}
+    kinds: dict[tuple, dict[str, nn.Module]] = {}
     for path, layer in decoder_layers(model).items():
-        kinds.setdefault((gradients_arrive, *_kind(layer)), []).append(path)
+        kinds.setdefault((gradients_arrive, *_kind(layer)), {})[path] = layer
         gradients_arrive = gradients_arrive or any(parameter.requires_grad for parameter in layer.parameters())
-    replaced = []
-    for _, *between, last in (paths for paths in kinds.values() if len(paths) > 2):
-        stand_ins = tuple(StandIn(model.get_submodule(path), path, tracker) for path in between)
-        for stand_in in stand_ins:
-            model.set_submodule(stand_in.path, stand_in)
-        replaced.append(Alike(stand_ins, last))
-    return replaced
+    return [
+        Alike(tuple(layers.values()), tuple(StandIn(layer, path, tracker) for path, layer in layers.items()))
+        for layers in kinds.values()
+        if len(layers) > 2
+    ]
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -157,14 +167,13 @@ class _Watched:
 
 
 @contextmanager
-def recording(layers: dict[str, nn.Module], tracker: Tracker) -> Iterator[dict[str, Recording]]:
+def recording(layers: list[nn.Module], tracker: Tracker) -> Iterator[list[Recording]]:
     """Records what each of these layers does in the one pass that runs inside; filled in when it ends."""
-    seen = {path: _Watched() for path in layers}
-    recordings = {path: Recording() for path in layers}
+    seen = [_Watched() for _ in layers]
+    recordings = [Recording() for _ in layers]
     hooks = []
 
-    def watch(path: str, layer: nn.Module) -> None:
-        watched = seen[path]
+    def watch(layer: nn.Module, watched: _Watched) -> None:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if tracker.phase == "forward" and not watched.forward:
@@ -184,15 +193,15 @@ def recording(layers: dict[str, nn.Module], tracker: Tracker) -> Iterator[dict[s
         hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(layer.register_forward_hook(after))
 
-    for path, layer in layers.items():
-        watch(path, layer)
+    for layer, watched in zip(layers, seen, strict=True):
+        watch(layer, watched)
     try:
         yield recordings
     finally:
         for hook in hooks:
             hook.remove()
-    for path, watched in seen.items():
-        _fill(recordings[path], watched, tracker)
+    for one, watched in zip(recordings, seen, strict=True):
+        _fill(one, watched, tracker)
 
 
 def _fill(recording: Recording, watched: _Watched, tracker: Tracker) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,8 +20,8 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
 from moetune.config import RunConfig, refuse_untrainable
 from moetune.experts.mlp import Counting, counting_by
-from moetune.memory.replay import decoder_layers, recording, replace_alike
-from moetune.memory.report import PART_NAMES, Allocation, Moment, Parts, Sample
+from moetune.memory.replay import decoder_layers, find_alike, recording
+from moetune.memory.report import PART_NAMES, Allocation, Moment, PartName, Parts, Phase, Sample
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tracker import Block, Mark, Tracker
 from moetune.step.loss import IGNORED
@@ -62,10 +63,13 @@ class Trace:
     def moment(self, largest: int = 20) -> Moment:
         """When the peak is, and the largest allocations then, those of one module, phase and operation together."""
         mark = self.marks[bisect_right(self.marks, self.peak, key=lambda mark: mark.at) - 1]
-        groups: dict[tuple, list[int]] = {}
+        groups: dict[tuple[PartName, str, Phase, str], list[int]] = {}
         for block in self.alive(self.peak):
             groups.setdefault((block.part, block.module, block.phase, block.op), []).append(block.bytes)
-        allocations = [Allocation(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
+        allocations = [
+            Allocation(part, module, phase, op, len(sizes), sum(sizes))
+            for (part, module, phase, op), sizes in groups.items()
+        ]
         allocations.sort(key=lambda allocation: -allocation.bytes)
         return Moment(mark.step, mark.micro_step, mark.phase, mark.module, tuple(allocations[:largest]))
 
@@ -117,10 +121,17 @@ def trace(config: RunConfig, routing: Routing | Counting = BALANCED, *, compose:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     adapted = build_fake(config, mode)
     adapted.model.train()
-    vocabulary = adapted.model.get_input_embeddings().weight.shape[0]
-    steps = Steps(adapted, config)
+    steps = Steps(adapted, config, partial(make_batch, config, _vocabulary(adapted)))
     with mode:
-        return steps.run(partial(make_batch, config, vocabulary), routing, compose=compose)
+        if compose and not (config.train.router_aux_loss or config.train.router_z_loss):
+            return steps.compose(routing)
+        tracker = Tracker(steps.named)
+        with steps.counting(routing, tracker):
+            return steps.run(tracker, min(2, config.train.accumulate))
+
+
+def _vocabulary(adapted: Adapted) -> int:
+    return adapted.model.get_input_embeddings().weight.shape[0]
 
 
 def make_batch(config: RunConfig, vocabulary: int) -> Batch:
@@ -140,8 +151,8 @@ def make_batch(config: RunConfig, vocabulary: int) -> Batch:
 class Steps:
     """A run's first steps under a tracker: the same code for fake tensors and for real ones."""
 
-    def __init__(self, adapted: Adapted, config: RunConfig) -> None:
-        self.adapted, self.config = adapted, config
+    def __init__(self, adapted: Adapted, config: RunConfig, batches: Callable[[], Batch]) -> None:
+        self.adapted, self.config, self.batches = adapted, config, batches
         self.trained = list(adapted.trainable().values())
         self.optimizer = make_optimizer(self.trained, config.optimizer)
         self.watch = RouterWatch(adapted)
@@ -149,39 +160,65 @@ class Steps:
         self.named = named_modules(adapted)
         self.layer_of = {layer.experts: layer.index for layer in adapted.anatomy.moe_layers}
 
-    def run(
-        self, batches: Callable[[], Batch], routing: Routing | Counting, *, compose: bool, steps: int = STEPS
-    ) -> Trace:
-        tracker = Tracker(self.named)
-
-        def counting(tracker: Tracker) -> Counting:
-            return routing.counting(lambda: self.layer_of[tracker.module]) if isinstance(routing, Routing) else routing
-
-        if compose and not (self.config.train.router_aux_loss or self.config.train.router_z_loss):
-            before = Tracker(self.named)
-            with counting_by(counting(before)):
-                self._compose(batches, before, tracker)
-        self._hold(tracker)
-        with counting_by(counting(tracker)), tracker.following(self.trained):
+    def run(self, tracker: Tracker, micro_steps: int, *, steps: int = STEPS) -> Trace:
+        """Takes the steps, each of so many micro-steps."""
+        with self._following(tracker):
             for step in range(steps):
                 tracker.step = step
-                self._step(batches, tracker)
+                self._step(tracker, micro_steps)
         self.watch.remove()
         return Trace.of(tracker)
 
-    def _hold(self, tracker: Tracker) -> None:
+    def compose(self, routing: Routing | Counting) -> Trace:
+        """The same for fake tensors, where layers that are alike are replayed.
+
+        A pass that is not part of the trace records one layer of each kind. The first step, which is there for the
+        optimizer's states to appear, replays them all; the second runs the first and the last of a kind for real.
+        """
+        model, before, tracker = self.adapted.model, Tracker(self.named), Tracker(self.named)
+        embedding = any(p.requires_grad for p in model.get_input_embeddings().parameters())
+        kinds = find_alike(model, embedding, before)
+        for alike in kinds:
+            alike.replace(model, ends=False)
+        last = [alike.layers[-1] for alike in kinds]
+        with self.counting(routing, before), self._following(before), recording(last, before) as recordings:
+            batch = self.batches()
+            self._micro_step(batch, count_loss_tokens(batch), before)
+            self.optimizer.zero_grad(set_to_none=True)
+        for alike, recorded in zip(kinds, recordings, strict=True):
+            alike.play(recorded, tracker)
+            alike.replace(model, ends=True)
+        with self.counting(routing, tracker), self._following(tracker):
+            self._step(tracker, 1)
+            for alike in kinds:
+                alike.replace(model, ends=False)
+            tracker.step = 1
+            self._step(tracker, min(2, self.config.train.accumulate))
+        return Trace.of(tracker)
+
+    @contextmanager
+    def counting(self, routing: Routing | Counting, tracker: Tracker) -> Iterator[None]:
+        """Answers `tokens_per_expert` inside by an assumption, which asks for the layer, or in another way."""
+        if isinstance(routing, Routing):
+            routing = routing.counting(lambda: self.layer_of[tracker.module])
+        with counting_by(routing):
+            yield
+
+    @contextmanager
+    def _following(self, tracker: Tracker) -> Iterator[None]:
         for tensor in self.held:
             tracker.add(tensor, "trainable_weights" if tensor.requires_grad else "frozen_weights")
+        with tracker.following(self.trained):
+            yield
 
-    def _step(self, batches: Callable[[], Batch], tracker: Tracker) -> None:
-        tracker.enter("forward")
-        held = [batches() for _ in range(self.config.train.accumulate)]
-        for batch in held:
-            tracker.tag(batch.values(), "saved_activations")
-        tokens = torch.stack([count_loss_tokens(batch) for batch in held]).sum()
-        for number, batch in enumerate(held):
+    def _step(self, tracker: Tracker, micro_steps: int) -> None:
+        for number in range(micro_steps):
             tracker.micro_step = number
-            self._micro_step(batch, tokens, tracker)
+            tracker.enter("forward")
+            batch = self.batches()
+            tracker.tag(batch.values(), "saved_activations")
+            self._micro_step(batch, count_loss_tokens(batch) * micro_steps, tracker)
+            del batch
         tracker.enter("optimizer")
         update(self.trained, self.optimizer, self.config.train.max_grad_norm)
         states = (value for state in self.optimizer.state.values() for value in state.values())
@@ -197,21 +234,6 @@ class Steps:
             loss.backward()
 
         micro_step(self.adapted.model, batch, tokens, self.watch, self.config.train, backward)
-
-    def _compose(self, batches: Callable[[], Batch], before: Tracker, tracker: Tracker) -> None:
-        """Replaces layers that are alike by stand-ins, with what one pass under `before` records of a real one."""
-        model = self.adapted.model
-        embedding = any(p.requires_grad for p in model.get_input_embeddings().parameters())
-        alike = replace_alike(model, embedding, before)
-        models = {group.model: model.get_submodule(group.model) for group in alike}
-        self._hold(before)
-        with before.following(self.trained), recording(models, before) as recordings:
-            batch = batches()
-            self._micro_step(batch, count_loss_tokens(batch), before)
-            self.optimizer.zero_grad(set_to_none=True)
-        for group in alike:
-            for stand_in in group.stand_ins:
-                stand_in.recording, stand_in.tracker = recordings[group.model], tracker
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:

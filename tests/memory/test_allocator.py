@@ -1,0 +1,322 @@
+"""The caching allocator's rules, each in a scenario worked out by hand, then against a slow version of the rules."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moetune.memory.allocator import Event, Reserved, simulate
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def play(*events: tuple[int, float], expandable: bool = False, capacity: float | None = None) -> Reserved:
+    """Sizes in MiB; a size of -1 is a death."""
+    return simulate(
+        [(key, -1 if size == -1 else int(size * MIB)) for key, size in events],
+        expandable=expandable,
+        capacity=None if capacity is None else int(capacity * MIB),
+    )
+
+
+def in_mib(result: Reserved) -> tuple[float, float]:
+    return result.peak_allocated / MIB, result.peak_reserved / MIB
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),  # rounded to 512 bytes, in a segment of 2 MiB
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),  # the largest small request
+        (MIB + 1, MIB + 512, 20 * MIB),  # the smallest large one
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB - 1, 10 * MIB, 10 * MIB),  # rounds to 10 MiB, which has a segment of its own
+        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),  # 2 MiB - 512 left over: cut off
+        (11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB left over is not cut off: it counts as allocated
+        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # 512 bytes more are
+        (30 * MIB, 30 * MIB, 30 * MIB),
+    ],
+)
+def test_one_storage(nbytes: int, allocated: int, reserved: int) -> None:
+    assert simulate([(0, nbytes)], expandable=False) == Reserved(allocated, reserved, reserved, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 20 * MIB),
+        (11 * MIB, 11 * MIB, 20 * MIB),  # any rest is cut off
+        (20 * MIB, 20 * MIB, 20 * MIB),
+        (20 * MIB + 1, 20 * MIB + 512, 40 * MIB),
+    ],
+)
+def test_one_storage_in_expandable_segments(nbytes: int, allocated: int, reserved: int) -> None:
+    assert simulate([(0, nbytes)], expandable=True) == Reserved(allocated, reserved, reserved, 0, True)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_nothing_takes_nothing(expandable: bool) -> None:
+    assert play((0, 0), (0, -1), expandable=expandable) == Reserved(0, 0, 0, 0, True)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_two_of_1_mib_share_a_segment_of_2(expandable: bool) -> None:
+    assert in_mib(play((0, 1), (1, 1), expandable=expandable)) == (2, 2)
+    assert in_mib(play((0, 1), (1, 1), (2, 1), expandable=expandable)) == (3, 4)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_pools_do_not_share(expandable: bool) -> None:
+    assert in_mib(play((0, 8), (0, -1), (1, 1), expandable=expandable)) == (8, 22)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_an_id_may_live_twice_but_not_at_once(expandable: bool) -> None:
+    assert in_mib(play((0, 20), (0, -1), (0, 20), expandable=expandable)) == (20, 20)
+    with pytest.raises(AssertionError, match="storage 0 is born twice"):
+        play((0, 20), (0, 20), expandable=expandable)
+
+
+def test_best_fit_takes_the_smallest_segment_that_suffices() -> None:
+    # Had the 12 MiB gone into the segment of 14, the 14 MiB would need a third one.
+    assert in_mib(play((0, 14), (1, 12), (0, -1), (1, -1), (2, 12), (3, 14))) == (26, 26)
+
+
+def test_freed_neighbours_merge() -> None:
+    both = [(0, 9), (1, 9), (0, -1), (1, -1), (2, 20)]
+    assert in_mib(play(*both)) == (20, 20)
+    assert in_mib(play(*both, expandable=True)) == (20, 20)
+    # With one of them in use there are 9 and 2 MiB, apart.
+    assert in_mib(play((0, 9), (1, 9), (0, -1), (2, 20))) == (29, 40)
+
+
+def test_neighbours_merge_in_any_order() -> None:
+    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
+        births, deaths = [(key, 6) for key in range(3)], [(key, -1) for key in order]
+        for expandable in (False, True):
+            assert in_mib(play(*births, *deaths, (3, 20), expandable=expandable)) == (20, 20)
+
+
+def test_segments_of_their_own_never_merge() -> None:
+    separate = [(0, 20), (1, 20), (0, -1), (1, -1), (2, 40)]
+    assert in_mib(play(*separate)) == (40, 80)
+    assert in_mib(play(*separate, expandable=True)) == (40, 40)
+
+
+def test_a_full_card_gets_unused_segments_back() -> None:
+    assert play((0, 20), (0, -1), (1, 24), capacity=43) == Reserved(24 * MIB, 24 * MIB, 24 * MIB, 1, True)
+    assert play((0, 20), (0, -1), (1, 24), capacity=44) == Reserved(24 * MIB, 44 * MIB, 44 * MIB, 0, True)
+
+
+def test_a_segment_in_part_use_is_not_given_back() -> None:
+    # 1.5 MiB keep a segment of 20 MiB, of which 18.5 are free; 24 more exceed 40.
+    trace = [(0, 1.5), (1, 18), (1, -1), (2, 24)]
+    assert play(*trace, capacity=40) == Reserved(20 * MIB, 20 * MIB, 20 * MIB, 1, False)
+    # An expandable segment grows by one page instead.
+    assert play(*trace, expandable=True, capacity=40) == Reserved(int(25.5 * MIB), 40 * MIB, 40 * MIB, 0, True)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_too_much_ends_the_simulation(expandable: bool) -> None:
+    result = play((0, 20), (1, 30), (2, 1), expandable=expandable, capacity=40)
+    assert result == Reserved(20 * MIB, 20 * MIB, 20 * MIB, 1, False)
+
+
+def test_the_same_trace_again_may_need_more_in_plain_segments() -> None:
+    # The second time 1.5 MiB fit best into the segment of 10, which then lacks them.
+    once = [(0, 1.5), (1, 18), (2, 10), (0, -1), (1, -1), (2, -1)]
+    assert play(*once).peak_reserved == 30 * MIB
+    assert play(*once, *once).peak_reserved == 40 * MIB
+
+
+def test_the_free_end_of_an_expandable_segment_is_used_when_it_grows() -> None:
+    assert in_mib(play((0, 15), (1, 25), expandable=True)) == (40, 40)
+
+
+def test_the_end_of_an_expandable_segment_is_used_last() -> None:
+    # 8 free, 8 in use, 4 free at the end. 4 MiB go to the 8, though the 4 would do: the end could still grow.
+    # So 5 MiB find 4 and 4, and a page is added.
+    assert in_mib(play((0, 8), (1, 8), (0, -1), (2, 4), (3, 5), expandable=True)) == (17, 40)
+
+
+def test_a_full_card_gets_whole_free_pages_back() -> None:
+    # 1.5 MiB and 50 MiB on three pages; without the 50 MiB two of them are free. A small storage needs 2 MiB more.
+    trace = [(0, 1.5), (1, 50), (1, -1), (2, 1 / 1024)]
+    result = play(*trace, expandable=True, capacity=60)
+    assert result == Reserved(int(51.5 * MIB), 60 * MIB, 22 * MIB, 1, True)
+    # 30 MiB more: 18.5 MiB free and one page.
+    assert play(*trace, (3, 30), expandable=True, capacity=60).reserved_at_end == 42 * MIB
+
+
+def test_a_gap_without_pages_is_filled_first() -> None:
+    # Of three pages the middle one is given back for a small storage, and mapped again for the 20 MiB of 4.
+    trace = [(0, 20), (1, 20), (2, 20), (1, -1), (3, 1 / 1024), (3, -1), (4, 20)]
+    result = play(*trace, expandable=True, capacity=60)
+    assert (result.reserved_at_end, result.cache_flushes, result.fits) == (60 * MIB, 2, True)
+    # Pages 0 and 1 then make room for 40 MiB. Were 4 at the end of the segment, they would not.
+    assert play(*trace, (0, -1), (4, -1), (5, 40), expandable=True, capacity=60).fits
+
+
+def test_a_gap_without_pages_joins_the_free_memory_after_it() -> None:
+    # 30 free, 10 in use, on two pages; the first is given back, 10 MiB of the second stay. Together they hold 30 again.
+    trace = [(0, 30), (1, 10), (0, -1), (2, 1 / 1024), (2, -1), (3, 30)]
+    result = play(*trace, expandable=True, capacity=40)
+    assert result == Reserved(40 * MIB, 40 * MIB, 40 * MIB, 2, True)
+
+
+# Any trace, and the rules once more with lists and scans only.
+
+SIZES = st.one_of(
+    st.sampled_from(
+        [0, 1, 512, MIB - 511, MIB, MIB + 1, 2 * MIB, 10 * MIB - 512, 10 * MIB, 11 * MIB, 20 * MIB, 21 * MIB]
+    ),
+    st.integers(1, 2 * MIB),
+    st.integers(1, 60 * MIB),
+)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[Event]:
+    """Births, and deaths of storages that live."""
+    events: list[Event] = []
+    alive: list[int] = []
+    for key in range(draw(st.integers(0, 40))):
+        for _ in range(min(len(alive), draw(st.integers(0, 2)))):
+            dying = draw(st.integers(0, len(alive) - 1))
+            events.append((alive.pop(dying), -1))
+        events.append((key, draw(SIZES)))
+        alive.append(key)
+    return events
+
+
+def with_all_deaths(events: list[Event]) -> list[Event]:
+    dead = {key for key, nbytes in events if nbytes == -1}
+    return events + [(key, -1) for key, nbytes in events if nbytes != -1 and key not in dead]
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
+
+
+def split_and_merged(segment: list[list[int | None]]) -> list[list[int | None]]:
+    """A segment of [bytes, owner] with free neighbours joined."""
+    joined: list[list[int | None]] = []
+    for size, owner in segment:
+        if joined and owner is None and joined[-1][1] is None:
+            joined[-1][0] += size
+        else:
+            joined.append([size, owner])
+    return joined
+
+
+def slowly(events: Iterable[Event], expandable: bool) -> tuple[int, int]:
+    """(peak allocated, peak reserved) without a limit, where segments never shrink."""
+    pools: dict[bool, list[list[list[int | None]]]] = {True: [], False: []}
+    peak = 0
+    for key, nbytes in events:
+        if nbytes == 0:
+            continue
+        if nbytes == -1:
+            for segments in pools.values():
+                for number, segment in enumerate(segments):
+                    segments[number] = split_and_merged(
+                        [[size, None if owner == key else owner] for size, owner in segment]
+                    )
+            continue
+        size = rounded(nbytes)
+        small = size <= MIB
+        segments = pools[small]
+        free = [
+            # In an expandable segment the end counts as endless.
+            (expandable and place == len(segment) - 1, block[0], number, place)
+            for number, segment in enumerate(segments)
+            for place, block in enumerate(segment)
+            if block[1] is None and block[0] >= size
+        ]
+        if free:
+            *_, number, place = min(free)
+        elif expandable:
+            page = 2 * MIB if small else 20 * MIB
+            segments[:] = segments or [[]]
+            end = segments[0][-1] if segments[0] and segments[0][-1][1] is None else None
+            missing = size - (end[0] if end else 0)
+            segments[0] = split_and_merged([*segments[0], [-(-missing // page) * page, None]])
+            number, place = 0, len(segments[0]) - 1
+        else:
+            length = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            segments.append([[length, None]])
+            number, place = len(segments) - 1, 0
+        block = segments[number][place]
+        rest = block[0] - size
+        if rest > (0 if small or expandable else MIB):
+            segments[number][place : place + 1] = [[size, key], [rest, None]]
+        else:
+            block[1] = key
+        blocks = [block for segments in pools.values() for segment in segments for block in segment]
+        peak = max(peak, sum(size for size, owner in blocks if owner is not None))
+    return peak, sum(size for segments in pools.values() for segment in segments for size, _ in segment)
+
+
+@given(traces(), st.booleans())
+def test_equals_the_slow_version(events: list[Event], expandable: bool) -> None:
+    result = simulate(events, expandable=expandable)
+    assert (result.peak_allocated, result.peak_reserved) == slowly(events, expandable)
+    assert result.reserved_at_end == result.peak_reserved
+    assert result.fits
+
+
+@given(traces(), st.booleans())
+def test_reserved_covers_allocated_covers_what_is_alive(events: list[Event], expandable: bool) -> None:
+    result = simulate(events, expandable=expandable)
+    alive: dict[int, int] = {}
+    most = 0
+    for key, nbytes in events:
+        if nbytes == -1:
+            del alive[key]
+        else:
+            alive[key] = nbytes
+        most = max(most, sum(alive.values()))
+    assert most <= result.peak_allocated <= result.peak_reserved
+
+
+@given(st.lists(SIZES))
+def test_without_deaths_an_expandable_segment_wastes_less_than_a_page_of_each_pool(sizes: list[int]) -> None:
+    events = list(enumerate(sizes))
+    expandable = simulate(events, expandable=True)
+    assert expandable.peak_allocated == sum(map(rounded, sizes))
+    assert expandable.peak_reserved < expandable.peak_allocated + 22 * MIB
+    assert expandable.peak_reserved < simulate(events, expandable=False).peak_reserved + 22 * MIB
+
+
+@given(traces())
+def test_the_same_trace_again_needs_no_more_in_expandable_segments(events: list[Event]) -> None:
+    once = with_all_deaths(events)
+    assert simulate(once + once, expandable=True) == simulate(once, expandable=True)
+
+
+@given(traces(), st.booleans(), st.integers(0, 300 * MIB))
+def test_capacity_is_respected(events: list[Event], expandable: bool, capacity: int) -> None:
+    free = simulate(events, expandable=expandable)
+    limited = simulate(events, expandable=expandable, capacity=capacity)
+    assert limited.peak_reserved <= capacity
+    if capacity >= free.peak_reserved:
+        assert limited == free
+    else:
+        assert limited.cache_flushes > 0
+
+
+@given(traces(), st.booleans(), st.integers(0, 300 * MIB))
+def test_all_that_died_can_be_had_again(events: list[Event], expandable: bool, extra: int) -> None:
+    """However pages and segments were cut, moved and given back: a card without storages serves one of its size."""
+    capacity = 60 * MIB + extra // (20 * MIB) * 20 * MIB
+    done = with_all_deaths(events)
+    if simulate(done, expandable=expandable, capacity=capacity).fits:
+        result = simulate([*done, (-7, capacity)], expandable=expandable, capacity=capacity)
+        assert result.fits
+        assert result.reserved_at_end == capacity
