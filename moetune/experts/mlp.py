@@ -103,11 +103,13 @@ def _fill(bank: ExpertBank, routing: Routing, x_TH: Tensor, weights_TK: Tensor, 
     y_TH.zero_()
     weights = weights_TK.flatten()
     for expert, flat_N in routing.groups():
-        token_N = flat_N // routing.top_k
-        gate_up, down = bank.projections(expert, x_TH.dtype)
-        act_NI = bank.activation(gate_up.forward(x_TH[token_N]))
-        out_NH = down.forward(act_NI).mul_(weights[flat_N, None].to(x_TH.dtype))
-        y_TH.index_add_(0, token_N, out_NH)
+        _add_expert(bank, expert, flat_N // routing.top_k, x_TH, weights[flat_N, None], y_TH)
+
+
+def _add_expert(bank: ExpertBank, expert: int, token_N: Tensor, x_TH: Tensor, weights_N1: Tensor, y_TH: Tensor) -> None:
+    gate_up, down = bank.projections(expert, x_TH.dtype)
+    act_NI = bank.activation(gate_up.forward(x_TH[token_N]))
+    y_TH.index_add_(0, token_N, down.forward(act_NI).mul_(weights_N1.to(x_TH.dtype)))
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -127,7 +129,8 @@ class _ExpertMlp(torch.autograd.Function):
         dweights = torch.zeros_like(weights) if need_weights else None
         grads: Gradients = {}
 
-        for expert, flat_N in routing.groups():
+        def add_expert(expert: int, flat_N: Tensor) -> None:
+            """One expert's share. What it unpacks and recomputes is gone when it returns, before the next one's."""
             token_N = flat_N // routing.top_k
             weight_N1 = weights[flat_N, None].to(x_TH.dtype)
             gate_up, down = bank.projections(expert, x_TH.dtype)
@@ -146,13 +149,15 @@ class _ExpertMlp(torch.autograd.Function):
             if down.trains:
                 down.add_gradients(grads, act_NI.detach(), dy_NH * weight_N1)
             if dx_TH is None and not gate_up.trains:
-                continue
+                return
             (dgate_up_NO,) = torch.autograd.grad(act_NI, gate_up_NO, dact_NI.mul_(weight_N1))
             del act_NI, dact_NI, gate_up_NO, dy_NH
             gate_up.add_gradients(grads, x_NH, dgate_up_NO)
             if dx_TH is not None:
                 dx_TH.index_add_(0, token_N, gate_up.grad_input(dgate_up_NO, unpacked))
 
+        for expert, flat_N in routing.groups():
+            add_expert(expert, flat_N)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
         # An expert without tokens has a gradient of zero, not none: optimizers and reductions treat both alike.
         parameter_grads = (grads[p] if p in grads else torch.zeros_like(p) for p in bank.parameters())

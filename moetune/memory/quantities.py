@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from moetune.memory.report import Parts
 
@@ -24,7 +25,8 @@ from moetune.memory.report import Parts
 class Tensors:
     """What a group of parameters takes, in bytes; `numel` counts the parameters that train.
 
-    `update` is what the optimizer takes and gives back while it updates the group.
+    `update` is what the optimizer takes and gives back while it updates the group. `packed` is the part of `frozen`
+    that lies in buffers (packed experts and linear layers), which `fsdp` never shards.
     """
 
     frozen: int = 0
@@ -34,27 +36,39 @@ class Tensors:
     master: int = 0
     numel: int = 0
     update: int = 0
+    packed: int = 0
 
     def __add__(self, other: Tensors) -> Tensors:
-        """Both groups together; their updates run one after the other, so the larger one counts."""
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Tensors(**sums | {"update": max(self.update, other.update)})
+        return total((self, other))
 
 
 def total(groups: Iterable[Tensors]) -> Tensors:
-    return sum(groups, Tensors())
+    """All groups together; their updates run one after the other, so the largest one counts."""
+    groups = tuple(groups)
+    sums = {name: sum(getattr(group, name) for group in groups) for name in _SUMMED}
+    return Tensors(**sums, update=max((group.update for group in groups), default=0))
+
+
+_SUMMED = tuple(field.name for field in fields(Tensors) if field.name != "update")
 
 
 @dataclass(frozen=True)
 class Transient:
     """What a layer's backward holds at one moment beyond gradients of parameters and other layers' activations.
 
-    `experts` is the share that grows with the tokens a rank's experts receive, `dense` all the rest.
+    `experts` is the share that grows with the tokens a rank's experts receive, `dense` all the rest. `split` and
+    `experts_split` are the activations in them that tensor parallelism divides (heads, intermediates); rows of hidden
+    size and unpacked matrices are not among them. `gradients` and `saved` are the shares of the layer's gradients and of
+    what its forward pass kept that exist at this moment.
     """
 
     name: str
     dense: int
     experts: int = 0
+    split: int = 0
+    experts_split: int = 0
+    gradients: float = 1.0
+    saved: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,10 +76,13 @@ class Layer:
     """One decoder layer.
 
     Attributes:
-        dense: all but the routed experts.
+        dense: all but the routed experts and `unsplit`.
         experts: by expert id; empty in a layer without experts.
         saved: what its forward pass keeps for backward (its input, under checkpointing).
         transients: the moments of its backward that may be its fullest.
+        unsplit: norms and router, which tensor parallelism leaves whole.
+        saved_split: the part of `saved` that tensor parallelism divides.
+        saved_experts: the part of `saved` that grows with the tokens a rank's experts receive.
     """
 
     index: int
@@ -73,10 +90,13 @@ class Layer:
     experts: tuple[Tensors, ...]
     saved: int
     transients: tuple[Transient, ...]
+    unsplit: Tensors = Tensors()
+    saved_split: int = 0
+    saved_experts: int = 0
 
-    @property
+    @cached_property
     def tensors(self) -> Tensors:
-        return self.dense + total(self.experts)
+        return self.dense + self.unsplit + total(self.experts)
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,11 @@ class Quantities:
         hidden: one activation [B, S, H].
         routed: rows [B·S·K, H] that a layer's tokens send to experts.
         accumulate: micro-steps in a step.
+        logits: [B, S, V], which the tensor-parallel ranks gather.
+        tied: the head is the embedding; a pipeline's last stage then holds a copy of it.
+        in_flight: activations of micro-batches that wait in a pipeline for their backward.
+        gradients_stay: gradients live from the first micro-step on, in DDP's buckets.
+        alone: the largest gradient, where a fused backward leaves one at a time; `gradients` of tensors are then 0.
     """
 
     embedding: Tensors
@@ -104,8 +129,13 @@ class Quantities:
     hidden: int
     routed: int
     accumulate: int
+    logits: int = 0
+    tied: bool = False
+    in_flight: int = 0
+    gradients_stay: bool = False
+    alone: int = 0
 
-    @property
+    @cached_property
     def tensors(self) -> Tensors:
         return self.embedding + total(layer.tensors for layer in self.layers) + self.head
 
@@ -118,11 +148,12 @@ class Quantities:
             optimizer_states=everything.states,
             master_weights=everything.master,
         )
-        again = self.accumulate > 1
-        saved = self.batch + self.saved + sum(layer.saved for layer in self.layers)
-        gradients = everything.gradients if again else 0
+        again = self.accumulate > 1 or self.gradients_stay
+        saved = self.batch + self.in_flight + self.saved + sum(layer.saved for layer in self.layers)
+        gradients = self.alone + (everything.gradients if again else 0)
         yield "loss", replace(static, gradients=gradients, saved_activations=saved, transient_peak=self.loss)
         gradients += self.head.gradients
+        saved -= self.saved
         for layer in reversed(self.layers):
             own = layer.tensors.gradients
             for moment in layer.transients:
@@ -130,8 +161,8 @@ class Quantities:
                     f"layer {layer.index}: {moment.name}",
                     replace(
                         static,
-                        gradients=gradients + own,
-                        saved_activations=saved,
+                        gradients=gradients + round(own * moment.gradients),
+                        saved_activations=saved - round(layer.saved * (1 - moment.saved)),
                         transient_peak=moment.dense + moment.experts,
                     ),
                 )
@@ -143,7 +174,7 @@ class Quantities:
                 replace(
                     static,
                     gradients=gradients + self.embedding.gradients,
-                    saved_activations=self.batch,
+                    saved_activations=self.batch + self.in_flight,
                     transient_peak=self.embedding_backward,
                 ),
             )
@@ -151,7 +182,7 @@ class Quantities:
             "optimizer",
             replace(
                 static,
-                gradients=everything.gradients,
+                gradients=everything.gradients + self.alone,
                 saved_activations=self.batch,
                 transient_peak=everything.update,
             ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,26 +76,26 @@ class Trace:
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:
         """The last step in about so many samples, each the fullest moment of its stretch; phases are labelled."""
         begin = next(mark.at for mark in self.marks if mark.step == self.marks[-1].step)
-        labels = {}
-        phase = None
-        for mark in self.marks:
-            outer = "backward" if mark.phase == "recompute" else mark.phase
-            if mark.at >= begin and (outer, mark.micro_step) != phase:
-                phase = (outer, mark.micro_step)
-                labels[mark.at] = outer if outer == "optimizer" else f"{outer} {mark.micro_step}"
+        labels: dict[int, str] = {}
+        label = ""
+        for mark in (mark for mark in self.marks if mark.at >= begin):
+            phase = "backward" if mark.phase == "recompute" else mark.phase
+            now = phase if phase == "optimizer" else f"{phase} {mark.micro_step}"
+            if now != label:
+                label = labels[mark.at] = now
         stretch = max(1, (len(self.log) - begin) // points)
         alive = dict.fromkeys(PART_NAMES, 0)
-        for block in self.alive(begin):
+        for block in self.alive(begin - 1):
             alive[block.part] += block.bytes
         samples, fullest, label = [], dict(alive), ""
-        for at in range(begin + 1, len(self.log)):
+        for at in range(begin, len(self.log)):
             entry = self.log[at]
             block = self.blocks[entry if entry >= 0 else ~entry]
             alive[block.part] += block.bytes if entry >= 0 else -block.bytes
-            label = labels.pop(at, label)
+            label = labels.get(at, label)
             if sum(alive.values()) > sum(fullest.values()):
                 fullest = dict(alive)
-            if (at - begin) % stretch == 0 or at in labels:
+            if (at - begin) % stretch == 0 or at + 1 in labels or at + 1 == len(self.log):
                 samples.append(Sample(label, Parts(**fullest)))
                 fullest, label = dict(alive), ""
         return tuple(samples)
@@ -106,13 +106,20 @@ class Trace:
             yield (entry, self.blocks[entry].bytes) if entry >= 0 else (~entry, -1)
 
 
-def trace(config: RunConfig, routing: Routing | Counting = BALANCED, *, compose: bool = True) -> Trace:
+def trace(
+    config: RunConfig,
+    routing: Routing | Counting = BALANCED,
+    *,
+    compose: bool = True,
+    micro_steps: int | None = None,
+) -> Trace:
     """Traces the first steps of a run, without weights, data or a GPU.
 
     Args:
         routing: what the experts receive: an assumption, or whatever answers `tokens_per_expert`.
         compose: replay layers that are alike instead of running each (docs/concepts/trace.md); about the same result,
             sooner. Runs with router losses are traced in full.
+        micro_steps: of each step; by default two at most, because all further ones are like the second.
 
     Raises:
         UserError: as `build`; or the run file asks for what training does not do yet.
@@ -121,16 +128,17 @@ def trace(config: RunConfig, routing: Routing | Counting = BALANCED, *, compose:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     adapted = build_fake(config, mode)
     adapted.model.train()
-    steps = Steps(adapted, config, partial(make_batch, config, _vocabulary(adapted)))
+    steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
     with mode:
-        if compose and not (config.train.router_aux_loss or config.train.router_z_loss):
+        if compose and micro_steps is None and not (config.train.router_aux_loss or config.train.router_z_loss):
             return steps.compose(routing)
         tracker = Tracker(steps.named)
         with steps.counting(routing, tracker):
-            return steps.run(tracker, min(2, config.train.accumulate))
+            return steps.run(tracker, micro_steps or min(2, config.train.accumulate))
 
 
-def _vocabulary(adapted: Adapted) -> int:
+def vocabulary_of(adapted: Adapted) -> int:
+    """How many tokens the model knows."""
     return adapted.model.get_input_embeddings().weight.shape[0]
 
 
@@ -160,9 +168,9 @@ class Steps:
         self.named = named_modules(adapted)
         self.layer_of = {layer.experts: layer.index for layer in adapted.anatomy.moe_layers}
 
-    def run(self, tracker: Tracker, micro_steps: int, *, steps: int = STEPS) -> Trace:
-        """Takes the steps, each of so many micro-steps."""
-        with self._following(tracker):
+    def run(self, tracker: Tracker, micro_steps: int, *, steps: int = STEPS, tracking: bool = True) -> Trace:
+        """Takes the steps, each of so many micro-steps. Without `tracking` only phases and modules are noted."""
+        with self._following(tracker, tracking):
             for step in range(steps):
                 tracker.step = step
                 self._step(tracker, micro_steps)
@@ -205,10 +213,10 @@ class Steps:
             yield
 
     @contextmanager
-    def _following(self, tracker: Tracker) -> Iterator[None]:
+    def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
         for tensor in self.held:
             tracker.add(tensor, "trainable_weights" if tensor.requires_grad else "frozen_weights")
-        with tracker.following(self.trained):
+        with tracker.following(self.trained), tracker if tracking else nullcontext():
             yield
 
     def _step(self, tracker: Tracker, micro_steps: int) -> None:

@@ -141,7 +141,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def following(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Tracks inside, and follows what happens by hooks: modules in forward by their calls, in backward by the
+        """Follows inside what happens, by hooks: modules in forward by their calls, in backward by the
         gradients that arrive at them; gradients of parameters when they arrive and when they are accumulated."""
 
         def before(module: nn.Module, args: Any) -> None:
@@ -162,8 +162,7 @@ class Tracker(TorchDispatchMode):
             hooks.append(parameter.register_hook(lambda gradient: self.tag([gradient], "gradients")))
             hooks.append(parameter.register_post_accumulate_grad_hook(lambda p: self.tag([p.grad], "gradients")))
         try:
-            with self:
-                yield
+            yield
         finally:
             for hook in hooks:
                 hook.remove()

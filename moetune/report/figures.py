@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from moetune.errors import UserError
-from moetune.memory.report import PART_NAMES, MemoryReport, PartName, Sample
+from moetune.memory.report import PART_NAMES, MemoryReport, PartName, Parts, Sample
 from moetune.report.terminal import alike, named, verdict
 from moetune.report.units import gib, unit_for
 
@@ -34,9 +35,19 @@ COLOURS: dict[PartName, str] = {
 CACHED, OUTSIDE, LOADED = "#a9b1ba", "#6f7881", "#8db4cf"
 INK, PAPER = "#1b1f24", "#fffffe"  # found again, and replaced, where a page has its own
 _DARK = {COLOURS["frozen_weights"], COLOURS["gradients"], COLOURS["saved_activations"], OUTSIDE}
+_LIFTED: dict[str, Any] = {"bbox": {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}}  # readable on any colour
 _FORMATS = {".png": "png", ".svg": "svg"}
 _MOST_BARS = 12
 _MOST_SAMPLES = 400
+
+
+class Box(NamedTuple):
+    """A place in a figure, in shares of its width and height from the upper left."""
+
+    left: float
+    top: float
+    width: float
+    height: float
 
 
 def save_figure(report: MemoryReport, path: Path) -> None:
@@ -49,17 +60,20 @@ def save_figure(report: MemoryReport, path: Path) -> None:
         raise UserError(f"cannot draw {str(path)!r}: a figure is .png or .svg, not {path.suffix or 'without suffix'!r}")
     with _style():
         figure, _ = _draw(report)
-        figure.suptitle(f"{report.model}: {verdict(report)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle(f"{report.model}\n{verdict(report)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
         write_whole(path, _rendered(figure, _FORMATS[path.suffix.lower()]))
 
 
-def inline_svg(report: MemoryReport) -> tuple[str, tuple[float, float] | None]:
-    """Both charts as an `<svg>` element without a title, and where the timeline begins and ends in its width (0 to 1)."""
+def inline_svg(report: MemoryReport) -> tuple[str, Box | None]:
+    """Both charts as an `<svg>` element without a title, and where in it the timeline lies."""
     with _style():
         figure, timeline = _draw(report)
         svg = _rendered(figure, "svg").decode()
-        span = None if timeline is None else (timeline.get_position().x0, timeline.get_position().x1)
-    return svg[svg.index("<svg") :], span
+    box = None
+    if timeline is not None:
+        place = timeline.get_position()  # settled by the drawing above
+        box = Box(place.x0, 1 - place.y1, place.width, place.height)
+    return svg[svg.index("<svg") :], box
 
 
 def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
@@ -79,9 +93,10 @@ def write_whole(path: Path, content: bytes) -> None:
         aside.write_bytes(content)
         aside.replace(path)
     except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}: {error.filename!r}") from error
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
 
 
 # --- Drawing ------------------------------------------------------------------------------------------------------
@@ -89,7 +104,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    style = {
+    style: Any = {
         "font.size": 9,
         "text.color": INK,
         "axes.labelcolor": INK,
@@ -98,7 +113,6 @@ def _style() -> Iterator[None]:
         "ytick.color": INK,
         "axes.facecolor": "none",
         "text.parse_math": False,  # a name may hold a $
-        "hatch.linewidth": 0.6,
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": "moetune",  # the same report gives the same file
     }
@@ -108,14 +122,14 @@ def _style() -> Iterator[None]:
 
 def _draw(report: MemoryReport) -> tuple[Figure, Axes | None]:
     bars = min(len(alike(report.ranks)), _MOST_BARS) + 1
-    heights = [0.9 + 0.42 * bars] + ([3.6] if report.timeline else [])
+    heights = [0.9 + 0.42 * bars] + ([4.2] if report.timeline else [])
     figure = Figure(figsize=(10, sum(heights) + 0.9), layout="constrained", facecolor=PAPER)
     axes = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_ranks(axes[0], report)
     if report.timeline:
         _draw_timeline(axes[1], report)
-    shown = [name for name in PART_NAMES if any(getattr(rank.parts, name) for rank in report.ranks)]
-    keys = [Patch(color=COLOURS[name], label=named(name)) for name in shown]
+    drawn = [rank.parts for rank in report.ranks] + [sample.parts for sample in report.timeline]
+    keys = [Patch(color=COLOURS[name], label=named(name)) for name in PART_NAMES if _any(drawn, name)]
     keys += [
         Patch(color=CACHED, label="cached, not in use"),
         Patch(color=OUTSIDE, label="outside the allocator"),
@@ -131,7 +145,8 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
     drawn = sorted(groups, key=lambda group: group[1].peak_process, reverse=True)[:_MOST_BARS]
     bars = []
     for numbers, rank in drawn:
-        label = "peak of a step" if len(groups) == 1 else f"rank {numbers}" if len(numbers) < 12 else "other ranks"
+        shown = numbers if len(numbers) <= 12 else f"{numbers[:11]}…"
+        label = "peak of a step" if len(groups) == 1 else f"rank {shown}"
         tail = [(rank.peak_reserved - rank.peak_allocated, CACHED), (rank.outside_allocator, OUTSIDE)]
         bars.append((label, [(count, COLOURS[name]) for name, count in rank.parts.items()] + tail))
     bars.append(("loading", [(report.load.gpu, LOADED), (report.fullest.outside_allocator, OUTSIDE)]))
@@ -142,11 +157,13 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
         for count, colour in segments:
             width = count / size
             axes.barh(row, width, left=left, height=0.68, color=colour, edgecolor=PAPER, linewidth=0.6)
-            if width > 0.075 * end:
+            if width > 0.085 * end:
                 ink = "white" if colour in _DARK else "black"
                 axes.text(left + width / 2, row, gib(count), ha="center", va="center", fontsize=8, color=ink)
             left += width
-        axes.text(left + 0.006 * end, row, gib(sum(count for count, _ in segments)), va="center", fontweight="bold")
+        axes.text(
+            left + 0.006 * end, row, gib(sum(count for count, _ in segments)), va="center", fontweight="bold", **_LIFTED
+        )
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, end)
@@ -172,7 +189,7 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     beside = report.fullest.peak_process - report.fullest.peak_allocated
     room = max(report.gpu.usable_bytes - beside, 0) if report.gpu else 0
     unit, size, end = _scale(fullest.parts.total, room)
-    names = [name for name in PART_NAMES if any(getattr(sample.parts, name) for _, sample in points)]
+    names = [name for name in PART_NAMES if _any((sample.parts for _, sample in points), name)]
     layers = [[getattr(sample.parts, name) / size for _, sample in points] for name in names]
     axes.stackplot(positions, layers, colors=[COLOURS[name] for name in names], linewidth=0)
     last = max(len(report.timeline) - 1, 1)
@@ -180,14 +197,13 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     axes.set_ylim(0, end)
     axes.set_ylabel(unit)
     axes.set_xticks([])
-    axes.set_xlabel("allocations and releases of tensors, in order →", loc="left")
+    axes.set_xlabel("allocations and releases of tensors, in order →", loc="right", labelpad=16, fontsize=8)
 
-    starts = _phases(report.timeline)
+    starts, below = phases(report.timeline), axes.get_xaxis_transform()
     for (label, start), stop in zip(starts, [start for _, start in starts[1:]] + [last], strict=True):
-        if start:
-            axes.axvline(start, color=PAPER, linewidth=1)
-        if stop - start > 0.009 * len(label) * last:  # wide enough for its name
-            axes.text((start + stop) / 2, 0.02, label, transform=axes.get_xaxis_transform(), ha="center", color="white")
+        axes.axvline(start, color=INK, linewidth=0.8, linestyle=":")
+        if stop - start > 0.008 * len(label) * last:  # wide enough for its name
+            axes.text((start + stop) / 2, -0.02, label, transform=below, ha="center", va="top", fontsize=8)
     top = fullest.parts.total / size
     axes.plot([at], [top], marker="v", markersize=7, color=INK, markeredgecolor=PAPER, clip_on=False)
     side = "left" if at < 0.6 * last else "right"
@@ -199,7 +215,7 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
         label = f"{gib(room)}: what {report.gpu.name} leaves for tensors"
         if room / size < end:
             axes.axhline(room / size, color=INK, linewidth=1.6, linestyle="--")
-            axes.text(last, room / size, label, ha="right", va="bottom")
+            axes.text(0.995 * last, room / size + 0.012 * end, label, ha="right", va="bottom", **_LIFTED)
         else:
             axes.text(last, end, f"{label}, far above ↑", ha="right", va="bottom")
     axes.set_title("Tensors during a training step", loc="left", fontweight="bold", fontsize=10)
@@ -213,13 +229,17 @@ def _scale(largest: int, room: int) -> tuple[str, int, float]:
     return unit, size, 1.12 * max(longest, 1) / size
 
 
-def _phases(timeline: tuple[Sample, ...]) -> list[tuple[str, int]]:
+def phases(timeline: tuple[Sample, ...]) -> list[tuple[str, int]]:
     """Where each phase begins; one that goes on under the same label begins once."""
     phases: list[tuple[str, int]] = []
     for index, sample in enumerate(timeline):
         if sample.label and (not phases or phases[-1][0] != sample.label):
             phases.append((sample.label, index))
     return phases
+
+
+def _any(moments: Iterable[Parts], name: PartName) -> bool:
+    return any(getattr(parts, name) for parts in moments)
 
 
 def _plain(axes: Axes) -> None:

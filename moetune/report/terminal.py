@@ -150,9 +150,9 @@ def _parts(rank: RankMemory) -> Table:
     for name, count in rank.parts.items():
         table.add_row(named(name), gib(count), percent(count, rank.peak_allocated), style="" if count else "dim")
     table.add_section()
-    for name, count in balance(rank):
-        share = percent(count, rank.peak_allocated) if name == ALLOCATED else ""
-        table.add_row(name, gib(count), share, style="" if name.startswith("+") else "bold")
+    for line, count in balance(rank):
+        share = percent(count, rank.peak_allocated) if line == ALLOCATED else ""
+        table.add_row(line, gib(count), share, style="" if line.startswith("+") else "bold")
     return table
 
 

@@ -28,3 +28,5 @@ def make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> t
             return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         case "sgd":
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        case unbuilt:
+            raise AssertionError(f"{unbuilt} should have been refused by refuse_untrainable")

@@ -39,7 +39,7 @@ def timeline() -> tuple[Sample, ...]:
     static["optimizer_states"] = PEAK.optimizer_states
     samples = []
     for label, order in (("forward", range(LAYERS)), ("backward", reversed(range(LAYERS)))):
-        for first, layer in enumerate(order):
+        for position, layer in enumerate(order):
             for tick in range(12):
                 share = (layer + 1) / LAYERS
                 moving = {
@@ -49,9 +49,8 @@ def timeline() -> tuple[Sample, ...]:
                 }
                 if label == "forward":
                     moving["transient_peak"] //= 3
-                samples.append(Sample(label if first == tick == 0 else "", Parts(**static, **moving)))
-    end = len(samples) - 6
-    samples[end - LAYERS * 12 + 12 - 6 + 6] = Sample("", PEAK)
+                samples.append(Sample(label if position == tick == 0 else "", Parts(**static, **moving)))
+    samples[LAYERS * 12 + 6] = Sample("", PEAK)  # amid the backward of the last layer
     samples += [
         Sample("" if tick else "optimizer", Parts(**static, gradients=PEAK.gradients, transient_peak=tick * 64 * MIB))
         for tick in range(8)
@@ -67,7 +66,9 @@ def sample(**changes: Any) -> MemoryReport:
     """A report that fits on one GPU, with every field filled; `changes` replaces fields."""
     allocations = (
         Allocation("frozen_weights", "model.layers.31.mlp.experts.bank", "load", "packed", 96, 720 * MIB),
-        Allocation("optimizer_states", "model.layers.0.mlp.experts.bank", "optimizer", "aten.zeros_like.default", 12, GIB),
+        Allocation(
+            "optimizer_states", "model.layers.0.mlp.experts.bank", "optimizer", "aten.zeros_like.default", 12, GIB
+        ),
         Allocation("transient_peak", "model.layers.31.self_attn.q_proj", "backward", "aten.mm.default", 1, 33_554_432),
         Allocation("saved_activations", "", "forward", "aten._to_copy.default", 1, 16_384),
     )

@@ -1,0 +1,474 @@
+"""How parallelism divides one rank's `Quantities` over many ranks, and what the ranks then send each other.
+
+The axes, innermost first: `tp` ranks split matrices, `fsdp` ranks share one copy of the weights (ZeRO), `replicate`
+such groups hold one each, `pp` stages split the layers. `ep` regroups the replicate · fsdp · tp ranks of a stage:
+consecutive ranks hold different experts. Formulas, sources and assumptions: docs/concepts/parallelism.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import cache
+from math import ceil, gcd, inf
+from typing import Literal
+
+from moetune.config import ParallelConfig
+from moetune.errors import UserError
+from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
+from moetune.memory.report import Collective
+
+DDP_BUCKET = 25 * 2**20  # torch's default bucket_cap_mb, which is in MiB
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates on every axis."""
+
+    pp: int = 0
+    replicate: int = 0
+    fsdp: int = 0
+    tp: int = 0
+    ep: int = 0
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What communication holds on the device while one layer runs backward, in bytes.
+
+    Attributes:
+        gathered: the layer's sharded weights, made whole.
+        prefetched: those of the layer whose turn is next.
+        unreduced: the layer's gradients, whole until they are reduced or leave for the host.
+        in_flight: a copy of them, or those of the layer before, on their way.
+        exchange: rows sent to other ranks' experts, and rows received.
+        hidden: activations that arrive from neighbouring pipeline stages.
+    """
+
+    gathered: int = 0
+    prefetched: int = 0
+    unreduced: int = 0
+    in_flight: int = 0
+    exchange: int = 0
+    hidden: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """One rank's part.
+
+    Attributes:
+        quantities: what the rank's device holds, buffers included (in `transients`, `loss`, `embedding_backward`); a
+            layer's experts are summed into one entry, its `unsplit` into `dense`.
+        host: what offloading moved to the host.
+        buffers: those of the layer that needs most.
+        collectives: what leaves this rank in one step.
+    """
+
+    rank: int
+    place: Place
+    quantities: Quantities
+    host: Tensors
+    buffers: Buffers
+    collectives: tuple[Collective, ...]
+
+
+def divide(
+    whole: Quantities,
+    parallel: ParallelConfig,
+    *,
+    checkpointing: bool = True,
+    load: Mapping[int, Sequence[float]] | None = None,
+    kv_heads: int | None = None,
+) -> tuple[RankShare, ...]:
+    """Divides an undivided model and one rank's micro-batch over all ranks, in the order of their numbers.
+
+    Args:
+        whole: the model as if one rank held all of it.
+        checkpointing: layers run forward again in backward, and communicate again.
+        load: by layer index, each expert's share of the tokens (any positive scale); layers left out are balanced.
+        kv_heads: key/value heads of attention, which tp cannot divide further.
+
+    Raises:
+        UserError: more parts are asked for than there are layers, experts or heads, or they do not divide.
+    """
+    refuse_indivisible(whole, parallel, load, kv_heads)
+    if parallel.ranks == 1 and parallel.offload == "none":
+        return (RankShare(0, Place(), whole, Tensors(), Buffers(), ()),)
+    divider = _Divider(whole, parallel, checkpointing, load or {})
+    return tuple(divider.share(rank) for rank in range(parallel.ranks))
+
+
+def refuse_indivisible(
+    whole: Quantities,
+    parallel: ParallelConfig,
+    load: Mapping[int, Sequence[float]] | None = None,
+    kv_heads: int | None = None,
+) -> None:
+    """Raises `UserError` with every size of `parallel` that this model does not have the parts for."""
+    pp, ep, tp = parallel.pp, parallel.ep, parallel.tp
+    counts = sorted({len(layer.experts) for layer in whole.layers if layer.experts})
+    problems = []
+    if pp > len(whole.layers):
+        problems.append(f"parallel.pp: {pp} stages and only {len(whole.layers)} layers; set pp to {len(whole.layers)}")
+    if kv_heads is not None and kv_heads % tp:
+        problems.append(
+            f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
+        )
+    if ep > 1 and not counts:
+        problems.append(f"parallel.ep: {ep} ranks to spread experts over, and the model has none; leave ep out")
+    elif ep > 1 and ep > counts[0]:
+        problems.append(
+            f"parallel.ep: more ranks than experts, {ep} and {counts[0]}; set ep to {_divisors(gcd(*counts))}, "
+            "and fsdp to the rest"
+        )
+    elif ep > 1 and any(count % ep for count in counts):
+        named = " and ".join(str(count) for count in counts)
+        problems.append(
+            f"parallel.ep: {ep} ranks cannot hold {named} experts evenly; set ep to {_divisors(gcd(*counts))}"
+        )
+    if ep > 1 and ep % tp:
+        problems.append(
+            f"parallel.ep: {ep} is no multiple of tp {tp}; the ranks that split a matrix send their experts separate "
+            "tokens, so set ep to a multiple of tp, or to 1"
+        )
+    experts = {layer.index: len(layer.experts) for layer in whole.layers}
+    for index, shares in (load or {}).items():
+        if len(shares) != experts.get(index):
+            problems.append(
+                f"expert load of layer {index}: {len(shares)} shares, and the model has {experts.get(index, 0)} experts"
+            )
+        elif shares and not (min(shares) >= 0 and 0 < sum(shares) < inf):
+            problems.append(f"expert load of layer {index}: shares must be finite, none negative and not all zero")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def part(amount: int, ranks: int, index: int) -> int:
+    """What rank `index` of `ranks` gets of an amount: the first `amount mod ranks` get one more than the others."""
+    return amount // ranks + (index < amount % ranks)
+
+
+def reduce_scatter(size: int, ranks: int) -> int:
+    """Bytes that leave each rank of a ring: (n - 1)/n of the whole tensor, in n padded chunks."""
+    return (ranks - 1) * ceil(Fraction(size, ranks))
+
+
+def all_gather(size: int, ranks: int) -> int:
+    """As many as `reduce_scatter`: `size` is the whole tensor again."""
+    return reduce_scatter(size, ranks)
+
+
+def all_reduce(size: int, ranks: int) -> int:
+    """A reduce-scatter, then an all-gather."""
+    return reduce_scatter(size, ranks) + all_gather(size, ranks)
+
+
+def model_states(tensors: Tensors) -> int:
+    """ZeRO's model states: weights, gradients, optimizer states and master weights."""
+    return tensors.frozen + tensors.trainable + tensors.gradients + tensors.states + tensors.master
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """The ranks that have the same parameters: `shards` of them share one copy, and `copies` such groups hold one."""
+
+    axis: Literal["fsdp", "efsdp"]
+    of: Literal["", " of experts"]
+    shards: int
+    index: int
+    copies: int
+
+
+_Unit = tuple[tuple[_Sharing, Tensors], ...]
+"""Parameters that are gathered and reduced together: a layer, the embedding or the head, after tp, pp and ep."""
+
+
+def _cut(tensors: Tensors, ranks: int, index: int) -> Tensors:
+    return Tensors(**{f.name: part(getattr(tensors, f.name), ranks, index) for f in fields(tensors)})
+
+
+def _shard(tensors: Tensors, sharing: _Sharing, zero: int) -> Tensors:
+    """One rank's part under ZeRO 1 (optimizer), 2 (and gradients) or 3 (and weights); packed weights stay whole."""
+    cut = _cut(tensors, sharing.shards, sharing.index)
+    if zero < 3:
+        plain = replace(cut, frozen=tensors.frozen, trainable=tensors.trainable, packed=tensors.packed)
+        return plain if zero == 2 else replace(plain, gradients=tensors.gradients)
+    sharded = part(tensors.frozen - tensors.packed, sharing.shards, sharing.index)
+    return replace(cut, frozen=tensors.packed + sharded, packed=tensors.packed)
+
+
+def _offload(tensors: Tensors, shard: Tensors, sharing: _Sharing, zero: int) -> tuple[Tensors, Tensors]:
+    """What stays on the device of a shard, and what goes to the host.
+
+    Gradients follow the update to the host (ZeRO-Offload), in float32 if there are master weights. Under ZeRO-1 the
+    device keeps its whole gradients as well: they are reduced once, after the last micro-step.
+    """
+    gradients = 4 * shard.numel if shard.master else part(tensors.gradients, sharing.shards, sharing.index)
+    host = Tensors(gradients=gradients, states=shard.states, master=shard.master, numel=shard.numel)
+    kept = shard.gradients if zero == 1 else 0
+    return replace(shard, gradients=kept, states=0, master=0, update=0), host
+
+
+class _Divider:
+    """One `divide`. What many ranks have in common is computed once."""
+
+    def __init__(
+        self, whole: Quantities, parallel: ParallelConfig, checkpointing: bool, load: Mapping[int, Sequence[float]]
+    ) -> None:
+        self.whole, self.parallel, self.load = whole, parallel, load
+        self.passes = 3 if checkpointing else 2  # forward, backward, and forward again
+        self.is_offloaded = parallel.offload == "optimizer"
+        self.layers = {layer.index: layer for layer in whole.layers}
+        self.held_experts = cache(self._held_experts)
+        self.token_share = cache(self._token_share)
+
+    def share(self, rank: int) -> RankShare:
+        p, w = self.parallel, self.whole
+        stage, inner = divmod(rank, p.replicate * p.fsdp * p.tp)
+        place = Place(
+            pp=stage,
+            replicate=inner // (p.fsdp * p.tp),
+            fsdp=inner // p.tp % p.fsdp,
+            tp=inner % p.tp,
+            ep=inner % p.ep,
+        )
+        dense = _Sharing("fsdp", "", p.fsdp, place.fsdp, p.replicate)
+        experts = dense
+        if p.ep > 1:  # ranks with the same experts, a stride of ep apart; those of one replica shard them
+            shards = p.fsdp * p.tp // gcd(p.fsdp * p.tp, p.ep)
+            copies = p.replicate * p.fsdp * p.tp // p.ep // shards
+            experts = _Sharing("efsdp", " of experts", shards, inner // p.ep % shards, copies)
+        first, last = stage == 0, stage == p.pp - 1
+        layers = self.stage(stage)
+        embedding: _Unit = ((dense, w.embedding if first else Tensors()),)
+        head_tensors = _cut(w.head, p.tp, place.tp) if last else Tensors()
+        if w.tied and last and not first:
+            head_tensors += w.embedding
+        head: _Unit = ((dense, head_tensors),)
+        units: list[_Unit] = [
+            (
+                (dense, _cut(layer.dense, p.tp, place.tp) + layer.unsplit),
+                (experts, self.held_experts(layer.index, place.tp, place.ep)),
+            )
+            for layer in layers
+        ]
+        chain = [embedding, *units, head]
+        buffers = self.buffers(chain, layers, place)
+
+        kept = [self.kept(unit) for unit in chain]
+        saved_outside = w.saved if last else 0
+        divided = tuple(self.divide_layer(layer, kept[1 + k], buffers[1 + k], place) for k, layer in enumerate(layers))
+        waiting = min(p.pp - stage, w.accumulate) - 1  # 1F1B: beside the micro-batch in backward
+        quantities = replace(
+            w,
+            embedding=total(kept[0][0]),
+            layers=divided,
+            head=total(kept[-1][0]),
+            saved=saved_outside,
+            loss=(w.loss if last else 0) + buffers[-1].total,
+            embedding_backward=w.embedding_backward + buffers[0].total if first else 0,
+            in_flight=waiting * (saved_outside + sum(layer.saved for layer in divided)),
+            gradients_stay=p.fsdp == 1 and p.replicate > 1 and not self.is_offloaded,
+        )
+        return RankShare(
+            rank,
+            place,
+            quantities,
+            host=total(host for _, hosts in kept for host in hosts),
+            buffers=max(buffers[1:-1], key=lambda b: b.total),
+            collectives=tuple(c for c in self.collectives(chain, layers, place) if c.bytes),
+        )
+
+    def stage(self, stage: int) -> tuple[Layer, ...]:
+        """Contiguous layers; where they do not divide, the first stages hold one more than the others."""
+        count, pp = len(self.whole.layers), self.parallel.pp
+        start = sum(part(count, pp, k) for k in range(stage))
+        return self.whole.layers[start : start + part(count, pp, stage)]
+
+    def _held_experts(self, layer: int, tp: int, ep: int) -> Tensors:
+        """Whole experts with consecutive ids under ep, slices of all of them otherwise."""
+        experts = self.layers[layer].experts
+        if self.parallel.ep == 1:
+            return _cut(total(experts), self.parallel.tp, tp)
+        count = len(experts) // self.parallel.ep
+        return total(experts[ep * count : (ep + 1) * count])
+
+    def _token_share(self, layer: int, ep: int) -> Fraction:
+        """The share of a layer's routed rows that go to the experts of one rank."""
+        experts = len(self.layers[layer].experts)
+        shares = [Fraction(float(share)) for share in self.load.get(layer, [1.0] * experts)]
+        count = experts // self.parallel.ep
+        return sum(shares[ep * count : (ep + 1) * count], Fraction()) / (sum(shares, Fraction()) or 1)
+
+    def kept(self, unit: _Unit) -> tuple[list[Tensors], list[Tensors]]:
+        """On the device and on the host, by sharing."""
+        zero = self.parallel.zero
+        shards = [_shard(tensors, sharing, zero) for sharing, tensors in unit]
+        if not self.is_offloaded:
+            return shards, []
+        moved = [_offload(tensors, shard, s, zero) for (s, tensors), shard in zip(unit, shards, strict=True)]
+        return [device for device, _ in moved], [host for _, host in moved]
+
+    def divide_layer(
+        self, layer: Layer, kept: tuple[list[Tensors], list[Tensors]], buffers: Buffers, place: Place
+    ) -> Layer:
+        tp, ep = self.parallel.tp, self.parallel.ep
+        # An ep group of n ranks holds n / tp different micro-batches: tp ranks send a slice of one each.
+        received = self.token_share(layer.index, place.ep) * Fraction(ep, tp) if ep > 1 else Fraction(1)
+
+        def activations(dense: int, split: int) -> int:
+            return dense - split + ceil(Fraction(split, tp))
+
+        def experts_rows(transient: Transient) -> int:
+            if ep == 1:
+                return activations(transient.experts, transient.experts_split)
+            return ceil(transient.experts * received)
+
+        return replace(
+            layer,
+            dense=kept[0][0],
+            unsplit=Tensors(),
+            experts=(kept[0][1],) if layer.experts else (),
+            saved=activations(layer.saved - layer.saved_experts, layer.saved_split)
+            + ceil(layer.saved_experts * received),
+            saved_split=0,
+            saved_experts=0,
+            transients=tuple(
+                replace(
+                    t,
+                    dense=activations(t.dense, t.split) + buffers.total,
+                    experts=experts_rows(t),
+                    split=0,
+                    experts_split=0,
+                )
+                for t in layer.transients
+            ),
+        )
+
+    def gathered(self, unit: _Unit) -> int:
+        """The unit's weights made whole, where they are sharded."""
+        if self.parallel.zero < 3:
+            return 0
+        return sum(_sharded_weights(tensors) for sharing, tensors in unit if sharing.shards > 1)
+
+    def unreduced(self, unit: _Unit) -> int:
+        """The unit's gradients, where the device does not keep them whole."""
+        if self.parallel.zero == 1:
+            return 0
+        return sum(t.gradients for sharing, t in unit if sharing.shards > 1 or self.is_offloaded)
+
+    def buffers(self, chain: Sequence[_Unit], layers: Sequence[Layer], place: Place) -> list[Buffers]:
+        """By unit of the chain embedding, layers, head, at its turn in backward."""
+        w, p = self.whole, self.parallel
+        gathered = [self.gathered(unit) for unit in chain]
+        unreduced = [self.unreduced(unit) for unit in chain]
+        neighbours = (place.pp > 0) + (place.pp < p.pp - 1)
+        sent = ceil(Fraction(w.routed, p.tp)) if p.ep > 1 else 0
+        found = []
+        for k in range(len(chain)):
+            exchange = 0
+            if sent and 0 < k <= len(layers) and layers[k - 1].experts:
+                share = self.token_share(layers[k - 1].index, place.ep)
+                exchange = sent + ceil(w.routed * share * Fraction(p.ep, p.tp))
+            found.append(
+                Buffers(
+                    # without resharding all weights stay whole from forward to their own backward
+                    gathered=gathered[k] if p.reshard else sum(gathered[: k + 1]),
+                    prefetched=gathered[k - 1] if p.reshard and k else 0,
+                    unreduced=unreduced[k],
+                    in_flight=max(unreduced[k : k + 2]),
+                    exchange=exchange,
+                    hidden=neighbours * w.hidden,
+                )
+            )
+        return found
+
+    def collectives(self, chain: Sequence[_Unit], layers: Sequence[Layer], place: Place) -> Iterator[Collective]:
+        yield from self.data_collectives(chain)
+        if self.parallel.tp > 1:
+            yield from self.tensor_collectives(layers, place)
+        if self.parallel.ep > 1:
+            yield self.expert_collective([layer for layer in layers if layer.experts], place)
+        if self.parallel.pp > 1:
+            yield from self.pipeline_collectives(chain[0], chain[-1], place)
+
+    def data_collectives(self, chain: Sequence[_Unit]) -> Iterator[Collective]:
+        """ZeRO's and DDP's: weights gathered, gradients reduced, once for every sharing."""
+        p, steps = self.parallel, self.whole.accumulate
+        reductions = steps if self.whole.alone else 1  # a fused backward updates, so it reduces, in every micro-step
+        for sharing in dict.fromkeys(sharing for unit in chain for sharing, _ in unit):
+            groups = [total(t for s, t in unit if s == sharing) for unit in chain]
+            n, axis, of = sharing.shards, sharing.axis, sharing.of
+            trained = [t.trainable for t in groups]  # a gradient has its weight's dtype
+            if n > 1 and p.zero == 3:
+                # the head's backward follows its forward; all else is gathered again, a frozen embedding by prefetch
+                sizes = [_sharded_weights(t) for t in (groups + groups[:-1] if p.reshard else groups)]
+                yield _ring("all-gather", axis, f"weights{of}", sizes, n, steps)
+                yield _ring("reduce-scatter", axis, f"gradients{of}", trained, n, steps)
+            elif n > 1:
+                yield _ring("reduce-scatter", axis, f"gradients{of}", trained, n, steps if p.zero == 2 else reductions)
+                yield _ring("all-gather", axis, f"updated weights{of}", [t.trainable for t in groups], n, 1)
+            if sharing.copies > 1:
+                reduced = [part(size, n, sharing.index) for size in trained]
+                buckets = _ring("all-reduce", "replicate", f"gradients{of}", reduced, sharing.copies, reductions)
+                yield buckets if n > 1 else replace(buckets, calls=ceil(sum(reduced) / DDP_BUCKET) * reductions)
+
+    def tensor_collectives(self, layers: Sequence[Layer], place: Place) -> Iterator[Collective]:
+        """Two all-reduces of a layer in each pass; one is a gather under ep, where ranks send slices of tokens."""
+        w, p = self.whole, self.parallel
+        gathers = sum(p.ep > 1 and bool(layer.experts) for layer in layers)
+        reduces = 2 * len(layers) - gathers
+        head = int(place.pp == p.pp - 1)  # column-split: its input's gradient is reduced, its logits are gathered
+        calls = reduces * self.passes + head
+        yield _ring("all-reduce", "tp", "hidden activations", [w.hidden] * calls, p.tp, w.accumulate)
+        yield _ring("all-gather", "tp", "expert outputs", [w.hidden] * gathers * self.passes, p.tp, w.accumulate)
+        yield _ring("all-gather", "tp", "logits", [w.logits] * head, p.tp, w.accumulate)
+
+    def expert_collective(self, layers: Sequence[Layer], place: Place) -> Collective:
+        """Dispatch and combine. A rank sends rows to other ranks' experts, and returns the rows that it received."""
+        sent = Fraction(self.whole.routed, self.parallel.tp)
+        moved = 0
+        for layer in layers:
+            share = self.token_share(layer.index, place.ep)
+            moved += ceil(sent * (1 - share) + sent * share * (self.parallel.ep - 1))
+        times = self.passes * self.whole.accumulate
+        return Collective("all-to-all", "ep", "tokens", calls=2 * len(layers) * times, bytes=moved * times)
+
+    def pipeline_collectives(self, embedding: _Unit, head: _Unit, place: Place) -> Iterator[Collective]:
+        w, p = self.whole, self.parallel
+        calls = ((place.pp > 0) + (place.pp < p.pp - 1)) * w.accumulate  # a gradient back, an activation onwards
+        yield Collective("point-to-point", "pp", "hidden activations", calls, calls * w.hidden)
+        if w.tied and place.pp in (0, p.pp - 1):
+            ((sharing, _),) = embedding if place.pp == 0 else head
+            size = part(w.embedding.trainable, sharing.shards, sharing.index)
+            yield _ring(
+                "all-reduce", "pp", "gradients of the tied embedding", [size], 2, w.accumulate if w.alone else 1
+            )
+
+
+def _sharded_weights(tensors: Tensors) -> int:
+    return tensors.trainable + tensors.frozen - tensors.packed
+
+
+def _ring(
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather"],
+    axis: str,
+    what: str,
+    sizes: Iterable[int],
+    ranks: int,
+    times: int,
+) -> Collective:
+    """One call for each tensor of some size, `times` over."""
+    moves = {"all-reduce": all_reduce, "reduce-scatter": reduce_scatter, "all-gather": all_gather}[kind]
+    calls = [moves(size, ranks) for size in sizes if size]
+    return Collective(kind, axis, what, len(calls) * times, sum(calls) * times)

@@ -1,0 +1,45 @@
+"""Toy models in folders, and run files for them, for what predicts and measures memory."""
+
+from pathlib import Path
+from typing import Any
+
+from moetune.config import RunConfig
+from tests.toys import toy_config
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": {"decoder_sparse_step": 2},  # dense and sparse layers in turn
+    "qwen2_moe": {},  # a gated shared expert
+    "olmoe": {},
+    "granitemoe": {},
+    "phimoe": {},
+    "deepseek_v2": {},  # latent attention, shared experts, a dense first layer
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "gpt_oss": {},  # eager attention with sinks, interleaved experts with biases
+    "llama": {"tie_word_embeddings": True},
+}
+"""Model type -> what its toy needs besides the common sizes."""
+
+
+def write_toy(folder: Path, model_type: str, **sizes: Any) -> Path:
+    """Writes the configuration of a toy, 64 wide with a vocabulary of 256."""
+    toy_config(model_type, **{"hidden_size": 64, "vocab_size": 256, **LAYOUTS[model_type], **sizes}).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def toy_run(folder: Path, model_type: str, adapt: dict[str, Any], /, **sections: Any) -> RunConfig:
+    """A run file with random float32 weights; `sections` are merged into it. Gpt-oss runs as it can."""
+    eager = model_type == "gpt_oss"
+    run: dict[str, Any] = {
+        "model": {"path": str(folder), "weights": "random", "dtype": "fp32", "attention": "eager" if eager else "sdpa"},
+        "adapt": adapt,
+        "optimizer": {"name": "adamw"},
+        "train": {"micro_batch": 2, "sequence_length": 32, "accumulate": 1},
+        "data": {"train": "unread", "packing": not eager},
+    }
+    for name, section in sections.items():
+        run[name] = run.get(name, {}) | section
+    return RunConfig.model_validate(run)
