@@ -58,8 +58,8 @@ class Transient:
 
     `experts` is the share that grows with the tokens a rank's experts receive, `dense` all the rest. `split` and
     `experts_split` are the activations in them that tensor parallelism divides (heads, intermediates); rows of hidden
-    size and unpacked matrices are not among them. `gradients` and `saved` are the shares of the layer's gradients and of
-    what its forward pass kept that exist at this moment.
+    size and unpacked matrices are not among them. `gradients` and `saved` are the shares of the layer's gradients and
+    of what its forward pass kept that exist at this moment.
     """
 
     name: str

@@ -1,0 +1,390 @@
+"""The closed form: what a run file's model, gradients, optimizer and activations take, in milliseconds.
+
+Weights, gradients, optimizer states and master weights are sums over tensors, exact to the byte. Activations come from
+the layers' tapes (activations.py). docs/concepts/{weights,optimizer-states,activations}.md tell the formulas.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from moetune.anatomy.selection import Selection, select
+from moetune.config import OptimizerConfig, RunConfig
+from moetune.experts.packed import BLOCK, NESTED_BLOCK
+from moetune.memory.activations import LayerPlan, LayerTape, Run
+from moetune.memory.facts import Experts, Facts, LayerFacts, Parameter
+from moetune.memory.head import Head
+from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
+from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.tape import Piece
+
+_SMALLEST_8BIT = 4096  # bitsandbytes keeps states of tensors with fewer elements in float32
+_BLOCK_8BIT = 256  # elements that share one float32 scale of a state
+_CODE, _NESTED_CODE = 16 * 4, 256 * 4  # bytes of NF4's levels and of the 8-bit levels of its scales
+
+
+# --- Weights ------------------------------------------------------------------------------------------------------
+
+
+def packed_bytes(out: int, into: int, base: str, nested: bool) -> int:
+    """Bytes of one matrix [out, into] in base precision, without tables that matrices share.
+
+    n = out·into weights take, in nf4, n/2 + 4·⌈n/64⌉ (QLoRA, arXiv 2305.14314), with double quantization
+    n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4; in int8 n + 4·out; in bf16 and fp32 2·n and 4·n.
+    """
+    n = out * into
+    blocks = -(-n // BLOCK)
+    match base:
+        case "nf4":
+            scales = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if nested else 4 * blocks
+            return -(-n // 2) + scales
+        case "int8":
+            return n + 4 * out
+    return {"bf16": 2, "fp32": 4}[base] * n
+
+
+def _linear_bytes(out: int, into: int, base: str, nested: bool) -> int:
+    """A packed linear layer: its matrix, and for nf4 the tables of levels that bitsandbytes keeps with it."""
+    tables = _CODE + _NESTED_CODE * nested if base == "nf4" else 0
+    return packed_bytes(out, into, base, nested) + tables
+
+
+# --- What trains --------------------------------------------------------------------------------------------------
+
+
+def trained(numel: int, width: int, optimizer: OptimizerConfig, of: int | None = None) -> Tensors:
+    """What `numel` trained elements of `width` bytes take in all; they belong to a tensor of `of` elements.
+
+    Mixed-precision Adam is 2 + 2 + 4 + 4 + 4 = 16 bytes a parameter (ZeRO, arXiv 1910.02054, section 3.1): weight,
+    gradient, and in float32 master copy and two moments. Without a master copy torch keeps the moments in the
+    parameter's own dtype.
+    """
+    has_master = optimizer.master_weights == "fp32" and width < 4 and optimizer.name != "lomo"
+    return Tensors(
+        trainable=numel * width,
+        gradients=numel * width,
+        states=_state_bytes(numel, 4 if has_master else width, optimizer, numel if of is None else of),
+        master=4 * numel if has_master else 0,
+        numel=numel,
+    )
+
+
+def _state_bytes(numel: int, width: int, optimizer: OptimizerConfig, of: int) -> int:
+    match optimizer.name:
+        case "adamw":
+            return 2 * numel * width + (4 if numel == of else 0)  # and a step count
+        case "adamw8bit":
+            return 8 * numel if of < _SMALLEST_8BIT else 2 * (numel + 4 * -(-numel // _BLOCK_8BIT))
+        case "sgd":
+            return numel * width if optimizer.momentum else 0
+        case "lomo":
+            return 0
+
+
+# --- The run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run file on a model: what the formulas read, and what trains in each layer."""
+
+    facts: Facts
+    config: RunConfig
+    selection: Selection
+    run: Run
+    plans: tuple[LayerPlan, ...]
+    outside: frozenset[str]
+    loss_width: int
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a gradient joins what is there as it comes. A fused backward uses it up as it comes."""
+        return self.config.train.accumulate > 1 or self.fused
+
+    @property
+    def fused(self) -> bool:
+        return self.config.optimizer.fused_backward or self.config.optimizer.name == "lomo"
+
+
+def set_up(
+    facts: Facts,
+    config: RunConfig,
+    *,
+    width: int | None = None,
+    routing: Routing = BALANCED,
+    loss_width: int | None = None,
+) -> Setup:
+    """Resolves a run file.
+
+    Args:
+        width: bytes of the compute dtype; by default that of `model.dtype`, where `auto` is bf16.
+        routing: how many tokens each expert receives.
+        loss_width: bytes of the loss's block of logits: 4, or 2 for a loss in 16 bits.
+
+    Raises:
+        UserError: the run file asks for what the model does not have.
+    """
+    width = width or {"bf16": 2, "fp32": 4, "auto": 2}[config.model.dtype]
+    selection = select(config.adapt, facts.anatomy)
+    lora = selection.lora
+    run = Run(
+        width=width,
+        base=config.model.base,
+        nested=config.model.double_quant,
+        rank=lora.rank if lora else 1,
+        split=bool(lora and lora.gate_up == "split"),
+        batch=config.train.micro_batch,
+        sequence=config.train.sequence_length,
+        eager=config.model.attention == "eager",
+        checkpointed=config.train.checkpointing == "full",
+    )
+    full, outside = _by_layer(selection.full, facts)
+    factors, _ = _by_layer(selection.lora_linears, facts)
+    # Under checkpointing transformers lets gradients reach the embedding's output, whatever trains.
+    needs = facts.embedding in outside or run.checkpointed
+    plans = []
+    for index, layer in enumerate(facts.layers):
+        moe = layer.experts
+        plan = LayerPlan(
+            full=full.get(index, frozenset()),
+            lora=factors.get(index, frozenset()),
+            experts=len(selection.experts.get(index, ())),
+            lora_experts=len(selection.lora_experts.get(index, ())),
+            input_needs=needs,
+            rows=0 if moe is None else _rows(routing, index, run.batch * run.sequence, moe),
+        )
+        plans.append(plan)
+        needs = needs or bool(plan.full or plan.lora or plan.experts or plan.lora_experts)
+    return Setup(facts, config, selection, run, tuple(plans), outside, loss_width or 4)
+
+
+def _rows(routing: Routing, layer: int, tokens: int, moe: Experts) -> int:
+    return max(routing.rows(layer, tokens, moe.top_k, moe.shape.num_experts))
+
+
+def _by_layer(names: Iterable[str], facts: Facts) -> tuple[Mapping[int, frozenset[str]], frozenset[str]]:
+    """Layer -> ends of the names there; and the names outside of layers."""
+    layers: dict[int, set[str]] = {}
+    outside = set()
+    for name in names:
+        if name.startswith(facts.prefix):
+            index, _, end = name[len(facts.prefix) :].partition(".")
+            layers.setdefault(int(index), set()).add(end)
+        else:
+            outside.add(name)
+    return {index: frozenset(ends) for index, ends in layers.items()}, frozenset(outside)
+
+
+# --- Tensors of a layer -------------------------------------------------------------------------------------------
+
+
+def dense_tensors(layer: LayerFacts, plan: LayerPlan, run: Run, optimizer: OptimizerConfig) -> tuple[Tensors, Tensors]:
+    """All of a layer but its routed experts, and of that apart what tensor parallelism leaves whole: norms, router."""
+    dense = [Tensors(frozen=layer.buffers)]
+    whole: list[Tensors] = []
+    for p in layer.parameters:
+        tensors = _parameter(p, p.name in plan.full, layer, run, optimizer)
+        (whole if p.component in ("norm", "router") else dense).append(tensors)
+    for path in sorted(plan.lora):
+        linear = layer.linears[path]
+        dense += [trained(run.rank * side, 4, optimizer) for side in (linear.into, linear.out)]
+    if layer.experts is not None and run.base == "nf4" and run.nested:
+        tables = 2 * _NESTED_CODE  # one a stack
+        dense.append(Tensors(frozen=tables, packed=tables))
+    return total(dense), total(whole)
+
+
+def _parameter(p: Parameter, trains: bool, layer: LayerFacts, run: Run, optimizer: OptimizerConfig) -> Tensors:
+    width = p.width or run.width
+    if trains:
+        return trained(p.numel, width, optimizer)
+    path, _, end = p.name.rpartition(".")
+    linear = layer.linears.get(path)
+    if linear is not None and end == "weight" and is_packed(linear.packable, run):
+        nbytes = _linear_bytes(linear.out, linear.into, run.base, run.nested)
+        return Tensors(frozen=nbytes, packed=nbytes)
+    return Tensors(frozen=p.numel * width)
+
+
+def is_packed(packable: bool, run: Run) -> bool:
+    """Whether a frozen linear layer is stored otherwise than it computes."""
+    return packable and {"bf16": 2, "fp32": 4}.get(run.base) != run.width
+
+
+def expert_tensors(
+    moe: Experts, plan: LayerPlan, run: Run, optimizer: OptimizerConfig
+) -> tuple[Tensors, Tensors, Tensors]:
+    """(a frozen expert, one with LoRA, one that trains whole)."""
+    shape = moe.shape
+    rows = shape.intermediate * (2 if shape.has_gate else 1)
+    matrices = ((rows, shape.hidden), (shape.hidden, shape.intermediate))
+    biases = (rows, shape.hidden) if shape.has_bias else ()
+    nbytes = sum(packed_bytes(*matrix, run.base, run.nested) for matrix in matrices) + sum(biases) * run.width
+    frozen = Tensors(frozen=nbytes, packed=nbytes)
+    sizes = [out * into for out, into in matrices] + list(biases)
+    whole = total(trained(size, run.width, optimizer) for size in sizes)
+    parts, n = (2 if run.split and shape.has_gate else 1), plan.lora_experts
+    factors = (parts * run.rank * shape.hidden, rows * run.rank, run.rank * shape.intermediate, shape.hidden * run.rank)
+    lora = total(trained(size, 4, optimizer, of=size * max(n, 1)) for size in factors)
+    return frozen, frozen + lora, whole
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer(
+    facts: LayerFacts,
+    plan: LayerPlan,
+    run: Run,
+    optimizer: OptimizerConfig,
+    whole_ids: tuple[int, ...],
+    lora_ids: tuple[int, ...],
+    fused: bool,
+) -> Layer:
+    """The layer's tensors; a fused backward keeps no gradient."""
+    dense, unsplit = dense_tensors(facts, plan, run, optimizer)
+    kinds: tuple[Tensors, ...] = ()
+    if facts.experts is not None:
+        kinds = expert_tensors(facts.experts, plan, run, optimizer)
+    if fused:
+        dense, unsplit, *kinds = (replace(tensors, gradients=0) for tensors in (dense, unsplit, *kinds))
+    if facts.experts is None:
+        return Layer(0, dense, (), 0, (), unsplit)
+    frozen, lora, whole = kinds
+    experts = [frozen] * facts.experts.shape.num_experts
+    for expert in lora_ids:
+        experts[expert] = lora
+    for expert in whole_ids:
+        experts[expert] = whole
+    return Layer(0, dense, tuple(experts), 0, (), unsplit)
+
+
+@dataclass(frozen=True)
+class _Activations:
+    saved: int
+    saved_split: int
+    moments: tuple[tuple[Transient, int], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _activations(
+    facts: LayerFacts, plan: LayerPlan, run: Run, family: str, hidden: int, accumulating: bool
+) -> _Activations:
+    """What the layer's forward pass keeps, and the fullest moment of each part of its backward with its bytes of
+    gradients."""
+    layer = LayerTape(facts, plan, run, family, hidden)
+    kept = layer.saved()
+    saved = layer.tape.nbytes(kept)
+    moments = []
+    for m in layer.moments(accumulating):
+        own = 0 if run.checkpointed else m.saved
+        pieces = layer.alive_at(m, accumulating)
+        transient = Transient(
+            m.where,
+            m.alive - own - m.rows,
+            m.rows,
+            split=0 if not run.checkpointed else layer.tape.nbytes(p for p in pieces if _splits(p) and not _is_row(p)),
+            experts_split=layer.tape.nbytes(p for p in pieces if _splits(p) and _is_row(p)),
+            saved=1.0 if run.checkpointed or not saved else m.saved / saved,
+        )
+        moments.append((transient, m.gradients))
+    split = layer.tape.nbytes(piece for piece in kept if _splits(piece))
+    return _Activations(saved, split, tuple(moments))
+
+
+_SPLIT_BY_HEADS_OR_ROWS = frozenset({"h", "k", "F", "I", "O", "X", "qd", "kd"})
+
+
+def _splits(piece: Piece) -> bool:
+    """Whether tensor parallelism divides it: an activation over heads or over rows of an MLP."""
+    factors = set(piece.shape.split("·"))
+    return bool(factors & _SPLIT_BY_HEADS_OR_ROWS and factors & {"T", "N", "B"})
+
+
+def _is_row(piece: Piece) -> bool:
+    return "N" in piece.shape.split("·")
+
+
+# --- All of it ----------------------------------------------------------------------------------------------------
+
+
+def quantities(
+    facts: Facts,
+    config: RunConfig,
+    *,
+    width: int | None = None,
+    routing: Routing = BALANCED,
+    loss_width: int | None = None,
+) -> Quantities:
+    """The closed form of a run: arguments as in `set_up`."""
+    return quantities_of(set_up(facts, config, width=width, routing=routing, loss_width=loss_width))
+
+
+def quantities_of(setup: Setup) -> Quantities:
+    """The closed form of a run file that is resolved."""
+    facts, run, config = setup.facts, setup.run, setup.config
+    head = Head(setup)
+    embedding, after = _outside(setup)
+    # A tied table's gradient comes from the head and waits for the embedding's.
+    waiting = embedding.gradients if facts.tied and not setup.accumulating else 0
+    layers = []
+    for index, plan in enumerate(setup.plans):
+        whole_ids, lora_ids = setup.selection.experts.get(index, ()), setup.selection.lora_experts.get(index, ())
+        layer = _layer(facts.layers[index], plan, run, config.optimizer, whole_ids, lora_ids, setup.fused)
+        kept = _activations(facts.layers[index], plan, run, facts.family, facts.hidden, setup.accumulating)
+        own = layer.tensors.gradients
+        transients = tuple(
+            replace(moment, dense=moment.dense + waiting, gradients=gradients / own if own else 0.0)
+            for moment, gradients in kept.moments
+            if run.checkpointed or "forward" not in moment.name or index == len(setup.plans) - 1
+        )
+        layers.append(
+            replace(layer, index=index, saved=kept.saved, saved_split=kept.saved_split, transients=transients)
+        )
+    hidden = run.batch * run.sequence * facts.hidden * run.width
+    top_k = max((layer.experts.top_k for layer in facts.layers if layer.experts), default=0)
+    return Quantities(
+        embedding=embedding,
+        layers=tuple(layers),
+        head=after,
+        batch=head.nbytes(head.batch()),
+        saved=head.nbytes(head.saved()),
+        loss=head.nbytes(head.loss()),
+        embedding_backward=hidden,
+        hidden=hidden,
+        routed=hidden * top_k,
+        accumulate=config.train.accumulate,
+        logits=run.batch * run.sequence * facts.vocabulary * run.width,
+        tied=facts.tied,
+        alone=_largest_gradient(setup) if setup.fused else 0,
+    )
+
+
+def _outside(setup: Setup) -> tuple[Tensors, Tensors]:
+    """(embedding, head): parameters before the first and after the last layer."""
+    facts, run, optimizer = setup.facts, setup.run, setup.config.optimizer
+    before, after = Tensors(frozen=facts.buffers), Tensors()
+    for p in facts.outside:
+        width = p.width or run.width
+        tensors = trained(p.numel, width, optimizer) if p.name in setup.outside else Tensors(frozen=p.numel * width)
+        if setup.fused:
+            tensors = replace(tensors, gradients=0)
+        if p.component == "embedding":
+            before += tensors
+        else:
+            after += tensors
+    return before, after
+
+
+def _largest_gradient(setup: Setup) -> int:
+    """LOMO (arXiv 2306.09782, section 3.1): a gradient is used up before the next is made. An expert bank makes those
+    of its layer at once."""
+    run, sizes = setup.run, [0]
+    sizes += [p.numel * (p.width or run.width) for p in setup.facts.outside if p.name in setup.outside]
+    for layer, plan in set(zip(setup.facts.layers, setup.plans, strict=True)):
+        sizes += [p.numel * (p.width or run.width) for p in layer.parameters if p.name in plan.full]
+        sizes += [4 * run.rank * max(layer.linears[path].out, layer.linears[path].into) for path in plan.lora]
+        if layer.experts is not None:
+            _, lora, whole = expert_tensors(layer.experts, plan, run, setup.config.optimizer)
+            sizes.append(plan.experts * whole.gradients + plan.lora_experts * lora.gradients)
+    return max(sizes)
