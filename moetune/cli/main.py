@@ -14,7 +14,9 @@ import typer
 from moetune.cli.count import count
 from moetune.cli.init import init
 from moetune.cli.models import models
+from moetune.cli.predict import predict
 from moetune.cli.train import train
+from moetune.cli.verify import verify
 from moetune.errors import UserError
 
 app = typer.Typer(
@@ -24,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, models, init, train):
+for command in (count, predict, verify, train, models, init):
     app.command()(command)
 
 

@@ -282,18 +282,23 @@ class LayerTape:
 
     def _in_steps(self, q: Value, key: Value, value: Value) -> Value:
         """Heads of queries and values differ in size: no kernel of one pass, but products and a softmax in float32."""
-        b, whole = self.run.width, "B·h·S·S"
-        copies = (
-            [] if b == 4 else [self._piece(f"{n} in float32", f"T·h·{d}", 4) for n, d in zip("qkv", "ddv", strict=True)]
-        )
-        self.tape.pass_by(
+        whole, copies = "B·h·S·S", ()
+        weights_copy: tuple[Piece, ...] = ()
+        if self.run.width < 4:
+            sizes = {"q": "T·h·d", "k": "T·h·d", "v": "T·h·v"}
+            copies = tuple(self._piece(f"{name} in float32", shape, 4) for name, shape in sizes.items())
+            weights_copy = (self._piece("attention weights", whole), self._piece("attention's output", "T·h·v"))
+        before = (
             self._piece("normed", "T·H"),
             self._piece("q before and after rotation, and k", "3·T·h·d"),
+            self._piece("q's rotated part", "T·h·R"),
             self._piece("k and v expanded", "T·h·X"),
             *copies,
             self._piece("q and k scaled", "2·T·h·d", 4),
-            self._piece("scores, with the mask and without", f"2·{whole}", 4),
         )
+        self.tape.pass_by(*before, self._piece("scores, with the mask and without", f"2·{whole}", 4))
+        after = (self._piece("softmax of scores", whole, 4), self._piece("v contiguous, and the output", "2·T·h·v", 4))
+        self.tape.pass_by(*before, *after, *weights_copy)
         q = self._map(self._cast(q, 4, "q in float32"), "q scaled")
         key = self._map(self._cast(key, 4, "k in float32"), "k scaled")
         value = self._map(self._cast(value, 4, "v in float32"), "v contiguous")
@@ -457,6 +462,7 @@ def _letters(facts: LayerFacts, plan: LayerPlan, run: Run, hidden: int) -> dict[
         "L": a.latent,
         "C": a.latent + a.rotary,
         "Q": a.query_latent,
+        "R": a.rotary,
         "X": a.head - a.rotary + a.value_head,
         "r": run.rank,
     }

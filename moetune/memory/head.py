@@ -63,6 +63,8 @@ class Head:
         if run.checkpointed:
             width = run.width if run.eager else 1
             pieces.append(Piece("batch", "attention masks", f"{facts.masks}·B·S·S", width))
+            if facts.scaled:
+                pieces.append(Piece("batch", "embeddings before they are scaled", "T·H", run.width))
         return pieces
 
     def saved(self) -> list[Piece]:
@@ -91,7 +93,7 @@ class Head:
         blocks = self._piece("loss: blocks of logits", f"{copies}·n·V", self.setup.loss_width)
         moments = [[*kept, logits, blocks]]
         if facts.scaled:
-            moments.append([*kept, logits, self._piece("logits scaled", "T·V")])
+            moments.append([*kept, logits, self._piece("logits scaled", "T·V"), self._piece("normed", "T·H")])
         flows = [self._piece("gradient of normed", "T·H")] if self.needs or self.norm_trains else []
         fused = self.setup.fused
         table = [self._piece("gradient of the head", "V·H")] if self.head_trains and not fused else []

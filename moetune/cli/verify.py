@@ -1,0 +1,55 @@
+"""`moetune verify`: real steps on this machine, measured beside what was predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetune.cli.options import Json, Overrides
+
+
+def verify(
+    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps; states appear in the first.")] = 3,
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="measured|balanced|skew:S|worst|FILE", help="What the prediction assumes of the experts' tokens."
+        ),
+    ] = "measured",
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Take real steps with random weights and print predicted beside measured. Exit code 1: more than 5 % apart."""
+    from moetune.config import load_run_config
+
+    config = load_run_config(run, set_ or ())
+
+    import json
+
+    from moetune.memory.routing import parse_routing
+    from moetune.memory.verify import verify as verify_run
+
+    outcome = verify_run(config, steps, None if routing == "measured" else parse_routing(routing))
+    if json_:
+        print(json.dumps(outcome.to_json(), indent=2))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        from moetune.report.units import gib
+
+        table = Table(title=f"{config.model.path} on {outcome.device}", title_justify="left")
+        for column in ("", "predicted", "measured", "off by"):
+            table.add_column(column, justify="left" if not column else "right")
+        for name in ("peak_allocated", "peak_reserved"):
+            before, after = outcome.predicted[name], outcome.measured[name]
+            if before is not None and after is not None:
+                table.add_row(name.replace("_", " "), gib(before), gib(after), f"{100 * (before / after - 1):+.2f} %")
+        console = Console()
+        console.print(table)
+        console.print(f"{outcome.tokens_per_second:,.0f} tokens/s; routing: {outcome.routing}", highlight=False)
+    if not outcome.holds:
+        raise typer.Exit(1)

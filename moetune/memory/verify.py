@@ -1,0 +1,89 @@
+"""Predicted beside measured: on a CPU by the tracker of the trace, on CUDA by torch's counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetune.adapt.build import compute_dtype
+from moetune.catalog.gpus import find_gpu
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.measure import measure
+from moetune.memory.predict import predict
+from moetune.memory.routing import Routing
+from moetune.memory.trace import trace
+
+TOLERANCE = 0.05
+"""How far a prediction may be from what was measured before that is a finding."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Bytes, by name: `peak_allocated`, and on CUDA `peak_reserved` and `peak_process`, else None."""
+
+    predicted: dict[str, int | None]
+    measured: dict[str, int | None]
+    tokens_per_second: float
+    device: str
+    routing: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction of what is allocated was within `TOLERANCE`."""
+        before, after = self.predicted["peak_allocated"], self.measured["peak_allocated"]
+        assert before is not None
+        assert after is not None
+        return abs(before / after - 1) <= TOLERANCE
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `moetune verify --json` prints."""
+        return {"schema": 1, **self.__dict__, "holds": self.holds}
+
+
+def resolved(config: RunConfig, device: torch.device) -> RunConfig:
+    """The run file with `dtype: auto` as it is on this device."""
+    dtype = "fp32" if compute_dtype(config, device) == torch.float32 else "bf16"
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def verify(
+    config: RunConfig, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
+) -> Outcome:
+    """Takes `steps` real steps with random weights and predicts them.
+
+    Args:
+        routing: what the prediction assumes; by default what the real steps' experts received on average.
+        device: CUDA if there is any, else the CPU.
+
+    Raises:
+        UserError: as `build`.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = resolved(config, device)
+    measured = measure(config, device, steps)
+    routing = routing or measured.routing
+    if device.type == "cpu":
+        traced = trace(config, routing)
+        predicted = {"peak_allocated": traced.parts(traced.peak).total, "peak_reserved": None, "peak_process": None}
+    else:
+        rank = predict(config, method="trace", gpu=_card(device), routing=routing).fullest
+        predicted = {name: getattr(rank, name) for name in ("peak_allocated", "peak_reserved", "peak_process")}
+    return Outcome(
+        predicted=predicted,
+        measured={name: getattr(measured, name) for name in predicted},
+        tokens_per_second=round(measured.tokens_per_second, 1),
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        routing=routing.name,
+    )
+
+
+def _card(device: torch.device) -> str:
+    """The catalog's name of the card, or its size."""
+    name = torch.cuda.get_device_name(device)
+    try:
+        return find_gpu(name).name
+    except UserError:
+        return f"{torch.cuda.get_device_properties(device).total_memory}B"
