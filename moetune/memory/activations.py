@@ -96,7 +96,7 @@ class LayerTape:
         if not self.run.checkpointed or not kept:
             return kept
         moe = self.facts.experts
-        choices = [] if moe is None else [Piece("experts", "indices", "T·K", 8)]
+        choices = [] if moe is None else [Piece("experts", "router's choices", "c·T", 8)]
         return [self.input.storage.piece, *choices]
 
     def moments(self, accumulating: bool) -> list[Moment]:
@@ -330,6 +330,13 @@ class LayerTape:
         less = self._new("scores less maximum", shape)
         self.tape.record("difference", less, passed=(joined,), fresh=(most,), temporaries=zeros)
         weights = self._softmax(less, "softmax of scores")
+        self.tape.pass_by(
+            self._piece("normed", "T·H"),
+            self._piece("k rotated, and v", "2·T·k·d"),
+            self._piece("v repeated", "T·h·d"),
+            self._piece("scores with the mask", "B·h·S·S"),
+            self._piece("scores less maximum", shape),
+        )
         kept = self.tape.part_of(weights, "B·h·S·S")
         self.tape.record("without sink", kept, fresh=(weights,))
         return kept
@@ -471,7 +478,7 @@ def _letters(facts: LayerFacts, plan: LayerPlan, run: Run, hidden: int) -> dict[
         return letters
     shape = moe.shape
     rows = shape.intermediate * (2 if shape.has_gate else 1)
-    letters |= {"E": shape.num_experts, "K": moe.top_k, "N": plan.rows, "I": shape.intermediate, "O": rows}
+    letters |= {"E": shape.num_experts, "K": moe.top_k, "c": moe.choices, "N": plan.rows, "I": shape.intermediate, "O": rows}
     if moe.shared is not None:
         letters["F"] = facts.linears[f"{moe.shared}.gate_proj"].out
     return letters

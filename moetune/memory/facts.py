@@ -94,7 +94,7 @@ class Experts:
         activation: `silu` or `clamped` (gpt-oss).
         shared: path of the shared experts in the layer, or None.
         gated: whether a sigmoid gate weighs the shared experts' output.
-        grouped: whether the router first chooses groups of experts.
+        choices: indices that the router's choices leave for a token; groups of experts are chosen too.
         normalized: whether a token's routing weights are divided by their sum.
     """
 
@@ -104,7 +104,7 @@ class Experts:
     top_k: int
     shared: str | None
     gated: bool
-    grouped: bool
+    choices: int
     normalized: bool
     activation: str
 
@@ -317,10 +317,21 @@ def _read_experts(model: PreTrainedModel, prefix: str, family: str, moe: MoeLaye
         top_k=moe.top_k,
         shared=None if shared is None else f"{moe.block.removeprefix(f'{prefix}.')}.{shared}",
         gated=hasattr(block, "shared_expert_gate"),
-        grouped=family == "deepseek_v3" or getattr(router, "topk_method", "") == "group_limited_greedy",
+        choices=_choices(router, family, moe.top_k),
         normalized=bool(getattr(router, "norm_topk_prob", family == "mixtral")),
         activation="clamped" if family == "gpt_oss" else "silu",
     )
+
+
+def _choices(router: nn.Module, family: str, top_k: int) -> int:
+    """Indices a token leaves: two of each group, the groups, then the experts (deepseek_v3); a maximum of each group
+    (deepseek_v2, if it chooses by groups); three maxima for each of two experts (phimoe)."""
+    groups, chosen = getattr(router, "num_group", 0), getattr(router, "topk_group", 0)
+    if family == "deepseek_v3":
+        return 2 * groups + chosen + top_k
+    if family == "deepseek_v2" and router.topk_method == "group_limited_greedy":
+        return groups + chosen + top_k
+    return 6 if family == "phimoe" else top_k
 
 
 def _norm_kind(module: nn.Module, family: str) -> str:

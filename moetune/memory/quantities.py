@@ -152,7 +152,7 @@ class Quantities:
         saved = self.batch + self.in_flight + self.saved + sum(layer.saved for layer in self.layers)
         gradients = self.alone + (everything.gradients if again else 0)
         yield "loss", replace(static, gradients=gradients, saved_activations=saved, transient_peak=self.loss)
-        gradients += self.head.gradients
+        gradients += 0 if again else self.head.gradients
         saved -= self.saved
         for layer in reversed(self.layers):
             own = layer.tensors.gradients

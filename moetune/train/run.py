@@ -19,6 +19,7 @@ from moetune.errors import UserError, suggest
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.isolation import refuse_leaky_packing
+from moetune.train.memory_record import MemoryRecord
 from moetune.train.progress import ProgressBar
 from moetune.train.run_folder import RunFolder, step_of
 from moetune.train.trainer import MoeTrainer, check_checkpoint
@@ -92,7 +93,9 @@ def train(
         refuse_silent_routers(adapted)
     folder.create(config, checkpoint, overwrite)
     progress = ProgressBar(console)
-    trainer = MoeTrainer(adapted, config, data, folder, padding, callbacks=[progress])
+    memory = MemoryRecord(adapted, config, folder, console)
+    trainer = MoeTrainer(adapted, config, data, folder, padding, callbacks=[progress, memory])
+    memory.load = trainer.total_load
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
         trainer.args.eval_on_start = False
@@ -100,6 +103,7 @@ def train(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         progress.stop()
+        memory.finish()
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
 

@@ -22,7 +22,7 @@ from moetune.config import RunConfig
 from moetune.errors import UserError
 
 RUN_FILE = "run.yaml"
-_OWN = (RUN_FILE, "metrics.jsonl", "checkpoints", "runs", "delta", "adapter", "report.html")
+_OWN = (RUN_FILE, "metrics.jsonl", "memory.json", "checkpoints", "runs", "delta", "adapter", "report.html")
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
     "output", "hardware", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
@@ -120,6 +120,10 @@ class RunFolder:
     def append_metrics(self, line: dict[str, Any]) -> None:
         with self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def write_memory(self, record: dict[str, Any]) -> None:
+        """Writes `memory.json`: predicted beside measured, and how many tokens each expert received."""
+        _write_atomically(self.path / "memory.json", json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out."""

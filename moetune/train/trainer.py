@@ -55,6 +55,7 @@ class MoeTrainer(Trainer):
         self.adapted, self.config, self.folder = adapted, config, folder
         self.watch = RouterWatch(adapted)
         self._load: dict[int, Tensor] = {}
+        self.total_load: dict[int, Tensor] = {}
         self._router_loss: Tensor | None = None
         self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
         super().__init__(
@@ -96,7 +97,8 @@ class MoeTrainer(Trainer):
             self.accelerator.backward,
         )
         for layer, load in done.load.items():
-            self._load[layer] = self._load[layer] + load if layer in self._load else load
+            for loads in (self._load, self.total_load):
+                loads[layer] = loads[layer] + load if layer in loads else load
         if done.router_loss is not None:
             self._router_loss = done.router_loss if self._router_loss is None else self._router_loss + done.router_loss
         self._tokens += batch["input_ids"].numel()
