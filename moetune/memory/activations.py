@@ -278,7 +278,9 @@ class LayerTape:
         out = self._new("attention's output", "T·h·v")
         kept = (q, key, value, out, self._new("logsumexp", "h·T", 4), self._new("mask as numbers", "B·S·S"))
         self.tape.record("attention", out, fresh=(q, key, value), saved=kept)
-        return out
+        a = self.facts.attention
+        # The output is laid out as the queries are: by head where they were joined of a rotated part and the rest.
+        return self._map(out, "attention's output, by token") if a.rotary < a.head else out
 
     def _in_steps(self, q: Value, key: Value, value: Value) -> Value:
         """Heads of queries and values differ in size: no kernel of one pass, but products and a softmax in float32."""
@@ -326,11 +328,15 @@ class LayerTape:
         self.tape.record("cat", joined, passed=(scores,), gradients=sinks)
         most = self._new("maximum", "h·T")
         zeros = (self._piece("zeros", shape),)
-        self.tape.record("maximum", most, fresh=(joined,), temporaries=zeros)
+        index = self._new("where the maximum is", "h·T", 8)
+        self.tape.record("maximum", most, fresh=(joined,), saved=(index,), temporaries=zeros)
         less = self._new("scores less maximum", shape)
         self.tape.record("difference", less, passed=(joined,), fresh=(most,), temporaries=zeros)
         weights = self._softmax(less, "softmax of scores")
+        # A checkpointed layer's recomputation holds on to masks that are counted with the batch: one of each kind.
+        masks = () if self.run.checkpointed else (self._piece("masks", "2·B·S·S"),)
         self.tape.pass_by(
+            *masks,
             self._piece("normed", "T·H"),
             self._piece("k rotated, and v", "2·T·k·d"),
             self._piece("v repeated", "T·h·d"),
@@ -478,7 +484,14 @@ def _letters(facts: LayerFacts, plan: LayerPlan, run: Run, hidden: int) -> dict[
         return letters
     shape = moe.shape
     rows = shape.intermediate * (2 if shape.has_gate else 1)
-    letters |= {"E": shape.num_experts, "K": moe.top_k, "c": moe.choices, "N": plan.rows, "I": shape.intermediate, "O": rows}
+    letters |= {
+        "E": shape.num_experts,
+        "K": moe.top_k,
+        "c": moe.choices,
+        "N": plan.rows,
+        "I": shape.intermediate,
+        "O": rows,
+    }
     if moe.shared is not None:
         letters["F"] = facts.linears[f"{moe.shared}.gate_proj"].out
     return letters

@@ -326,7 +326,7 @@ def quantities_of(setup: Setup) -> Quantities:
     head = Head(setup)
     embedding, after = _outside(setup)
     # A tied table's gradient comes from the head and waits for the embedding's.
-    waiting = embedding.gradients if facts.tied and not setup.accumulating else 0
+    waiting = embedding.gradients if facts.tied else 0
     layers = []
     for index, plan in enumerate(setup.plans):
         whole_ids, lora_ids = setup.selection.experts.get(index, ()), setup.selection.lora_experts.get(index, ())

@@ -40,7 +40,6 @@ def predict(
     """
     name = gpu or config.hardware.gpu
     card = find_gpu(name or "l40s")
-    method = method or ("trace" if _is_trainable(config) else "formula")
     assumptions = [
         f"routing: {routing.name}",
         f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
@@ -55,12 +54,21 @@ def predict(
         moment_name, _ = whole.peak()
         terms = terms_of(facts, config, whole)
     except UserError as error:
-        if method == "formula" or "has no closed form" not in str(error):
+        if method == "formula" or not _is_trainable(config) or "has no closed form" not in str(error):
             raise
         assumptions.append(str(error))
     moment, timeline, collectives = None, (), ()
-    if method == "trace":
-        traced = trace(config, routing)
+    traced = None
+    if method != "formula" and _is_trainable(config):
+        try:
+            traced = trace(config, routing)
+        except UserError as error:
+            if method == "trace" or whole is None or "cannot be traced" not in str(error):
+                raise
+            assumptions.append(str(error))
+    elif method == "trace":
+        refuse_untrainable(config)
+    if traced is not None:
         ranks: tuple[RankMemory, ...] = (_traced_rank(traced, card),)
         moment, timeline = traced.moment(), traced.timeline()
         assumptions.append("allocator: expandable segments, simulated on the trace")
@@ -83,7 +91,7 @@ def predict(
         load = _load(config, facts, fullest.quantities.peak()[1])
     report = MemoryReport(
         model=config.model.path,
-        method=method,
+        method="formula" if traced is None else "trace",
         gpu=None if name is None else GpuMemory(card.full_name if gpu is None else name, card.memory.value),
         ranks=ranks,
         terms=terms,

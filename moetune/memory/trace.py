@@ -14,11 +14,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
 from moetune.config import RunConfig, refuse_untrainable
+from moetune.errors import UserError
 from moetune.experts.mlp import Counting, counting_by
 from moetune.memory.replay import decoder_layers, find_alike, recording
 from moetune.memory.report import PART_NAMES, Allocation, Moment, PartName, Parts, Phase, Sample
@@ -118,23 +119,32 @@ def trace(
     Args:
         routing: what the experts receive: an assumption, or whatever answers `tokens_per_expert`.
         compose: replay layers that are alike instead of running each (docs/concepts/trace.md); about the same result,
-            sooner. Runs with router losses are traced in full.
+            sooner. Runs with router losses, or a load that differs from layer to layer, are traced in full.
         micro_steps: of each step; by default two at most, because all further ones are like the second.
 
     Raises:
-        UserError: as `build`; or the run file asks for what training does not do yet.
+        UserError: as `build`; the run file asks for what training does not do yet; or the model's own code looks at
+            values, which fake tensors do not have.
     """
     refuse_untrainable(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     adapted = build_fake(config, mode)
     adapted.model.train()
     steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
-    with mode:
-        if compose and micro_steps is None and not (config.train.router_aux_loss or config.train.router_z_loss):
-            return steps.compose(routing)
-        tracker = Tracker(steps.named)
-        with steps.counting(routing, tracker):
-            return steps.run(tracker, micro_steps or min(2, config.train.accumulate))
+    uniform = not (isinstance(routing, Routing) and routing.load)
+    silent = not (config.train.router_aux_loss or config.train.router_z_loss)
+    try:
+        with mode:
+            if compose and uniform and silent and micro_steps is None:
+                return steps.compose(routing)
+            tracker = Tracker(steps.named)
+            with steps.counting(routing, tracker):
+                return steps.run(tracker, micro_steps or min(2, config.train.accumulate))
+    except DataDependentOutputException as error:
+        raise UserError(
+            f"{config.model.path!r} cannot be traced: the code of model type {adapted.anatomy.model_type!r} looks at "
+            f"values ({error.func}); use --method formula"
+        ) from None
 
 
 def vocabulary_of(adapted: Adapted) -> int:

@@ -1,0 +1,156 @@
+"""The commands `predict` and `verify`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.memory.report import PART_NAMES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ROUTER = CONFIGS / "mixtral-8x7b-router.yaml"
+EXPERTS = CONFIGS / "mixtral-8x7b-experts.yaml"
+TINY = CONFIGS / "tiny-router.yaml"
+MIXED = ("--set", "optimizer.name=adamw", "--set", "optimizer.master_weights=fp32")
+
+Run = Callable[..., Any]
+
+
+def assert_contract(result: dict[str, Any]) -> None:
+    """The keys that scripts may count on, and that the numbers of each rank add up."""
+    assert result["schema"] == 1
+    assert {"model", "method", "gpu", "fits", "headroom_bytes", "assumptions", "ranks", "changes"} <= result.keys()
+    assert set(result["gpu"]) == {"name", "usable_bytes"}
+    assert all(isinstance(assumption, str) for assumption in result["assumptions"])
+    for rank in result["ranks"]:
+        others = {"rank", "outside_allocator", "peak_allocated", "peak_reserved", "peak_process"}
+        assert set(rank) == others | set(PART_NAMES)
+        assert all(isinstance(value, int) for value in rank.values())
+        assert sum(rank[name] for name in PART_NAMES) == rank["peak_allocated"] <= rank["peak_reserved"]
+        assert rank["peak_process"] == rank["peak_reserved"] + rank["outside_allocator"]
+    assert result["fits"] is (result["headroom_bytes"] >= 0)
+
+
+@pytest.mark.slow
+def test_a_run_that_fits(moetune: Run) -> None:
+    ended = moetune("predict", ROUTER, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    result = json.loads(ended.out)
+    assert_contract(result)
+    assert result["method"] == "trace"
+    assert result["gpu"]["name"] == "NVIDIA L40S"
+    assert result["fits"] is True
+    assert len(result["ranks"]) == 1
+    assert result["ranks"][0]["trainable_weights"] == 2 * 1_048_576
+    assert result["ranks"][0]["frozen_weights"] / 2**30 == pytest.approx(22.80, abs=0.01)
+    assert result["headroom_bytes"] == result["gpu"]["usable_bytes"] - result["ranks"][0]["peak_process"]
+    assert result["changes"] == []
+
+
+def test_a_run_that_does_not_fit(moetune: Run) -> None:
+    ended = moetune("predict", ROUTER, "--gpu", "24GiB", "--method", "formula", "--json")
+    assert ended.code == 1
+    result = json.loads(ended.out)
+    assert_contract(result)
+    assert result["gpu"] == {"name": "24GiB", "usable_bytes": 24 * 2**30}
+    assert result["fits"] is False
+    assert result["changes"]
+    for change in result["changes"]:
+        assert change["saves"] > 0
+        assert change["fits"] is (change["peak_process"] <= 24 * 2**30)
+    assert any(change["fits"] for change in result["changes"]) or result["notes"]
+
+
+def test_what_is_not_trained_yet_is_predicted_by_formula_and_its_remedy_named(moetune: Run) -> None:
+    ended = moetune("predict", EXPERTS, "--gpu", "44GiB", *MIXED, "--json")
+    assert ended.code == 1
+    result = json.loads(ended.out)
+    assert_contract(result)
+    assert result["method"] == "formula"
+    assert result["fits"] is False
+    changes = [change for change in result["changes"] if "optimizer.name=adamw8bit" in change["settings"]]
+    assert [change["fits"] for change in changes] == [True]
+    settings = [option for setting in changes[0]["settings"] for option in ("--set", setting)]
+    changed = moetune("predict", EXPERTS, "--gpu", "44GiB", *settings, "--method", "formula", "--json")
+    assert changed.code == 0
+    assert json.loads(changed.out)["ranks"][0]["peak_process"] == pytest.approx(changes[0]["peak_process"], abs=2**26)
+
+
+def test_a_table_of_a_run_that_does_not_fit(moetune: Run) -> None:
+    ended = moetune("predict", EXPERTS, "--gpu", "44GiB", *MIXED)
+    assert ended.code == 1
+    for text in ("frozen weights", "master weights", "optimizer.name=adamw8bit", "44GiB"):
+        assert text in ended.out
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "fragments"),
+    [
+        (ROUTER, ["--gpu", "l50s"], ["'l50s'", "Did you mean 'l40s'?", "44GiB"]),
+        (ROUTER, ["--set", "train.sequence_length=0"], ["train.sequence_length: 0 is not valid", "greater than"]),
+        (
+            ROUTER,
+            ["--set", "parallel.fsdp=16", "--set", "parallel.ep=16", "--set", "hardware.count=16"],
+            ["parallel.ep: more ranks than experts, 16 and 8"],
+        ),
+        (ROUTER, ["--method", "guess"], ["--method 'guess': it is trace or formula"]),
+        (
+            ROUTER,
+            ["--method", "trace", "--set", "optimizer.master_weights=fp32"],
+            ["optimizer.master_weights: can be predicted (moetune predict --method formula), not trained or traced"],
+        ),
+        (ROUTER, ["--routing", "skew:0"], ["--routing 'skew:0'", "a number from 1 up"]),
+        (ROUTER, ["--routing", "nope"], ["--routing 'nope': is not balanced, skew:S, worst, or a file"]),
+        (TINY, ["--figure", "x.gif"], ["'x.gif'", ".png or .svg, not '.gif'"]),
+        (CONFIGS / "none.yaml", [], ["none.yaml' cannot be read: No such file or directory"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_exits_with_2_and_a_message(
+    file: Path,
+    options: list[str],
+    fragments: list[str],
+    moetune: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = moetune("predict", file, *options)
+    assert ended.code == 2
+    assert ended.out == ""
+    assert re.search(r"^error: ", ended.err, re.MULTILINE)
+    assert "Traceback" not in ended.err
+    for fragment in fragments:
+        assert fragment in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["trace", "formula"])
+def test_page_and_figure_are_written(method: str, moetune: Run, tmp_path: Path) -> None:
+    page, figure = tmp_path / "report.html", tmp_path / "report.svg"
+    options = ["--gpu", "24GiB", "--method", method, "--html", page, "--figure", figure]
+    ended = moetune("predict", TINY, *options, "--json")
+    assert ended.code == 0
+    assert_contract(json.loads(ended.out))
+    assert json.loads(ended.out)["method"] == method
+    html = page.read_text(encoding="utf-8")
+    assert "<html" in html
+    assert "tiny-mixtral" in html
+    assert "<svg" in figure.read_text(encoding="utf-8")
+
+
+def test_verify(moetune: Run) -> None:
+    ended = moetune("verify", TINY, "--set", "train.sequence_length=64", "--json", "--steps", "2")
+    assert ended.code == 0
+    result = json.loads(ended.out)
+    assert result["schema"] == 1
+    keys = {"peak_allocated", "peak_reserved", "peak_process"}
+    assert set(result["predicted"]) == set(result["measured"]) == keys
+    assert result["predicted"]["peak_allocated"] == pytest.approx(result["measured"]["peak_allocated"], rel=0.05)
+    assert result["holds"] is True
+    assert result["tokens_per_second"] > 0

@@ -1,0 +1,159 @@
+"""The closed form: numbers of the design and of the LOMO paper, the trace's totals, and that it never falls."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.config import RunConfig
+from moetune.memory.facts import read_facts
+from moetune.memory.formulas import quantities
+from moetune.memory.quantities import Quantities
+from moetune.memory.terms import terms_of
+from moetune.memory.trace import trace
+from tests.memory.models import toy_run, write_toy
+
+GiB = 2**30
+ROUTER: dict[str, Any] = {"router": "all"}
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
+EXPERTS: dict[str, Any] = {"experts": {"layers": "0-5", "ids": [0, 1]}}
+
+
+def catalog_run(path: str, adapt: dict[str, Any], **sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": path}, "adapt": adapt, **sections})
+
+
+def formula(config: RunConfig, **options: Any) -> Quantities:
+    return quantities(read_facts(config.model.path), config, **options)
+
+
+# --- Mixtral ------------------------------------------------------------------------------------------------------
+
+
+def test_mixtral_experts_with_master_weights() -> None:
+    optimizer = {"name": "adamw", "master_weights": "fp32"}
+    tensors = formula(catalog_run("mixtral-8x7b", EXPERTS, optimizer=optimizer)).tensors
+    assert tensors.numel == 2_113_929_216
+    assert tensors.trainable == pytest.approx(4.23e9, rel=2e-3)
+    assert tensors.gradients == pytest.approx(4.23e9, rel=2e-3)
+    assert tensors.states == pytest.approx(16.9e9, rel=2e-3)
+    assert tensors.master == pytest.approx(8.46e9, rel=2e-3)
+
+
+def test_mixtral_lora_on_experts() -> None:
+    lora = {"rank": 16, "alpha": 32, "targets": ["experts"], "gate_up": "split"}
+    assert formula(catalog_run("mixtral-8x7b", {"lora": lora})).tensors.numel == 226_492_416
+
+
+def test_mixtral_frozen_in_nf4() -> None:
+    tensors = formula(catalog_run("mixtral-8x7b", ROUTER)).tensors
+    assert tensors.numel == 1_048_576
+    assert tensors.frozen / GiB == pytest.approx(22.80, abs=0.005)
+
+
+# --- LOMO (arXiv 2306.09782), table 1: LLaMA-7B, 512 tokens, 8 sequences, one GPU -----------------------------------
+
+
+def lomo_paper(**optimizer: Any) -> Quantities:
+    train = {"micro_batch": 8, "sequence_length": 512, "accumulate": 1, "checkpointing": "full"}
+    config = catalog_run("llama-7b", {"also": ["*"]}, optimizer=optimizer, train=train)
+    return formula(config, loss_width=2)
+
+
+def test_lomo_paper_adamw() -> None:
+    tensors = lomo_paper(name="adamw", master_weights="fp32").tensors
+    assert tensors.trainable / GiB == pytest.approx(12.55, rel=5e-3)
+    assert tensors.gradients / GiB == pytest.approx(12.55, rel=5e-3)
+    assert (tensors.states + tensors.master) / GiB == pytest.approx(75.31, rel=5e-3)
+
+
+def test_lomo_paper_sgd() -> None:
+    tensors = lomo_paper(name="sgd", master_weights="fp32").tensors
+    assert tensors.gradients / GiB == pytest.approx(12.55, rel=5e-3)
+    assert (tensors.states + tensors.master) / GiB == pytest.approx(25.10, rel=5e-3)
+
+
+def test_lomo_paper_lomo() -> None:
+    whole = lomo_paper(name="lomo")
+    assert whole.tensors.trainable / GiB == pytest.approx(12.55, rel=5e-3)
+    assert (whole.tensors.gradients, whole.tensors.states, whole.tensors.master) == (0, 0, 0)
+    assert whole.alone / GiB == pytest.approx(0.24, abs=0.005)  # the paper's two digits
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "measured"),
+    [
+        ({"name": "adamw", "master_weights": "fp32"}, 102.20),
+        ({"name": "sgd", "master_weights": "fp32"}, 51.99),
+        ({"name": "lomo"}, 14.58),
+    ],
+    ids=["adamw", "sgd", "lomo"],
+)
+def test_lomo_paper_totals(optimizer: dict[str, Any], measured: float) -> None:
+    assert lomo_paper(**optimizer).peak()[1].total / GiB == pytest.approx(measured, rel=0.03)
+
+
+# --- The trace ----------------------------------------------------------------------------------------------------
+
+MOES = ("mixtral", "qwen2_moe", "deepseek_v2", "granitemoe")
+SETTINGS = [("none", 1), ("none", 2), ("full", 1), ("full", 2)]
+CASES = [(name, what, *setting) for name in MOES for what in ("router", "lora") for setting in SETTINGS]
+CASES += [("llama", "everything", *setting) for setting in SETTINGS]
+ADAPT = {"router": ROUTER, "lora": LORA, "everything": {"also": ["*"]}}
+QUICK = CASES[::3]  # 3 and 4 have no common divisor: every setting, of every model
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_toy(tmp_path_factory.mktemp("toys") / name, name) for name in (*MOES, "llama")}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "what", "checkpointing", "accumulate"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_the_formula_is_near_the_trace(
+    toys: dict[str, Path], model_type: str, what: str, checkpointing: str, accumulate: int
+) -> None:
+    train = {"checkpointing": checkpointing, "accumulate": accumulate}
+    config = toy_run(toys[model_type], model_type, ADAPT[what], train=train)
+    traced = trace(config)
+    assert formula(config).peak()[1].total == pytest.approx(traced.parts(traced.peak).total, rel=0.03)
+
+
+# --- What always holds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("adapt", [ROUTER, EXPERTS, LORA], ids=["router", "experts", "lora"])
+def test_never_less_with_more_tokens(adapt: dict[str, Any], accumulate: int, checkpointing: str) -> None:
+    base = {"micro_batch": 1, "sequence_length": 512, "accumulate": accumulate, "checkpointing": checkpointing}
+    for key, values in {"micro_batch": (1, 2, 3, 8), "sequence_length": (2, 64, 511, 512, 4096)}.items():
+        trains = [base | {key: value} for value in values]
+        peaks = [formula(catalog_run("mixtral-8x7b", adapt, train=train)).peak()[1].total for train in trains]
+        assert peaks == sorted(peaks), key
+        assert peaks[0] < peaks[-1]
+
+
+@pytest.mark.parametrize("gate_up", ["fused", "split"])
+def test_never_less_with_a_higher_rank(gate_up: str) -> None:
+    loras = [{"rank": rank, "alpha": 8, "gate_up": gate_up} for rank in (1, 2, 7, 8, 16, 64)]
+    peaks = [formula(catalog_run("mixtral-8x7b", {"lora": lora})).peak()[1].total for lora in loras]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1]
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "bf16"])
+@pytest.mark.parametrize("path", ["mixtral-8x7b", "llama-7b", "tiny-mixtral"])
+def test_terms_sum_to_the_peak(path: str, base: str) -> None:
+    adapt = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}, "also": ["norm"]}
+    config = catalog_run(path, adapt, optimizer={"name": "adamw", "master_weights": "fp32"})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"base": base})})
+    whole = formula(config)
+    terms = terms_of(read_facts(path), config, whole)
+    parts = whole.peak()[1]
+    assert sum(term.bytes for term in terms) == parts.total
+    for name, taken in parts.items():
+        assert sum(term.bytes for term in terms if term.part == name) == taken
+    assert all(term.bytes > 0 and term.formula and term.page.endswith(".md") for term in terms)
