@@ -103,7 +103,7 @@ sheduler: cosine
         "adapt.experts.ids: range '5-2' runs backwards; write \"2-5\"",
         "adapt.lora.rank: 0 is not valid: Input should be greater than 0",
         "adapt.lora.alpha: missing, and required",
-        "optimizer.name: 'adam' is not valid; it may be 'adamw', 'adamw8bit' or 'sgd'. Did you mean 'adamw'?",
+        "optimizer.name: 'adam' is not valid; it may be 'adamw', 'adamw8bit', 'sgd' or 'lomo'. Did you mean 'adamw'?",
         "optimizer.betas.1: 2 is not valid: Input should be less than 1",
         "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",

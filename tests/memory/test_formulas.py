@@ -100,7 +100,7 @@ SETTINGS = [("none", 1), ("none", 2), ("full", 1), ("full", 2)]
 CASES = [(name, what, *setting) for name in MOES for what in ("router", "lora") for setting in SETTINGS]
 CASES += [("llama", "everything", *setting) for setting in SETTINGS]
 ADAPT = {"router": ROUTER, "lora": LORA, "everything": {"also": ["*"]}}
-QUICK = CASES[::3]  # 3 and 4 have no common divisor: every setting, of every model
+QUICK = CASES[::3]  # 3 and 4 have no common divisor: every setting comes, and every model
 
 
 @pytest.fixture(scope="module")
