@@ -104,9 +104,11 @@ class LayerTape:
         again = self.tape.forward(self.output, again=self.run.checkpointed)
         return self.tape.backward(self.output, accumulating=accumulating) + again
 
-    def alive_at(self, moment: Moment, accumulating: bool) -> list[Piece]:
-        """Every tensor that is alive then, but for gradients of parameters."""
-        return self.tape.alive_at(self.output, moment, accumulating=accumulating, again=self.run.checkpointed)
+    def alive_at(self, moment: Moment, accumulating: bool) -> tuple[list[Piece], list[Piece]]:
+        """(what the forward pass left, all else) that is alive then; gradients of parameters are not listed. What a
+        checkpointed layer computes again is not left by the forward pass."""
+        kept, others = self.tape.alive_at(self.output, moment, accumulating=accumulating, again=self.run.checkpointed)
+        return ([], [*kept, *others]) if self.run.checkpointed else (kept, others)
 
     # --- Operations that everything is made of ------------------------------------------------------------------
 

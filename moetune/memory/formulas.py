@@ -96,7 +96,7 @@ class Setup:
     run: Run
     plans: tuple[LayerPlan, ...]
     outside: frozenset[str]
-    loss_width: int
+    loss_width: int | None
 
     @property
     def accumulating(self) -> bool:
@@ -121,7 +121,7 @@ def set_up(
     Args:
         width: bytes of the compute dtype; by default that of `model.dtype`, where `auto` is bf16.
         routing: how many tokens each expert receives.
-        loss_width: bytes of the loss's block of logits: 4, or 2 for a loss in 16 bits.
+        loss_width: None for moetune's loss; else that of torch's `cross_entropy`, in so many bytes an element.
 
     Raises:
         UserError: the run file asks for what the model does not have.
@@ -157,7 +157,7 @@ def set_up(
         )
         plans.append(plan)
         needs = needs or bool(plan.full or plan.lora or plan.experts or plan.lora_experts)
-    return Setup(facts, config, selection, run, tuple(plans), outside, loss_width or 4)
+    return Setup(facts, config, selection, run, tuple(plans), outside, loss_width)
 
 
 def _rows(routing: Routing, layer: int, tokens: int, moe: Experts) -> int:
@@ -180,20 +180,32 @@ def _by_layer(names: Iterable[str], facts: Facts) -> tuple[Mapping[int, frozense
 # --- Tensors of a layer -------------------------------------------------------------------------------------------
 
 
-def dense_tensors(layer: LayerFacts, plan: LayerPlan, run: Run, optimizer: OptimizerConfig) -> tuple[Tensors, Tensors]:
-    """All of a layer but its routed experts, and of that apart what tensor parallelism leaves whole: norms, router."""
-    dense = [Tensors(frozen=layer.buffers)]
-    whole: list[Tensors] = []
-    for p in layer.parameters:
-        tensors = _parameter(p, p.name in plan.full, layer, run, optimizer)
-        (whole if p.component in ("norm", "router") else dense).append(tensors)
+Group = tuple[str, Tensors]
+"""What a tensor is part of, and what it takes."""
+
+
+def dense_groups(layer: LayerFacts, plan: LayerPlan, run: Run, optimizer: OptimizerConfig) -> list[Group]:
+    """The tensors of a layer but those of its routed experts."""
+    groups: list[Group] = [("buffers", Tensors(frozen=layer.buffers))]
+    groups += [(p.component, _parameter(p, p.name in plan.full, layer, run, optimizer)) for p in layer.parameters]
     for path in sorted(plan.lora):
         linear = layer.linears[path]
-        dense += [trained(run.rank * side, 4, optimizer) for side in (linear.into, linear.out)]
+        groups += [("lora", trained(run.rank * side, 4, optimizer)) for side in (linear.into, linear.out)]
     if layer.experts is not None and run.base == "nf4" and run.nested:
         tables = 2 * _NESTED_CODE  # one a stack
-        dense.append(Tensors(frozen=tables, packed=tables))
-    return total(dense), total(whole)
+        groups.append(("experts", Tensors(frozen=tables, packed=tables)))
+    return groups
+
+
+def outside_groups(setup: Setup) -> list[Group]:
+    """The tensors before the first and after the last layer."""
+    run, optimizer = setup.run, setup.config.optimizer
+    groups: list[Group] = [("buffers", Tensors(frozen=setup.facts.buffers))]
+    for p in setup.facts.outside:
+        width = p.width or run.width
+        trains = p.name in setup.outside
+        groups.append((p.component, trained(p.numel, width, optimizer) if trains else Tensors(frozen=p.numel * width)))
+    return groups
 
 
 def _parameter(p: Parameter, trains: bool, layer: LayerFacts, run: Run, optimizer: OptimizerConfig) -> Tensors:
@@ -242,7 +254,9 @@ def _layer(
     fused: bool,
 ) -> Layer:
     """The layer's tensors; a fused backward keeps no gradient."""
-    dense, unsplit = dense_tensors(facts, plan, run, optimizer)
+    groups = dense_groups(facts, plan, run, optimizer)
+    dense = total(tensors for component, tensors in groups if component not in _UNSPLIT)
+    unsplit = total(tensors for component, tensors in groups if component in _UNSPLIT)
     kinds: tuple[Tensors, ...] = ()
     if facts.experts is not None:
         kinds = expert_tensors(facts.experts, plan, run, optimizer)
@@ -278,12 +292,12 @@ def _activations(
     moments = []
     for m in layer.moments(accumulating):
         own = 0 if run.checkpointed else m.saved
-        pieces = layer.alive_at(m, accumulating)
+        _, pieces = layer.alive_at(m, accumulating)
         transient = Transient(
             m.where,
             m.alive - own - m.rows,
             m.rows,
-            split=0 if not run.checkpointed else layer.tape.nbytes(p for p in pieces if _splits(p) and not _is_row(p)),
+            split=layer.tape.nbytes(p for p in pieces if _splits(p) and not _is_row(p)),
             experts_split=layer.tape.nbytes(p for p in pieces if _splits(p) and _is_row(p)),
             saved=1.0 if run.checkpointed or not saved else m.saved / saved,
         )
@@ -292,6 +306,7 @@ def _activations(
     return _Activations(saved, split, tuple(moments))
 
 
+_UNSPLIT = ("norm", "router")  # tensor parallelism leaves them whole
 _SPLIT_BY_HEADS_OR_ROWS = frozenset({"h", "k", "F", "I", "O", "X", "qd", "kd"})
 
 
@@ -350,7 +365,8 @@ def quantities_of(setup: Setup) -> Quantities:
         batch=head.nbytes(head.batch()),
         saved=head.nbytes(head.saved()),
         loss=head.nbytes(head.loss()),
-        embedding_backward=hidden,
+        # A tied table's second gradient is whole beside the first, and then their sum.
+        embedding_backward=hidden + (2 * facts.vocabulary * facts.hidden * run.width if waiting else 0),
         hidden=hidden,
         routed=hidden * top_k,
         accumulate=config.train.accumulate,
@@ -362,18 +378,10 @@ def quantities_of(setup: Setup) -> Quantities:
 
 def _outside(setup: Setup) -> tuple[Tensors, Tensors]:
     """(embedding, head): parameters before the first and after the last layer."""
-    facts, run, optimizer = setup.facts, setup.run, setup.config.optimizer
-    before, after = Tensors(frozen=facts.buffers), Tensors()
-    for p in facts.outside:
-        width = p.width or run.width
-        tensors = trained(p.numel, width, optimizer) if p.name in setup.outside else Tensors(frozen=p.numel * width)
-        if setup.fused:
-            tensors = replace(tensors, gradients=0)
-        if p.component == "embedding":
-            before += tensors
-        else:
-            after += tensors
-    return before, after
+    groups = outside_groups(setup)
+    before = total(tensors for component, tensors in groups if component in ("embedding", "buffers"))
+    after = total(tensors for component, tensors in groups if component not in ("embedding", "buffers"))
+    return (replace(before, gradients=0), replace(after, gradients=0)) if setup.fused else (before, after)
 
 
 def _largest_gradient(setup: Setup) -> int:

@@ -88,10 +88,7 @@ class Head:
         if self.head_trains:
             kept.append(self._piece("normed", "T·H"))
         logits = self._piece("logits, then their gradient", "T·V")
-        # Each block: its float32 copy (if it is no float32 yet), the shifted one, and the former block's.
-        copies = (self.setup.loss_width != b) + 1 + (self.blocks > 1)
-        blocks = self._piece("loss: blocks of logits", f"{copies}·n·V", self.setup.loss_width)
-        moments = [[*kept, logits, blocks]]
+        moments = [[*kept, logits, self._beside_logits()]]
         if facts.scaled:
             moments.append([*kept, logits, self._piece("logits scaled", "T·V"), self._piece("normed", "T·H")])
         flows = [self._piece("gradient of normed", "T·H")] if self.needs or self.norm_trains else []
@@ -101,3 +98,11 @@ class Head:
         if facts.norm != "layer" and self.needs:
             moments.append([*table, self._piece("norm backward", "5·T·H", 4)])
         return moments
+
+    def _beside_logits(self) -> Piece:
+        """moetune's loss has a block's float32 copy (if it is no float32 yet), the shifted block and the former one.
+        torch's has whole the log-softmax, its gradient and that of the logits, which themselves stay."""
+        if (width := self.setup.loss_width) is not None:
+            return self._piece("log-softmax, its gradient, the logits' gradient", "3·T·V", width)
+        copies = (self.setup.run.width < 4) + 1 + (self.blocks > 1)
+        return self._piece("blocks of logits in float32", f"{copies}·n·V", 4)

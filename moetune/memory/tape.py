@@ -196,20 +196,21 @@ class Tape:
         """
         return _Backward(self, output, accumulating).run()
 
-    def alive_at(self, output: Value, moment: Moment, *, accumulating: bool, again: bool) -> list[Piece]:
-        """The tensors that are alive at a moment; gradients of parameters are left out."""
+    def alive_at(
+        self, output: Value, moment: Moment, *, accumulating: bool, again: bool
+    ) -> tuple[list[Piece], list[Piece]]:
+        """(what the forward pass kept, all else) that is alive at a moment; gradients of parameters are left out."""
         if moment.node < 0:
-            kept, others = self._forward_pieces(-1 - moment.node, output, again)
-            return [*kept, *others]
+            return self._forward_pieces(-1 - moment.node, output, again)
         player = _Backward(self, output, accumulating, stop_at=moment.node)
         player.run()
-        return player.alive_pieces
+        return player.alive
 
 
 class _Backward:
     def __init__(self, tape: Tape, output: Value, accumulating: bool, stop_at: int | None = None) -> None:
         self.tape, self.accumulating, self.stop_at = tape, accumulating, stop_at
-        self.alive_pieces: list[Piece] = []
+        self.alive: tuple[list[Piece], list[Piece]] = ([], [])
         self.saved_storages = tape._saved()
         for storage in self.saved_storages:
             storage.users = 0
@@ -279,4 +280,4 @@ class _Backward:
     def _list(self, temporaries: tuple[Piece, ...], arrived: list, incoming: list[Storage]) -> None:
         others = {id(s): s for s in [*self.grads.values(), *(s for _, s in arrived), *incoming]}
         kept = [s.piece for s in self.saved_storages if s.users]
-        self.alive_pieces = [*kept, *(s.piece for s in others.values()), *temporaries]
+        self.alive = kept, [*(s.piece for s in others.values()), *temporaries]

@@ -1,82 +1,147 @@
-"""The closed form as lines that a person can check: what, formula, numbers put in, bytes."""
+"""The closed form, line by line: what takes how much at the peak, with its formula and the numbers put in."""
 
 from __future__ import annotations
 
-from moetune.config import OptimizerConfig, RunConfig
-from moetune.memory.facts import Facts
-from moetune.memory.quantities import Quantities, total
-from moetune.memory.report import Term
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-_WEIGHTS = {
-    ("nf4", True): "n/2 + ⌈n/64⌉ + 4·⌈n/16384⌉ + 4 a matrix",
-    ("nf4", False): "n/2 + 4·⌈n/64⌉ a matrix",
-    ("int8", True): "n + 4·rows a matrix",
-    ("bf16", True): "2·n",
-    ("fp32", True): "4·n",
+from moetune.memory.activations import LayerTape
+from moetune.memory.formulas import Setup, dense_groups, expert_tensors, outside_groups, quantities_of
+from moetune.memory.head import Head
+from moetune.memory.quantities import Quantities, Tensors
+from moetune.memory.report import PartName, Term
+from moetune.memory.tape import Piece, Tape
+
+_WEIGHTS, _STATES, _ACTIVATIONS = (
+    f"concepts/{page}.md" for page in ("weights", "optimizer-states", "activations")
+)  # fmt: skip
+
+_PACKED = {
+    "nf4": "n/2 + 4·⌈n/64⌉ a matrix of n weights",
+    "nf4, double-quantized": "n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 a matrix of n weights",
+    "int8": "n + 4·rows a matrix of n weights",
+    "bf16": "2·n",
+    "fp32": "4·n",
+}
+_STATE = {
+    "adamw": "2·b·n: two moments in the dtype that is updated",
+    "adamw8bit": "2·(n + 4·⌈n/256⌉); 8·n for tensors below 4,096 elements",
+    "sgd": "b·n: momentum",
+    "lomo": "0",
 }
 
 
-def terms_of(facts: Facts, config: RunConfig, whole: Quantities) -> tuple[Term, ...]:
-    """The lines of the peak moment of one undivided rank; their bytes sum to that peak."""
-    name, parts = whole.peak()
-    experts = total(tensors for layer in whole.layers for tensors in layer.experts)
-    everything = whole.tensors
-    numel = everything.numel
-    all_parameters = sum(part.numel for part in facts.anatomy.parts)
-    base = config.model.base
-    formula = _WEIGHTS[base, config.model.double_quant if base == "nf4" else True]
-    train = config.train
-    tokens = f"{train.micro_batch} × {train.sequence_length} tokens"
-    lines = [
-        Term(
-            "frozen_weights", f"frozen experts, {base}", formula,
-            f"of {sum(p.numel for p in facts.anatomy.parts_of('experts')):,} expert parameters",
-            experts.frozen, "concepts/weights.md",
-        ),
-        Term(
-            "frozen_weights", f"all else that is frozen ({base} linear layers, the rest as it is)", formula,
-            f"of {all_parameters:,} parameters", parts.frozen_weights - experts.frozen, "concepts/weights.md",
-        ),
-        Term(
-            "trainable_weights", "weights that train", "n · bytes of their dtype", f"n = {numel:,}",
-            parts.trainable_weights, "concepts/weights.md",
-        ),
-        Term(
-            "gradients", f"gradients that exist at the peak ({name})", "n · bytes of the weight",
-            f"all of them: {everything.gradients:,} B", parts.gradients, "concepts/optimizer-states.md",
-        ),
-        Term(
-            "optimizer_states", f"states of {config.optimizer.name}", _states(config.optimizer), f"n = {numel:,}",
-            parts.optimizer_states, "concepts/optimizer-states.md",
-        ),
-        Term(
-            "master_weights", "float32 copies of 16-bit weights", "4 · n", f"n = {numel:,}",
-            parts.master_weights, "concepts/optimizer-states.md",
-        ),
-        Term(
-            "saved_activations", f"batch and what forward keeps (checkpointing: {train.checkpointing})",
-            "L · T · H · bytes + routing" if train.checkpointing == "full" else "every input that backward needs",
-            f"L = {len(facts.layers)}, {tokens}, H = {facts.hidden:,}", parts.saved_activations,
-            "concepts/activations.md",
-        ),
-        Term(
-            "transient_peak", f"temporaries at {name}", "recomputed activations + widest operation", tokens,
-            parts.transient_peak, "concepts/activations.md",
-        ),
-    ]  # fmt: skip
-    lines = [line for line in lines if line.bytes]
-    assert sum(line.bytes for line in lines) == parts.total
-    return tuple(lines)
+@dataclass(frozen=True)
+class _Line:
+    part: PartName
+    name: str
+    formula: str
+    numbers: str
+    page: str
 
 
-def _states(optimizer: OptimizerConfig) -> str:
-    match optimizer.name:
-        case "adamw":
-            width = "4" if optimizer.master_weights == "fp32" else "bytes of the weight"
-            return f"2 · n · {width}"
-        case "adamw8bit":
-            return "2·n + 2·4·⌈n/256⌉ (4 096 elements and more)"
-        case "sgd":
-            return "n · bytes of the weight" if optimizer.momentum else "none"
-        case _:
-            return "none"
+def terms(setup: Setup) -> tuple[Term, ...]:
+    """Every line of the closed form at its peak; those of a part sum to that part of `quantities_of(setup).peak()`."""
+    q = quantities_of(setup)
+    where, parts = q.peak()
+    lines: Counter[_Line] = Counter()
+    _weights(setup, lines)
+    if parts.gradients:
+        trained = f"{q.tensors.numel:,} trained parameters"
+        gradients = _Line("gradients", "gradients there at the peak", "Σ width·n", trained, _STATES)
+        lines[gradients] += parts.gradients
+    _activations(setup, q, where, lines)
+    made = tuple(Term(k.part, k.name, k.formula, k.numbers, n, k.page) for k, n in lines.items() if n)
+    assert all(sum(t.bytes for t in made if t.part == name) == value for name, value in parts.items()), where
+    return made
+
+
+# --- Weights, states, master copies -------------------------------------------------------------------------------
+
+
+def _weights(setup: Setup, lines: Counter[_Line]) -> None:
+    run, config = setup.run, setup.config
+    base = "nf4, double-quantized" if run.base == "nf4" and run.nested else run.base
+    groups: Counter[tuple[str, Tensors]] = Counter()
+    for component, tensors in outside_groups(setup):
+        groups[component, tensors] += 1
+    for (layer, plan), count in Counter(zip(setup.facts.layers, setup.plans, strict=True)).items():
+        for component, tensors in dense_groups(layer, plan, run, config.optimizer):
+            groups[component, tensors] += count
+        if layer.experts is not None:
+            kinds = expert_tensors(layer.experts, plan, run, config.optimizer)
+            frozen = layer.experts.shape.num_experts - plan.experts - plan.lora_experts
+            for tensors, n in zip(kinds, (frozen, plan.lora_experts, plan.experts), strict=True):
+                groups["experts", tensors] += n * count
+    elements: Counter[_Line] = Counter()
+    for (component, t), count in groups.items():
+        packed = t.packed > 0
+        stored = base if packed else "16 or 32 bits"
+        formula = _PACKED[base] if packed else "width·n"
+        for part, name, how, page, nbytes in (
+            ("frozen_weights", f"{component}, frozen, {stored}", formula, _WEIGHTS, t.frozen),
+            ("trainable_weights", f"{component}, trained", "width·n", _WEIGHTS, t.trainable),
+            (
+                "optimizer_states",
+                f"{config.optimizer.name}: {component}",
+                _STATE[config.optimizer.name],
+                _STATES,
+                t.states,
+            ),
+            ("master_weights", f"float32 copies: {component}", "4·n", _STATES, t.master),
+        ):
+            line = _Line(part, name, how, "", page)  # type: ignore[arg-type]
+            lines[line] += count * nbytes
+            elements[line] += count * t.numel
+    for line in [line for line in lines if not line.numbers and elements[line]]:
+        numbered = _Line(line.part, line.name, line.formula, f"n = {elements[line]:,}", line.page)
+        if line.part != "frozen_weights":
+            lines[numbered] += lines.pop(line)
+
+
+# --- Activations --------------------------------------------------------------------------------------------------
+
+
+def _activations(setup: Setup, q: Quantities, where: str, lines: Counter[_Line]) -> None:
+    head = Head(setup)
+    _add(lines, "saved_activations", head.batch(), head.tape, 1)
+    if where == "loss":
+        _add(lines, "saved_activations", head.saved(), head.tape, 1)
+        _add(lines, "transient_peak", head.loss(), head.tape, 1)
+        _add_layers(setup, len(q.layers), lines)
+    elif where == "embedding":
+        lines[_Line("transient_peak", "the embedding's backward", "T·H·b", "", _ACTIVATIONS)] += q.embedding_backward
+    elif where.startswith("layer"):
+        number, _, part = where.removeprefix("layer ").partition(": ")
+        _add_layers(setup, int(number), lines)
+        _add_peak_layer(setup, q, int(number), part, lines)
+
+
+def _add_layers(setup: Setup, count: int, lines: Counter[_Line]) -> None:
+    """What the first `count` layers keep."""
+    alike = Counter(zip(setup.facts.layers[:count], setup.plans[:count], strict=True))
+    for (facts, plan), number in alike.items():
+        layer = LayerTape(facts, plan, setup.run, setup.facts.family, setup.facts.hidden)
+        _add(lines, "saved_activations", layer.saved(), layer.tape, number)
+
+
+def _add_peak_layer(setup: Setup, q: Quantities, index: int, part: str, lines: Counter[_Line]) -> None:
+    facts, plan = setup.facts, setup.plans[index]
+    layer = LayerTape(facts.layers[index], plan, setup.run, facts.family, facts.hidden)
+    moment = next(m for m in layer.moments(setup.accumulating) if m.where == part)
+    kept, others = layer.alive_at(moment, setup.accumulating)
+    _add(lines, "saved_activations", layer.saved() if setup.run.checkpointed else kept, layer.tape, 1)
+    _add(lines, "transient_peak", others, layer.tape, 1)
+    if facts.tied and q.embedding.gradients:
+        tied = _Line("transient_peak", "the tied table's gradient, which waits", "V·H·b", "", _ACTIVATIONS)
+        lines[tied] += q.embedding.gradients
+
+
+def _add(lines: Counter[_Line], part: PartName, pieces: Iterable[Piece], tape: Tape, layers: int) -> None:
+    for piece in pieces:
+        times = f"{layers} layers × " if layers > 1 else ""
+        values = "·".join(str(tape.letters.get(factor, factor)) for factor in piece.shape.split("·"))
+        name = f"{piece.where or 'layer'}: {piece.label}"
+        line = _Line(part, name, f"{piece.shape}·{piece.width}", f"{times}{values}·{piece.width}", _ACTIVATIONS)
+        lines[line] += layers * tape.nbytes([piece])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetune.errors import UserError
-from moetune.train import router_losses
+from moetune.step import router_losses
 from moetune.train.run import train
 from tests import small
 
