@@ -11,12 +11,12 @@ from moetune.config import RunConfig, refuse_untrainable
 from moetune.errors import UserError
 from moetune.memory.allocator import Event, simulate
 from moetune.memory.facts import Facts, read_facts
-from moetune.memory.formulas import quantities
+from moetune.memory.formulas import quantities, quantities_of, set_up
 from moetune.memory.layout import divide
 from moetune.memory.quantities import Quantities
 from moetune.memory.report import Change, GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.terms import terms_of
+from moetune.memory.terms import terms as terms_of
 from moetune.memory.trace import Trace, trace
 
 Method = Literal["trace", "formula"]
@@ -50,9 +50,8 @@ def predict(
     whole, terms = None, ()
     try:
         facts = read_facts(config.model.path)
-        whole = quantities(facts, config, routing=routing)
-        moment_name, _ = whole.peak()
-        terms = terms_of(facts, config, whole)
+        setup = set_up(facts, config, routing=routing)
+        whole, terms = quantities_of(setup), terms_of(setup)
     except UserError as error:
         if method == "formula" or not _is_trainable(config) or "has no closed form" not in str(error):
             raise
@@ -85,7 +84,7 @@ def predict(
         fullest = max(shares, key=lambda share: share.quantities.peak()[1].total)
         collectives = fullest.collectives
         assumptions += [
-            f"the peak is at: {moment_name}",
+            f"the peak is at: {whole.peak()[0]}",
             "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator",
         ]
         load = _load(config, facts, fullest.quantities.peak()[1])

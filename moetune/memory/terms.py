@@ -91,7 +91,7 @@ def _weights(setup: Setup, lines: Counter[_Line]) -> None:
             ),
             ("master_weights", f"float32 copies: {component}", "4·n", _STATES, t.master),
         ):
-            line = _Line(part, name, how, "", page)  # type: ignore[arg-type]
+            line = _Line(part, name, how, "", page)
             lines[line] += count * nbytes
             elements[line] += count * t.numel
     for line in [line for line in lines if not line.numbers and elements[line]]:

@@ -7,9 +7,9 @@ import pytest
 
 from moetune.config import RunConfig
 from moetune.memory.facts import read_facts
-from moetune.memory.formulas import quantities
+from moetune.memory.formulas import quantities, set_up
 from moetune.memory.quantities import Quantities
-from moetune.memory.terms import terms_of
+from moetune.memory.terms import terms
 from moetune.memory.trace import trace
 from tests.memory.models import toy_run, write_toy
 
@@ -150,10 +150,9 @@ def test_terms_sum_to_the_peak(path: str, base: str) -> None:
     adapt = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}, "also": ["norm"]}
     config = catalog_run(path, adapt, optimizer={"name": "adamw", "master_weights": "fp32"})
     config = config.model_copy(update={"model": config.model.model_copy(update={"base": base})})
-    whole = formula(config)
-    terms = terms_of(read_facts(path), config, whole)
-    parts = whole.peak()[1]
-    assert sum(term.bytes for term in terms) == parts.total
+    lines = terms(set_up(read_facts(path), config))
+    parts = formula(config).peak()[1]
+    assert sum(line.bytes for line in lines) == parts.total
     for name, taken in parts.items():
-        assert sum(term.bytes for term in terms if term.part == name) == taken
-    assert all(term.bytes > 0 and term.formula and term.page.endswith(".md") for term in terms)
+        assert sum(line.bytes for line in lines if line.part == name) == taken
+    assert all(line.bytes > 0 and line.formula and line.page.endswith(".md") for line in lines)
