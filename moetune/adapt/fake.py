@@ -18,6 +18,10 @@ from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
 from moetune.experts.packed import BLOCK, NESTED_BLOCK
 
+_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings that choose frequencies by the largest position, a value, which fake tensors do not have. Whichever
+they choose has the same size, so a fake model never asks."""
+
 
 def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
     """Builds on the meta device by the one path, then gives every tensor a fake storage. `mode` need not be active.
@@ -30,6 +34,8 @@ def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
         for module in adapted.model.modules():
             if isinstance(module, Linear4bit):
                 module.weight = _packed(module.weight, config.model.double_quant)
+            if getattr(module, "rope_type", None) in _BY_LENGTH:
+                module.rope_type = "default"
         memo: dict[Tensor, Tensor] = {}
         for module in adapted.model.modules():
             for own in (module._parameters, module._buffers):
