@@ -13,8 +13,9 @@ from moetune.memory.allocator import Event, simulate
 from moetune.memory.facts import Facts, read_facts
 from moetune.memory.formulas import quantities, quantities_of, set_up
 from moetune.memory.layout import divide
+from moetune.memory.loading import load_peaks
 from moetune.memory.quantities import Quantities
-from moetune.memory.report import Change, GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
+from moetune.memory.report import Change, GpuMemory, LoadPeaks, MemoryReport, RankMemory
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import terms as terms_of
 from moetune.memory.trace import Trace, trace
@@ -71,7 +72,7 @@ def predict(
         ranks: tuple[RankMemory, ...] = (_traced_rank(traced, card),)
         moment, timeline = traced.moment(), traced.timeline()
         assumptions.append("allocator: expandable segments, simulated on the trace")
-        load = _load(config, facts if whole is not None else None, traced.parts(traced.peak))
+        load = LoadPeaks(0, 0) if whole is None else load_peaks(setup, whole)
     else:
         assert whole is not None
         shares = divide(
@@ -87,7 +88,7 @@ def predict(
             f"the peak is at: {whole.peak()[0]}",
             "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator",
         ]
-        load = _load(config, facts, fullest.quantities.peak()[1])
+        load = load_peaks(setup, fullest.quantities)
     report = MemoryReport(
         model=config.model.path,
         method="formula" if traced is None else "trace",
@@ -139,26 +140,6 @@ def _formula_rank(rank: int, share: Quantities, card: Gpu) -> RankMemory:
     parts = replace(parts, transient_peak=parts.transient_peak + _WORKSPACES * card.cublas_workspace.value)
     reserved = -(-parts.total // _PAGE) * _PAGE + _SMALL_PAGE
     return RankMemory(rank, parts, card.context.value, reserved)
-
-
-def _load(config: RunConfig, facts: Facts | None, parts: Parts) -> LoadPeaks:
-    """The peaks of reading the weights, before gradients and states exist.
-
-    The host holds the checkpoint in the compute dtype and, while a layer's experts are put together, those once more.
-    The GPU holds what is packed so far and one matrix on its way there; random weights are drawn there, a layer's
-    experts at a time, with a mask of one byte a weight that checks them.
-    """
-    static = parts.frozen_weights + parts.trainable_weights
-    if facts is None:
-        return LoadPeaks(0, static)
-    width = 4 if config.model.dtype == "fp32" else 2
-    shapes = [layer.shape for layer in facts.anatomy.moe_layers]
-    experts = max((s.num_experts * s.parameters_per_expert for s in shapes), default=0)
-    matrix = max((s.parameters_per_expert * 2 // 3 for s in shapes), default=0)
-    total = sum(part.numel for part in facts.anatomy.parts)
-    if config.model.weights == "random":
-        return LoadPeaks(0, static + experts * width + experts * 2 // 3)
-    return LoadPeaks((total + experts) * width, static + matrix * width)
 
 
 def _changes(

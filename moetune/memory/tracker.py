@@ -77,7 +77,9 @@ class Tracker(TorchDispatchMode):
     # --- What is alive ------------------------------------------------------------------------------------------
 
     def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
-        """Follows the storage of a tensor from now on, if it is not followed yet."""
+        """Follows the storage of a tensor from now on, if it has one and is not followed yet."""
+        if tensor.is_meta:
+            return
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive:
