@@ -75,9 +75,11 @@ def build(config: RunConfig, device: torch.device | str) -> Adapted:
         pack_experts(model, layer, selection, config.model, dtype, device, fill)
     for path in linears_to_pack(model, anatomy, selection):
         pack_linear(model, path, config.model, dtype, device, fill)
-    for path, _ in list(model.named_modules()):
+    embedding = model.get_input_embeddings()
+    for path, module in list(model.named_modules()):
         fill(path)
-    model.tie_weights()
+        if module is embedding:
+            model.tie_weights()  # a head that is this table is not drawn for itself
     model.to(device)
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]

@@ -16,8 +16,8 @@ def load_peaks(setup: Setup, share: Quantities) -> LoadPeaks:
     """What loading takes at most, for a rank that keeps `share`.
 
     GPU: one layer after the other its bank is made and filled. A checkpoint's matrix arrives, is packed, and goes.
-    Random weights are drawn there a layer's experts at a time, with a mask of one byte a weight that checks the draw; the
-    embedding and the head come last. A linear layer on its way is taken to be no larger than they are.
+    Random weights are drawn there a layer's experts at a time, with a mask of one byte a weight that checks the draw;
+    the embedding and the head come last. A linear layer on its way is taken to be no larger than they are.
 
     Host: transformers reads the whole checkpoint, in the compute dtype, before anything is packed; its files are mapped
     meanwhile. Where the dtype differs, casts of tensors that wait for their layer may come to as much again.

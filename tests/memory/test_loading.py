@@ -36,7 +36,7 @@ def load(config: Any) -> LoadPeaks:
 def test_drawing_and_packing_take_what_is_predicted(
     tmp_path: Path, model_type: str, adapt: dict[str, Any], base: str, dtype: str
 ) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 192, "vocab_size": 4096}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 192, "vocab_size": 4096, "head_dim": 64}
     folder = write_toy(tmp_path, model_type, **sizes)
     config = toy_run(folder, model_type, adapt, model={"base": base, "dtype": dtype})
     with Tracker({}) as tracker:
