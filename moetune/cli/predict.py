@@ -39,6 +39,10 @@ def predict(
     from moetune.memory.predict import predict as predict_run
     from moetune.memory.routing import parse_routing
 
+    if figure is not None:
+        from moetune.report.figures import refuse_unknown_format
+
+        refuse_unknown_format(figure)
     config = load_run_config(run, set_ or ())
     chosen: Any = method
     report = predict_run(config, method=chosen, gpu=gpu, routing=parse_routing(routing))

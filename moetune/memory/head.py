@@ -76,6 +76,11 @@ class Head:
             return [self._piece("norm's input", "T·H", b), self._piece("norm: mean and rstd", "2·T", 4)]
         return [self._piece("norm's input in float32", "T·H", 4), self._piece("norm: rsqrt", "T", 4)]
 
+    def evaluation(self) -> list[Piece]:
+        """A batch without gradients, at its loss."""
+        block = [self._piece("block of logits in float32", "n·V", 4)] if self.setup.run.width < 4 else []
+        return [*self.batch(), self._piece("logits", "T·V"), *block]
+
     def loss(self) -> list[Piece]:
         """The fullest of four moments: the loss backward, the logits scaled, the head's backward, the norm's."""
         return max(self._moments(), key=self.nbytes)

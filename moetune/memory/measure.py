@@ -50,8 +50,8 @@ def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measur
     adapted = build(random, device)
     adapted.model.train()
 
-    def batch() -> dict[str, Tensor]:
-        made = make_batch(config, vocabulary_of(adapted))
+    def batch(rows: int) -> dict[str, Tensor]:
+        made = make_batch(config, vocabulary_of(adapted), rows)
         return {name: tensor.to(device) for name, tensor in made.items()}
 
     running = Steps(adapted, config, batch)

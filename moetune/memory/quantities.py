@@ -1,11 +1,12 @@
 """The quantities that the closed form computes and that parallelism divides, and the peak that follows from them.
 
-A step has four kinds of moments that can be the peak; with everything below in bytes of one rank:
+A step has four kinds of moments that can be the peak, an evaluation one; everything below in bytes of one rank:
 
     loss       static + G + Σ saved + loss
     layer k    static + G' + Σ_{j≤k} saved_j + transient_k
     embedding  static + G' + what the embedding's backward takes
     optimizer  static + gradients + update
+    evaluation static + logits + loss, if a held-out batch has more rows than one that trains
 
 static is weights, optimizer states and master weights. G is zero in the first micro-step and all gradients in later
 ones; G' is the gradients of what backward has passed, in later micro-steps all of them and those of the layer twice:
@@ -116,6 +117,7 @@ class Quantities:
         tied: the head is the embedding; a pipeline's last stage then holds a copy of it.
         in_flight: activations of micro-batches that wait in a pipeline for their backward.
         gradients_stay: gradients live from the first micro-step on, in DDP's buckets.
+        evaluation: what a larger batch of held-out data takes at its loss; 0 if it is no larger.
         alone: the largest gradient, where a fused backward leaves one at a time; `gradients` of tensors are then 0.
     """
 
@@ -133,6 +135,7 @@ class Quantities:
     tied: bool = False
     in_flight: int = 0
     gradients_stay: bool = False
+    evaluation: int = 0
     alone: int = 0
 
     @cached_property
@@ -187,6 +190,8 @@ class Quantities:
                 transient_peak=everything.update,
             ),
         )
+        if self.evaluation:
+            yield "evaluation", replace(static, transient_peak=self.evaluation)
 
     def peak(self) -> tuple[str, Parts]:
         """The fullest moment."""

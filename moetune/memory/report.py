@@ -16,7 +16,7 @@ PartName = Literal[
     "transient_peak",
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
-Phase = Literal["load", "forward", "recompute", "backward", "optimizer"]
+Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evaluation"]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from torch import Tensor
@@ -38,7 +39,7 @@ class Routing:
         if shares is None or len(shares) != num_experts:
             found = "nothing" if shares is None else f"{len(shares)} experts"
             raise UserError(f"--routing {self.name!r}: has {found} for layer {layer}, which has {num_experts} experts")
-        return _split(tokens * top_k, [share / sum(shares) for share in shares])
+        return _capped(tokens * top_k, tokens, shares)
 
     def counting(self, layer: Callable[[], int]) -> Callable[[Tensor, int], list[int]]:
         """What answers `tokens_per_expert` under this assumption; `layer` says which one asks."""
@@ -71,8 +72,8 @@ def parse_routing(text: str) -> Routing:
     try:
         load = json.loads(Path(text).read_text(encoding="utf-8"))["expert_load"]
         parsed = tuple((int(layer), tuple(float(count) for count in counts)) for layer, counts in load.items())
-        if not parsed or any(min(counts) < 0 or sum(counts) <= 0 for _, counts in parsed):
-            raise ValueError("a layer without tokens")
+        if not parsed or not all(min(counts) >= 0 and 0 < sum(counts) < inf for _, counts in parsed):
+            raise ValueError("a layer's counts are numbers from 0 up, and not all 0")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--routing {text!r}: does not hold {{'expert_load': {{layer: [tokens of each expert]}}}}: {error}"
@@ -88,6 +89,21 @@ def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> l
         return [0] * (num_experts - top_k) + [tokens] * top_k
     rest = _split(total - most, [1 / (num_experts - 1)] * (num_experts - 1)) if num_experts > 1 else []
     return [*rest, most]
+
+
+def _capped(total: int, most: int, shares: tuple[float, ...]) -> list[int]:
+    """As `_split`, but no expert gets more than a row of each token: what it cannot take, the others share."""
+    full: set[int] = set()
+    while True:
+        left = sum(share for expert, share in enumerate(shares) if expert not in full)
+        open_ = [0.0 if expert in full else share / left if left else 1.0 for expert, share in enumerate(shares)]
+        scale = sum(open_) or 1.0
+        rest = _split(total - most * len(full), [share / scale for share in open_])
+        rows = [most if expert in full else taken for expert, taken in enumerate(rest)]
+        over = {expert for expert, taken in enumerate(rows) if taken > most}
+        if not over:
+            return rows
+        full |= over
 
 
 def _split(total: int, shares: list[float]) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moetune.memory.activations import LayerTape
-from moetune.memory.formulas import Setup, dense_groups, expert_tensors, outside_groups, quantities_of
+from moetune.memory.formulas import Setup, dense_groups, evaluation_of, expert_tensors, outside_groups, quantities_of
 from moetune.memory.head import Head
 from moetune.memory.quantities import Quantities, Tensors
 from moetune.memory.report import PartName, Term
@@ -104,6 +104,9 @@ def _weights(setup: Setup, lines: Counter[_Line]) -> None:
 
 
 def _activations(setup: Setup, q: Quantities, where: str, lines: Counter[_Line]) -> None:
+    if where == "evaluation" and (held_out := evaluation_of(setup)) is not None:
+        _add(lines, "transient_peak", held_out.evaluation(), held_out.tape, 1)
+        return
     head = Head(setup)
     _add(lines, "saved_activations", head.batch(), head.tape, 1)
     if where == "loss":

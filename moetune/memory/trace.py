@@ -21,14 +21,14 @@ from moetune.adapt.fake import build_fake, tensors_of
 from moetune.config import RunConfig, refuse_untrainable
 from moetune.errors import UserError
 from moetune.experts.mlp import Counting, counting_by
-from moetune.memory.replay import decoder_layers, find_alike, recording
+from moetune.memory.replay import Recording, decoder_layers, find_alike, recording
 from moetune.memory.report import PART_NAMES, Allocation, Moment, PartName, Parts, Phase, Sample
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tracker import Block, Mark, Tracker
 from moetune.step.loss import IGNORED
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import Batch, count_loss_tokens, micro_step, update
+from moetune.step.step import Batch, count_loss_tokens, held_out_loss, micro_step, update
 
 STEPS = 2
 """Optimizer states appear in the first step; the second is like all that follow."""
@@ -81,7 +81,7 @@ class Trace:
         label = ""
         for mark in (mark for mark in self.marks if mark.at >= begin):
             phase = "backward" if mark.phase == "recompute" else mark.phase
-            now = phase if phase == "optimizer" else f"{phase} {mark.micro_step}"
+            now = phase if phase in ("optimizer", "evaluation") else f"{phase} {mark.micro_step}"
             if now != label:
                 label = labels[mark.at] = now
         stretch = max(1, (len(self.log) - begin) // points)
@@ -152,10 +152,17 @@ def vocabulary_of(adapted: Adapted) -> int:
     return adapted.model.get_input_embeddings().weight.shape[0]
 
 
-def make_batch(config: RunConfig, vocabulary: int) -> Batch:
-    """A micro-batch as the run's collator gives it, `[micro_batch, sequence_length]`: two documents a row if packed,
-    else one row a token shorter than the others, so that attention needs a mask as it does on real data."""
-    shape = (config.train.micro_batch, config.train.sequence_length)
+def evaluated_rows(config: RunConfig) -> int:
+    """Rows of a batch of held-out data; 0 if there are none."""
+    if config.data is None or config.data.eval is None:
+        return 0
+    return config.train.eval_micro_batch or config.train.micro_batch
+
+
+def make_batch(config: RunConfig, vocabulary: int, rows: int) -> Batch:
+    """A batch as the run's collator gives it, `[rows, sequence_length]`: two documents a row if packed, else one row a
+    token shorter than the others, so that attention needs a mask as it does on real data."""
+    shape = (rows, config.train.sequence_length)
     ids = torch.randint(vocabulary, shape)
     if config.data is None or config.data.packing:
         half = shape[1] // 2
@@ -169,8 +176,8 @@ def make_batch(config: RunConfig, vocabulary: int) -> Batch:
 class Steps:
     """A run's first steps under a tracker: the same code for fake tensors and for real ones."""
 
-    def __init__(self, adapted: Adapted, config: RunConfig, batches: Callable[[], Batch]) -> None:
-        self.adapted, self.config, self.batches = adapted, config, batches
+    def __init__(self, adapted: Adapted, config: RunConfig, batch_of: Callable[[int], Batch]) -> None:
+        self.adapted, self.config, self.batch_of = adapted, config, batch_of
         self.trained = list(adapted.trainable().values())
         self.optimizer = make_optimizer(self.trained, config.optimizer)
         self.watch = RouterWatch(adapted)
@@ -184,6 +191,7 @@ class Steps:
             for step in range(steps):
                 tracker.step = step
                 self._step(tracker, micro_steps)
+            self._evaluate(tracker)
         self.watch.remove()
         return Trace.of(tracker)
 
@@ -200,7 +208,7 @@ class Steps:
             alike.replace(model, ends=False)
         last = [alike.layers[-1] for alike in kinds]
         with self.counting(routing, before), self._following(before), recording(last, before) as recordings:
-            batch = self.batches()
+            batch = self.batch_of(self.config.train.micro_batch)
             self._micro_step(batch, count_loss_tokens(batch), before)
             self.optimizer.zero_grad(set_to_none=True)
         for alike, recorded in zip(kinds, recordings, strict=True):
@@ -212,6 +220,9 @@ class Steps:
                 alike.replace(model, ends=False)
             tracker.step = 1
             self._step(tracker, min(2, self.config.train.accumulate))
+            for alike in kinds:
+                alike.play(Recording(), tracker)  # a layer of an evaluation keeps nothing
+            self._evaluate(tracker)
         return Trace.of(tracker)
 
     @contextmanager
@@ -233,7 +244,7 @@ class Steps:
         for number in range(micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
-            batch = self.batches()
+            batch = self.batch_of(self.config.train.micro_batch)
             tracker.tag(batch.values(), "saved_activations")
             self._micro_step(batch, count_loss_tokens(batch) * micro_steps, tracker)
             del batch
@@ -241,6 +252,18 @@ class Steps:
         update(self.trained, self.optimizer, self.config.train.max_grad_norm)
         states = (value for state in self.optimizer.state.values() for value in state.values())
         tracker.tag((value for value in states if isinstance(value, Tensor)), "optimizer_states")
+
+    def _evaluate(self, tracker: Tracker) -> None:
+        """One batch of an evaluation, if it has more rows than those that train; it takes less otherwise."""
+        rows = evaluated_rows(self.config)
+        if rows <= self.config.train.micro_batch:
+            return
+        tracker.enter("evaluation")
+        batch = self.batch_of(rows)
+        tracker.tag(batch.values(), "saved_activations")
+        self.adapted.model.eval()
+        held_out_loss(self.adapted.model, batch)
+        self.adapted.model.train()
 
     def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker) -> None:
         tracker.enter("forward")

@@ -149,7 +149,8 @@ class Tracker(TorchDispatchMode):
         def before(module: nn.Module, args: Any) -> None:
             if (path := self._modules.get(module)) is not None:
                 self._stack.append((self.module, self.phase))
-                self.enter("recompute" if self.phase in ("backward", "recompute") else "forward", path)
+                inside: dict[Phase, Phase] = {"backward": "recompute", "optimizer": "forward", "load": "forward"}
+                self.enter(inside.get(self.phase, self.phase), path)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if (path := self._modules.get(module)) is not None:

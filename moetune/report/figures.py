@@ -50,14 +50,19 @@ class Box(NamedTuple):
     height: float
 
 
+def refuse_unknown_format(path: Path) -> None:
+    """Raises `UserError` unless the suffix is that of a picture that can be written."""
+    if path.suffix.lower() not in _FORMATS:
+        raise UserError(f"cannot draw {str(path)!r}: a figure is .png or .svg, not {path.suffix or 'without suffix'!r}")
+
+
 def save_figure(report: MemoryReport, path: Path) -> None:
     """Writes both charts, the timeline where there is one, as PNG or SVG by the file's suffix.
 
     Raises:
         UserError: the suffix is another one, or the file cannot be written.
     """
-    if path.suffix.lower() not in _FORMATS:
-        raise UserError(f"cannot draw {str(path)!r}: a figure is .png or .svg, not {path.suffix or 'without suffix'!r}")
+    refuse_unknown_format(path)
     with _style():
         figure, _ = _draw(report)
         figure.suptitle(f"{report.model}\n{verdict(report)}", x=0.01, ha="left", fontsize=12, fontweight="bold")

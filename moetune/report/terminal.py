@@ -27,6 +27,7 @@ _PHASES = {
     "recompute": "in the recomputation",
     "backward": "in the backward pass",
     "optimizer": "in the optimizer's step",
+    "evaluation": "in an evaluation",
 }
 
 

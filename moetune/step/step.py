@@ -45,6 +45,12 @@ def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     return summed_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@torch.no_grad()
+def held_out_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(the summed loss, the predicted tokens) of a batch that nothing is learned from."""
+    return token_loss(model, batch), count_loss_tokens(batch)
+
+
 def micro_step(
     model: PreTrainedModel,
     batch: Batch,

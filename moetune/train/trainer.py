@@ -32,7 +32,7 @@ from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import count_loss_tokens, micro_step, token_loss
+from moetune.step.step import count_loss_tokens, held_out_loss, micro_step
 from moetune.train.data import Datasets, collate
 from moetune.train.run_folder import RunFolder
 
@@ -108,11 +108,10 @@ class MoeTrainer(Trainer):
         """Held-out loss: the mean over every predicted token of the set, whatever the batches."""
         self.model.eval()
         total, tokens = 0.0, 0
-        with torch.no_grad():
-            for batch in self.get_eval_dataloader():
-                batch = self._prepare_inputs(batch)
-                total += token_loss(self.adapted.model, batch).item()
-                tokens += int(count_loss_tokens(batch))
+        for batch in self.get_eval_dataloader():
+            loss, predicted = held_out_loss(self.adapted.model, self._prepare_inputs(batch))
+            total += loss.item()
+            tokens += int(predicted)
         self.model.train()
         metrics = {"eval_loss": total / tokens, "eval_tokens": tokens}
         self._since, self._tokens = time.perf_counter(), 0

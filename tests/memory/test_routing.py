@@ -51,6 +51,17 @@ def test_a_recorded_load_loses_no_row(tokens: int, load: list[int]) -> None:
         assert abs(count - tokens * share / sum(load)) < 1 + 1e-6
 
 
+@given(
+    tokens=st.integers(1, 5000), top_k=st.integers(1, 4), load=st.lists(st.integers(0, 10_000), min_size=4, max_size=64)
+)
+def test_no_expert_receives_a_token_twice(tokens: int, top_k: int, load: list[int]) -> None:
+    """A recorded load says little of shorter sequences: with few experts that have any, the others take the rest."""
+    load[0] += 1
+    rows = Routing("file", None, ((3, tuple(map(float, load))),)).rows(3, tokens, top_k, len(load))
+    assert sum(rows) == tokens * top_k
+    assert 0 <= min(rows) <= max(rows) <= tokens
+
+
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
@@ -89,6 +100,8 @@ def test_neither_a_name_nor_a_file() -> None:
         '{"expert_load": {"0": []}}',
         '{"expert_load": {"0": [0, 0]}}',
         '{"expert_load": {"0": [3, -1]}}',
+        '{"expert_load": {"0": [3, NaN]}}',
+        '{"expert_load": {"0": [3, Infinity]}}',
         '{"expert_load": {"a": [1, 2]}}',
         '{"expert_load": {"0": ["x"]}}',
     ],

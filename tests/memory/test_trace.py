@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.memory.facts import read_facts
+from moetune.memory.formulas import quantities
 from moetune.memory.measure import measure
 from moetune.memory.report import PART_NAMES
 from moetune.memory.routing import Routing, parse_routing
@@ -199,6 +201,21 @@ def test_memory_never_falls_with_more_layers_or_experts(tmp_path: Path) -> None:
         peaks = [peak(trace(toy_run(model, "mixtral", ADAPT["router"]))) for model in models]
         assert peaks == sorted(peaks)
         assert peaks[0] < peaks[-1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_larger_batch_of_held_out_data_is_the_peak(tmp_path: Path, dtype: str) -> None:
+    toy = write_toy(tmp_path, "mixtral", vocab_size=4096)
+    sections = {"model": {"dtype": dtype}, "data": {"eval": "unread"}, "train": {"eval_micro_batch": 8}}
+    config = toy_run(toy, "mixtral", ADAPT["router"], **sections)
+    measured, traced = measure(config, "cpu", steps=2), trace(config)
+    assert traced.moment().phase == "evaluation"
+    assert peak(traced) == measured.peak_allocated
+    where, parts = quantities(read_facts(str(toy)), config).peak()
+    assert where == "evaluation"
+    assert parts.total == pytest.approx(measured.peak_allocated, rel=0.01)
+    smaller = toy_run(toy, "mixtral", ADAPT["router"], model={"dtype": dtype})
+    assert peak(trace(smaller)) < peak(traced)
 
 
 def test_router_losses_are_traced(toys: dict[str, Path]) -> None:
