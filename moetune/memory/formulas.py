@@ -372,8 +372,19 @@ def quantities_of(setup: Setup) -> Quantities:
         accumulate=config.train.accumulate,
         logits=run.batch * run.sequence * facts.vocabulary * run.width,
         tied=facts.tied,
+        evaluation=0 if (held_out := evaluation_of(setup)) is None else held_out.nbytes(held_out.evaluation()),
         alone=_largest_gradient(setup) if setup.fused else 0,
     )
+
+
+def evaluation_of(setup: Setup) -> Head | None:
+    """The head on a batch of held-out data, if that has more rows than one that trains."""
+    data, train = setup.config.data, setup.config.train
+    rows = train.eval_micro_batch or train.micro_batch
+    if data is None or data.eval is None or rows <= train.micro_batch:
+        return None
+    config = setup.config.model_copy(update={"train": train.model_copy(update={"accumulate": 1})})
+    return Head(replace(setup, config=config, run=replace(setup.run, batch=rows)))
 
 
 def _outside(setup: Setup) -> tuple[Tensors, Tensors]:
