@@ -6,6 +6,7 @@ CUDA tensors. The device is a label; what CUDA adds is added by who predicts for
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -19,8 +20,7 @@ from moetune.config import RunConfig
 from moetune.experts.packed import BLOCK, NESTED_BLOCK
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings that choose frequencies by the largest position, a value, which fake tensors do not have. Whichever
-they choose has the same size, so a fake model never asks."""
+"""Rotary embeddings that choose frequencies by the largest position, a value, which fake tensors do not have."""
 
 
 def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
@@ -35,7 +35,7 @@ def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
             if isinstance(module, Linear4bit):
                 module.weight = _packed(module.weight, config.model.double_quant)
             if getattr(module, "rope_type", None) in _BY_LENGTH:
-                module.rope_type = "default"
+                _never_ask_for_the_length(module)
         memo: dict[Tensor, Tensor] = {}
         for module in adapted.model.modules():
             for own in (module._parameters, module._buffers):
@@ -56,6 +56,14 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
             yield from (state.absmax, state.code)
             if nested is not None:
                 yield from (state.offset, nested.absmax, nested.code)
+
+
+def _never_ask_for_the_length(rotary: nn.Module) -> None:
+    """Whichever frequencies are chosen, they have the same size; those of a `default` embedding are not chosen. Phimoe's
+    reads its configuration too, which the model goes on using: this module gets a copy."""
+    rotary.rope_type = "default"
+    rotary.config = copy.copy(rotary.config)
+    rotary.config.rope_parameters = {**rotary.config.rope_parameters, "rope_type": "default"}
 
 
 def _is_4bit(module: nn.Module) -> bool:

@@ -95,14 +95,15 @@ class LayerTape:
         kept = self.tape.saved()
         if not self.run.checkpointed or not kept:
             return kept
-        moe = self.facts.experts
-        choices = [] if moe is None else [Piece("experts", "router's choices", "c·T", 8)]
+        choices = [Piece("experts", "router's choices", "c·T", 8)] if self.facts.experts else []
+        if self.run.eager and self.facts.attention.sinks:  # checkpointing takes any maximum for a choice
+            choices.append(Piece("attention", "where the maximum is", "h·T", 8))
         return [self.input.storage.piece, *choices]
 
     def moments(self, accumulating: bool) -> list[Moment]:
         """The fullest moment of each part of the layer. A checkpointed layer's forward pass runs again in backward."""
         again = self.tape.forward(self.output, again=self.run.checkpointed)
-        return self.tape.backward(self.output, accumulating=accumulating) + again
+        return self.tape.backward(self.output, accumulating=accumulating, again=self.run.checkpointed) + again
 
     def alive_at(self, moment: Moment, accumulating: bool) -> tuple[list[Piece], list[Piece]]:
         """(what the forward pass left, all else) that is alive then; gradients of parameters are not listed. What a
@@ -193,7 +194,9 @@ class LayerTape:
         packed = linear.packable and not trains
         unpacked = self._unpacked(name, f"{out}·{into}") if packed else ()
         saved = (x,) if trains else ()
-        self.tape.record(name, y, fresh=(x,), saved=saved, temporaries=unpacked, gradients=gradients)
+        # What is packed unpacks its weight itself; any other linear layer reads it from autograd.
+        reads = x.needs and not unpacked
+        self.tape.record(name, y, fresh=(x,), saved=saved, reads=reads, temporaries=unpacked, gradients=gradients)
         return y
 
     def _unpacked(self, name: str, shape: str) -> tuple[Piece, ...]:
@@ -330,7 +333,7 @@ class LayerTape:
         self.tape.record("cat", joined, passed=(scores,), gradients=sinks)
         most = self._new("maximum", "h·T")
         zeros = (self._piece("zeros", shape),)
-        index = self._new("where the maximum is", "h·T", 8)
+        index = self.tape.new("where the maximum is", "h·T", 8, external=self.run.checkpointed)
         self.tape.record("maximum", most, fresh=(joined,), saved=(index,), temporaries=zeros)
         less = self._new("scores less maximum", shape)
         self.tape.record("difference", less, passed=(joined,), fresh=(most,), temporaries=zeros)
@@ -372,6 +375,8 @@ class LayerTape:
     def _moe(self, x: Value) -> Value:
         moe = self.facts.experts
         assert moe is not None
+        for _ in range(moe.noises):
+            x = self._noised(x)
         before = moe.shared is not None and moe.gated
         shared = self._mlp(x, moe.shared, "F") if before and moe.shared is not None else None
         weights = self._router(x)
@@ -386,6 +391,12 @@ class LayerTape:
         total = self._new("routed and shared", "T·H")
         self.tape.record("sum", total, passed=(out, shared))
         return total
+
+    def _noised(self, x: Value) -> Value:
+        """x multiplied in place by random numbers around one."""
+        y = self.tape.part_of(x, x.shape)
+        self.tape.record("noise", y, fresh=(x,), saved=(self._new("noise", x.shape),))
+        return y
 
     def _gate(self, x: Value, block: str) -> Value:
         logit = self._linear(x, f"{block}.shared_expert_gate", "1")

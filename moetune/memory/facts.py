@@ -36,6 +36,10 @@ FAMILIES = {
 """Model type -> whose router it has. A type that is not here has no closed form; a trace needs none."""
 
 
+class NoClosedForm(UserError):
+    """The model's layers are not among those that are written down; a trace needs no such thing."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a layer, by the end of its name. `width` is None if it follows the compute dtype."""
@@ -96,6 +100,7 @@ class Experts:
         gated: whether a sigmoid gate weighs the shared experts' output.
         choices: indices that the router's choices leave for a token; groups of experts are chosen too.
         normalized: whether a token's routing weights are divided by their sum.
+        noises: how often training multiplies the block's input by noise.
     """
 
     path: str
@@ -106,6 +111,7 @@ class Experts:
     gated: bool
     choices: int
     normalized: bool
+    noises: int
     activation: str
 
 
@@ -168,7 +174,8 @@ def read_facts(path: str) -> Facts:
     """Reads a model by catalog name, folder or hub id, as `model.path` gives it. Takes up to seconds, once.
 
     Raises:
-        UserError: no such model, or one whose activations have no closed form.
+        UserError: no such model.
+        NoClosedForm: its activations are not written down.
     """
     source = resolve(path)
     config = copy.deepcopy(source.config)
@@ -178,7 +185,7 @@ def read_facts(path: str) -> Facts:
     model = meta_model(config)
     family = FAMILIES.get(model.config.model_type)
     if family is None:
-        raise UserError(
+        raise NoClosedForm(
             f"model type {model.config.model_type!r} has no closed form: its layers are not among those written down "
             f"({', '.join(sorted(FAMILIES))}); use --method trace"
         )
@@ -319,6 +326,7 @@ def _read_experts(model: PreTrainedModel, prefix: str, family: str, moe: MoeLaye
         gated=hasattr(block, "shared_expert_gate"),
         choices=_choices(router, family, moe.top_k),
         normalized=bool(getattr(router, "norm_topk_prob", family == "mixtral")),
+        noises=sum(_noise(module) > 0 for module in (block, router)),
         activation="clamped" if family == "gpt_oss" else "silu",
     )
 
@@ -332,6 +340,11 @@ def _choices(router: nn.Module, family: str, top_k: int) -> int:
     if family == "deepseek_v2" and router.topk_method == "group_limited_greedy":
         return groups + chosen + top_k
     return 6 if family == "phimoe" else top_k
+
+
+def _noise(module: nn.Module) -> float:
+    """How much noise a MoE block (mixtral's, phimoe's) or a router (phimoe's) multiplies its input by in training."""
+    return float(getattr(module, "input_jitter_noise", getattr(module, "jitter_noise", 0.0)))
 
 
 def _norm_kind(module: nn.Module, family: str) -> str:

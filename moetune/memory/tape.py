@@ -7,6 +7,7 @@ most that is alive at once while its backward runs. Both follow from rules that 
   if b does, a sum keeps nothing, softmax keeps its output. A view is the storage that it looks at.
 - Backward takes the operations last to first. One needs its output's gradient, makes those of its inputs, and then lets
   go of what it kept. A second gradient of the same tensor is added to the first in a new tensor.
+- A checkpointed layer runs its forward pass again when backward meets the first operation that reads something kept.
 
 So the two numbers are sums over tensors that have a name, a shape and a width; `Alive` lists them at any moment.
 
@@ -55,6 +56,7 @@ class Node(NamedTuple):
         fresh: inputs whose gradient is a new tensor.
         passed: inputs whose gradient is the output's, or a view of it.
         saved: what it keeps.
+        reads: whether autograd hands its backward anything that was kept, a parameter included.
         temporaries: what its backward takes beside the gradients that it makes.
         gradients: bytes of parameters' gradients that it makes, and how many of them exist at its fullest moment.
     """
@@ -65,6 +67,7 @@ class Node(NamedTuple):
     fresh: tuple[Value, ...]
     passed: tuple[Value, ...]
     saved: tuple[Storage, ...]
+    reads: bool
     temporaries: tuple[Piece, ...]
     gradients: int
     gradients_then: int
@@ -137,12 +140,14 @@ class Tape:
         *,
         fresh: tuple[Value, ...] = (),
         passed: tuple[Value, ...] = (),
-        saved: Iterable[Value] = (),
+        saved: tuple[Value, ...] = (),
+        reads: bool = False,
         temporaries: tuple[Piece, ...] = (),
         gradients: int = 0,
         gradients_then: int | None = None,
     ) -> None:
-        """Notes an operation, if a gradient flows through it; its outputs then need one."""
+        """Notes an operation, if a gradient flows through it; its outputs then need one. What keeps activations reads
+        them; `reads` says that it reads something else, such as a frozen weight."""
         fresh, passed = tuple(v for v in fresh if v.needs), tuple(v for v in passed if v.needs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if not (fresh or passed or gradients):
@@ -154,7 +159,7 @@ class Tape:
         keeps = tuple({id(v.storage): v.storage for v in saved if not v.external}.values())
         then = gradients if gradients_then is None else gradients_then
         self.nodes.append(
-            Node(self.where, label, outputs, fresh, passed, keeps, temporaries, gradients, then)
+            Node(self.where, label, outputs, fresh, passed, keeps, reads or bool(saved), temporaries, gradients, then)
         )  # fmt: skip
 
     def pass_by(self, *pieces: Piece) -> None:
@@ -187,14 +192,15 @@ class Tape:
         waiting = [output.storage.piece._replace(label="gradient of the output")] if again and output.needs else []
         return [storage.piece for storage in self._saved(nodes)], [*pieces, *waiting]
 
-    def backward(self, output: Value, *, accumulating: bool) -> list[Moment]:
+    def backward(self, output: Value, *, accumulating: bool, again: bool) -> list[Moment]:
         """Plays the backward pass from the gradient of `output`; returns the fullest moment of each part.
 
         Args:
             accumulating: whether gradients of parameters are added to those of earlier micro-batches, each as it comes;
                 otherwise they stay.
+            again: whether the forward pass runs again in backward.
         """
-        return _Backward(self, output, accumulating).run()
+        return _Backward(self, output, accumulating, again).run()
 
     def alive_at(
         self, output: Value, moment: Moment, *, accumulating: bool, again: bool
@@ -202,13 +208,13 @@ class Tape:
         """(what the forward pass kept, all else) that is alive at a moment; gradients of parameters are left out."""
         if moment.node < 0:
             return self._forward_pieces(-1 - moment.node, output, again)
-        player = _Backward(self, output, accumulating, stop_at=moment.node)
+        player = _Backward(self, output, accumulating, again, stop_at=moment.node)
         player.run()
         return player.alive
 
 
 class _Backward:
-    def __init__(self, tape: Tape, output: Value, accumulating: bool, stop_at: int | None = None) -> None:
+    def __init__(self, tape: Tape, output: Value, accumulating: bool, again: bool, stop_at: int | None = None) -> None:
         self.tape, self.accumulating, self.stop_at = tape, accumulating, stop_at
         self.alive: tuple[list[Piece], list[Piece]] = ([], [])
         self.saved_storages = tape._saved()
@@ -217,7 +223,10 @@ class _Backward:
         for node in tape.nodes:
             for storage in node.saved:
                 storage.users += 1
-        self.saved = sum(storage.bytes for storage in self.saved_storages)
+        self.saved = 0
+        self.there = False
+        if not again:
+            self._run_forward()
         self.other = 0
         self.grads: dict[int, Storage] = {}
         self.best: dict[str, Moment] = {}
@@ -228,6 +237,8 @@ class _Backward:
         made = 0
         for index in range(len(self.tape.nodes) - 1, -1, -1):
             node = self.tape.nodes[index]
+            if node.reads and not self.there:
+                self._run_forward()
             incoming = [g for v in node.outputs if (g := self.grads.pop(id(v), None)) is not None]
             if incoming:
                 arrived = [(value, self._gradient(value)) for value in node.fresh]
@@ -259,6 +270,10 @@ class _Backward:
                 self._release(storage)
         return list(self.best.values())
 
+    def _run_forward(self) -> None:
+        self.there = True
+        self.saved = sum(storage.bytes for storage in self.saved_storages)
+
     def _gradient(self, value: Value) -> Storage:
         storage = Storage(value.storage.piece._replace(label=f"gradient of {value.storage.piece.label}"), value.bytes)
         storage.users = 1
@@ -279,5 +294,5 @@ class _Backward:
 
     def _list(self, temporaries: tuple[Piece, ...], arrived: list, incoming: list[Storage]) -> None:
         others = {id(s): s for s in [*self.grads.values(), *(s for _, s in arrived), *incoming]}
-        kept = [s.piece for s in self.saved_storages if s.users]
+        kept = [s.piece for s in self.saved_storages if s.users] if self.there else []
         self.alive = kept, [*(s.piece for s in others.values()), *temporaries]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,8 +21,9 @@ from moetune.adapt.fake import build_fake, tensors_of
 from moetune.config import RunConfig, refuse_untrainable
 from moetune.errors import UserError
 from moetune.experts.mlp import Counting, counting_by
+from moetune.memory.loading import load_peaks
 from moetune.memory.replay import Recording, decoder_layers, find_alike, recording
-from moetune.memory.report import PART_NAMES, Allocation, Moment, PartName, Parts, Phase, Sample
+from moetune.memory.report import PART_NAMES, Allocation, LoadPeaks, Moment, PartName, Parts, Phase, Sample
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tracker import Block, Mark, Tracker
 from moetune.step.loss import IGNORED
@@ -34,15 +35,24 @@ STEPS = 2
 """Optimizer states appear in the first step; the second is like all that follow."""
 
 
+class NotTraceable(UserError):
+    """The model's own code looks at values, which fake tensors do not have."""
+
+
 @dataclass(frozen=True)
 class Trace:
-    """Every storage of the first steps, in order of birth, and what happened when; see `Tracker`."""
+    """Every storage of the first steps, in order of birth, and what happened when; see `Tracker`.
+
+    Attributes:
+        peak: place in the log after which the most is alive.
+        load: the peaks before the first step; None for a trace of real steps.
+    """
 
     blocks: list[Block]
     log: list[int]
     marks: list[Mark]
     peak: int
-    """Place in the log after which the most is alive."""
+    load: LoadPeaks | None = None
 
     @classmethod
     def of(cls, tracker: Tracker) -> Trace:
@@ -123,8 +133,8 @@ def trace(
         micro_steps: of each step; by default two at most, because all further ones are like the second.
 
     Raises:
-        UserError: as `build`; the run file asks for what training does not do yet; or the model's own code looks at
-            values, which fake tensors do not have.
+        UserError: as `build`; or the run file asks for what training does not do yet.
+        NotTraceable: the model's own code looks at values.
     """
     refuse_untrainable(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -133,18 +143,27 @@ def trace(
     steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
     uniform = not (isinstance(routing, Routing) and routing.load)
     silent = not (config.train.router_aux_loss or config.train.router_z_loss)
+    load = _load_peaks(adapted, config)
     try:
         with mode:
             if compose and uniform and silent and micro_steps is None:
-                return steps.compose(routing)
+                return replace(steps.compose(routing), load=load)
             tracker = Tracker(steps.named)
             with steps.counting(routing, tracker):
-                return steps.run(tracker, micro_steps or min(2, config.train.accumulate))
+                return replace(steps.run(tracker, micro_steps or min(2, config.train.accumulate)), load=load)
     except DataDependentOutputException as error:
-        raise UserError(
+        raise NotTraceable(
             f"{config.model.path!r} cannot be traced: the code of model type {adapted.anatomy.model_type!r} looks at "
             f"values ({error.func}); use --method formula"
         ) from None
+
+
+def _load_peaks(adapted: Adapted, config: RunConfig) -> LoadPeaks:
+    def size(model: nn.Module) -> int:
+        return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_of(model)}.values())
+
+    banks = {layer.index: size(adapted.model.get_submodule(layer.experts)) for layer in adapted.anatomy.moe_layers}
+    return load_peaks(adapted.anatomy, config, banks, size(adapted.model))
 
 
 def vocabulary_of(adapted: Adapted) -> int:

@@ -13,7 +13,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moetune.memory.report import Change, Collective, LoadPeaks, MemoryReport, Moment, RankMemory, Term
+from moetune.memory.report import (
+    PART_NAMES,
+    Change,
+    Collective,
+    LoadPeaks,
+    MemoryReport,
+    Moment,
+    RankMemory,
+    Term,
+)
 from moetune.report.units import gib, percent
 
 METHODS = {
@@ -107,6 +116,23 @@ def effect(change: Change) -> str:
     return f"saves {gib(change.saves)}: the process then takes {gib(change.peak_process)}, {outcome}"
 
 
+def folded(terms: Iterable[Term]) -> list[Term]:
+    """The terms, those below 0.1 % of all together as one of each part: what is left can be read on a screen."""
+    terms = list(terms)
+    least = sum(term.bytes for term in terms) / 1000
+    shown = []
+    for part in PART_NAMES:
+        large = [term for term in terms if term.part == part and term.bytes >= least]
+        small = [term for term in terms if term.part == part and term.bytes < least]
+        if len(small) > 1:
+            taken = sum(term.bytes for term in small)
+            small = [
+                Term(part, f"{len(small)} smaller ones", "each below 0.1 %", "--json lists them", taken, small[0].page)
+            ]
+        shown += [*large, *small]
+    return shown
+
+
 def _ranges(numbers: Iterable[int]) -> str:
     runs = []
     for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
@@ -174,7 +200,7 @@ def _terms(terms: tuple[Term, ...]) -> Table:
     table.add_column("part, page", footer="sum", overflow="fold")
     table.add_column("term, formula, numbers", overflow="fold")
     table.add_column("bytes", footer=gib(sum(term.bytes for term in terms)), justify="right", no_wrap=True)
-    for term in terms:
+    for term in folded(terms):
         formula = Text.assemble((term.name, "bold"), "\n", term.formula, "\n", (f"= {term.numbers}", "dim"))
         table.add_row(_cell(named(term.part), term.page), formula, gib(term.bytes))
     return table

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from moetune.adapt.build import build
-from moetune.memory.facts import read_facts
-from moetune.memory.formulas import quantities_of, set_up
-from moetune.memory.loading import load_peaks
+from moetune.memory.predict import predict
 from moetune.memory.report import LoadPeaks
 from moetune.memory.tracker import Tracker
 from tests.memory.models import toy_run, write_toy
@@ -18,8 +16,11 @@ LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention",
 
 
 def load(config: Any) -> LoadPeaks:
-    setup = set_up(read_facts(config.model.path), config)
-    return load_peaks(setup, quantities_of(setup))
+    report = predict(config, method="formula", gpu="44GiB")
+    traced = predict(config, method="trace", gpu="44GiB")
+    assert report.load.gpu == pytest.approx(traced.load.gpu, rel=1e-3)
+    assert report.load.host == traced.load.host
+    return report.load
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,14 @@ def load(config: Any) -> LoadPeaks:
 def test_drawing_and_packing_take_what_is_predicted(
     tmp_path: Path, model_type: str, adapt: dict[str, Any], base: str, dtype: str
 ) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 192, "vocab_size": 4096, "head_dim": 64}
-    folder = write_toy(tmp_path, model_type, **sizes)
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 192,
+        "vocab_size": 4096,
+        "head_dim": 64,
+    }
+    folder = write_toy(tmp_path, model_type, vocab_size=4096, **sizes)
     config = toy_run(folder, model_type, adapt, model={"base": base, "dtype": dtype})
     with Tracker({}) as tracker:
         build(config, "cpu")

@@ -1,0 +1,72 @@
+"""What would help where a run does not fit: single changes of the run file, each evaluated as the run itself is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.facts import Facts
+from moetune.memory.formulas import quantities
+from moetune.memory.report import Change, MemoryReport
+from moetune.memory.routing import Routing
+
+
+def best_changes(config: RunConfig, facts: Facts, report: MemoryReport, routing: Routing) -> list[Change]:
+    """The three that save most of one undivided rank's peak, by formula."""
+    if report.gpu is None:
+        return []
+    before = quantities(facts, config, routing=routing).peak()[1].total
+    found = []
+    for settings, why in _candidates(config):
+        try:
+            saves = before - quantities(facts, _with(config, settings), routing=routing).peak()[1].total
+        except (UserError, ValueError):
+            continue
+        if saves > 0:
+            needs = report.peak_process - saves
+            names = tuple(f"{key}={value}" for key, value in settings.items())
+            found.append(Change(names, saves, needs, needs <= report.gpu.usable_bytes, why))
+    return sorted(found, key=lambda change: -change.saves)[:3]
+
+
+def _candidates(config: RunConfig) -> Iterator[tuple[dict[str, object], str]]:
+    train, optimizer, model = config.train, config.optimizer, config.model
+    if (optimizer.name, optimizer.master_weights) != ("adamw8bit", "none"):
+        yield (
+            {"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"},
+            "8-bit AdamW keeps 2 bytes a trained parameter, and no master weights",
+        )
+    if (optimizer.name, optimizer.master_weights) != ("sgd", "none"):
+        yield {"optimizer.name": "sgd", "optimizer.master_weights": "none"}, "SGD without momentum keeps no states"
+    if model.base != "nf4":
+        yield {"model.base": "nf4"}, "4 bits for what stays frozen"
+    if model.base == "nf4" and not model.double_quant:
+        yield {"model.double_quant": True}, "8 bits for the scales of what stays frozen"
+    if train.checkpointing != "full":
+        yield {"train.checkpointing": "full"}, "keeps each layer's input, and computes the layer again in backward"
+    if train.micro_batch > 1:
+        yield (
+            {"train.micro_batch": 1, "train.accumulate": train.accumulate * train.micro_batch},
+            "the same step in smaller pieces",
+        )
+    if config.data is not None and (train.eval_micro_batch or 0) > train.micro_batch:
+        yield {"train.eval_micro_batch": train.micro_batch}, "evaluation in batches of the size that trains"
+    if train.sequence_length > 512:
+        yield {"train.sequence_length": train.sequence_length // 2}, "half as many tokens at once"
+    if config.adapt.lora is not None and config.adapt.lora.rank > 1:
+        yield {"adapt.lora.rank": config.adapt.lora.rank // 2}, "half the factors"
+
+
+def _with(config: RunConfig, settings: dict[str, object]) -> RunConfig:
+    raw = config.model_dump(mode="json", exclude_unset=True)
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        node = raw
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    if settings.get("optimizer.name"):
+        for key in ("betas", "eps", "momentum"):
+            raw["optimizer"].pop(key, None)
+    return RunConfig.model_validate(raw)
