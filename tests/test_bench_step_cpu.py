@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,15 +17,9 @@ SCRIPT = Path(__file__).parents[1] / "scripts/bench/step_cpu.py"
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("step_cpu", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its own module up by name.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "step_cpu", module)
-        spec.loader.exec_module(module)
-        yield module
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module(SCRIPT.stem)
 
 
 @pytest.fixture(scope="module")

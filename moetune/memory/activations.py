@@ -319,9 +319,10 @@ class LayerTape:
         if self.facts.attention.sinks:
             weights = self._with_sinks(scores)
         else:
-            wide = self._new("softmax of scores", scores.shape, 4)
-            self.tape.record("softmax", wide, fresh=(scores,), saved=(wide,))
+            wide = self._softmax(self._cast(scores, 4, "scores in float32"), "softmax of scores")
             weights = self._cast(wide, self.run.width, "attention weights")
+        if self.facts.attention.latent and self.run.batch > 1:  # values of several sequences are not one matrix a head
+            value = self._map(value, "v contiguous")
         out = self._product(weights, value, "attention's output", "T·h·v")
         return self._map(out, "attention's output, by token")
 

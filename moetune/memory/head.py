@@ -88,7 +88,7 @@ class Head:
     def _moments(self) -> list[list[Piece]]:
         facts, b = self.setup.facts, self.setup.run.width
         kept = [self._piece("targets", "T", 8), self._piece("logsumexp", "T", 4)]
-        if self.norm_trains and facts.norm != "layer" and b < 4:
+        if self.norm_trains and facts.norm != "layer":
             kept.append(self._piece("norm: x·rsqrt", "T·H"))
         if self.head_trains:
             kept.append(self._piece("normed", "T·H"))

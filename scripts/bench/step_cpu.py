@@ -20,9 +20,6 @@ Shapes: E experts, r rank, in and out features of a projection.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import tempfile
 import time
 import warnings
@@ -30,12 +27,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
+from _common import MiB, commit, cpu_name, versions, write_json
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -54,7 +51,6 @@ Checkpointing = Literal["none", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
 SIDES = ("moetune", "peft")
 TOLERANCE = 1e-5  # relative: of the loss, and of each gradient in Frobenius norm; float32 sums in another order
-MiB = 2**20
 
 
 @dataclass(frozen=True)
@@ -307,8 +303,7 @@ def run(sizes: Sizes, repetitions: int, warm_up: int = 3) -> dict[str, Any]:
     return {
         "schema": 1,
         "benchmark": "step_cpu",
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("moetune", "torch", "transformers", "peft")},
+        "versions": versions("moetune", "torch", "transformers", "peft"),
         "device": {"name": cpu_name(), "threads": torch.get_num_threads()},
         "commit": commit(),
         "sizes": asdict(sizes),
@@ -344,27 +339,6 @@ def measure(
     }
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def commit() -> str | None:
-    """The commit that was measured; `+` follows it where moetune's sources differ from it."""
-
-    def git(*words: str) -> str:
-        root = Path(__file__).parents[2]
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "moetune") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     lines = [
@@ -393,7 +367,7 @@ def main() -> None:
     report = run(Sizes(), options.repetitions)
     print(table(report))
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(report, options.json)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_drawing_and_packing_take_what_is_predicted(
         "vocab_size": 4096,
         "head_dim": 64,
     }
-    folder = write_toy(tmp_path, model_type, vocab_size=4096, **sizes)
+    folder = write_toy(tmp_path, model_type, **sizes)
     config = toy_run(folder, model_type, adapt, model={"base": base, "dtype": dtype})
     with Tracker({}) as tracker:
         build(config, "cpu")
