@@ -7,30 +7,17 @@ consecutive ranks hold different experts. Formulas, sources and assumptions: doc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
 from math import ceil, gcd, inf
-from typing import Literal
 
 from moetune.config import ParallelConfig
 from moetune.errors import UserError
+from moetune.memory.collectives import Communication, Place, Sharing, Unit, part, sharded_weights
 from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
 from moetune.memory.report import Collective
-
-DDP_BUCKET = 25 * 2**20  # torch's default bucket_cap_mb, which is in MiB
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's coordinates on every axis."""
-
-    pp: int = 0
-    replicate: int = 0
-    fsdp: int = 0
-    tp: int = 0
-    ep: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,51 +140,16 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def part(amount: int, ranks: int, index: int) -> int:
-    """What rank `index` of `ranks` gets of an amount: the first `amount mod ranks` get one more than the others."""
-    return amount // ranks + (index < amount % ranks)
-
-
-def reduce_scatter(size: int, ranks: int) -> int:
-    """Bytes that leave each rank of a ring: (n - 1)/n of the whole tensor, in n padded chunks."""
-    return (ranks - 1) * ceil(Fraction(size, ranks))
-
-
-def all_gather(size: int, ranks: int) -> int:
-    """As many as `reduce_scatter`: `size` is the whole tensor again."""
-    return reduce_scatter(size, ranks)
-
-
-def all_reduce(size: int, ranks: int) -> int:
-    """A reduce-scatter, then an all-gather."""
-    return reduce_scatter(size, ranks) + all_gather(size, ranks)
-
-
 def model_states(tensors: Tensors) -> int:
     """ZeRO's model states: weights, gradients, optimizer states and master weights."""
     return tensors.frozen + tensors.trainable + tensors.gradients + tensors.states + tensors.master
-
-
-@dataclass(frozen=True)
-class _Sharing:
-    """The ranks that have the same parameters: `shards` of them share one copy, and `copies` such groups hold one."""
-
-    axis: Literal["fsdp", "efsdp"]
-    of: Literal["", " of experts"]
-    shards: int
-    index: int
-    copies: int
-
-
-_Unit = tuple[tuple[_Sharing, Tensors], ...]
-"""Parameters that are gathered and reduced together: a layer, the embedding or the head, after tp, pp and ep."""
 
 
 def _cut(tensors: Tensors, ranks: int, index: int) -> Tensors:
     return Tensors(**{f.name: part(getattr(tensors, f.name), ranks, index) for f in fields(tensors)})
 
 
-def _shard(tensors: Tensors, sharing: _Sharing, zero: int) -> Tensors:
+def _shard(tensors: Tensors, sharing: Sharing, zero: int) -> Tensors:
     """One rank's part under ZeRO 1 (optimizer), 2 (and gradients) or 3 (and weights); packed weights stay whole."""
     cut = _cut(tensors, sharing.shards, sharing.index)
     if zero < 3:
@@ -207,7 +159,7 @@ def _shard(tensors: Tensors, sharing: _Sharing, zero: int) -> Tensors:
     return replace(cut, frozen=tensors.packed + sharded, packed=tensors.packed)
 
 
-def _offload(tensors: Tensors, shard: Tensors, sharing: _Sharing, zero: int) -> tuple[Tensors, Tensors]:
+def _offload(tensors: Tensors, shard: Tensors, sharing: Sharing, zero: int) -> tuple[Tensors, Tensors]:
     """What stays on the device of a shard, and what goes to the host.
 
     Gradients follow the update to the host (ZeRO-Offload), in float32 if there are master weights. Under ZeRO-1 the
@@ -226,11 +178,12 @@ class _Divider:
         self, whole: Quantities, parallel: ParallelConfig, checkpointing: bool, load: Mapping[int, Sequence[float]]
     ) -> None:
         self.whole, self.parallel, self.load = whole, parallel, load
-        self.passes = 3 if checkpointing else 2  # forward, backward, and forward again
         self.is_offloaded = parallel.offload == "optimizer"
         self.layers = {layer.index: layer for layer in whole.layers}
         self.held_experts = cache(self._held_experts)
         self.token_share = cache(self._token_share)
+        passes = 3 if checkpointing else 2  # forward, backward, and forward again
+        self.communication = Communication(whole, parallel, passes, self.token_share)
 
     def share(self, rank: int) -> RankShare:
         p, w = self.parallel, self.whole
@@ -242,20 +195,20 @@ class _Divider:
             tp=inner % p.tp,
             ep=inner % p.ep,
         )
-        dense = _Sharing("fsdp", "", p.fsdp, place.fsdp, p.replicate)
+        dense = Sharing("fsdp", "", p.fsdp, place.fsdp, p.replicate)
         experts = dense
         if p.ep > 1:  # ranks with the same experts, a stride of ep apart; those of one replica shard them
             shards = p.fsdp * p.tp // gcd(p.fsdp * p.tp, p.ep)
             copies = p.replicate * p.fsdp * p.tp // p.ep // shards
-            experts = _Sharing("efsdp", " of experts", shards, inner // p.ep % shards, copies)
+            experts = Sharing("efsdp", " of experts", shards, inner // p.ep % shards, copies)
         first, last = stage == 0, stage == p.pp - 1
         layers = self.stage(stage)
-        embedding: _Unit = ((dense, w.embedding if first else Tensors()),)
+        embedding: Unit = ((dense, w.embedding if first else Tensors()),)
         head_tensors = _cut(w.head, p.tp, place.tp) if last else Tensors()
         if w.tied and last and not first:
             head_tensors += w.embedding
-        head: _Unit = ((dense, head_tensors),)
-        units: list[_Unit] = [
+        head: Unit = ((dense, head_tensors),)
+        units: list[Unit] = [
             (
                 (dense, _cut(layer.dense, p.tp, place.tp) + layer.unsplit),
                 (experts, self.held_experts(layer.index, place.tp, place.ep)),
@@ -286,7 +239,7 @@ class _Divider:
             quantities,
             host=total(host for _, hosts in kept for host in hosts),
             buffers=max(buffers[1:-1], key=lambda b: b.total),
-            collectives=tuple(c for c in self.collectives(chain, layers, place) if c.bytes),
+            collectives=tuple(c for c in self.communication.collectives(chain, layers, place) if c.bytes),
         )
 
     def stage(self, stage: int) -> tuple[Layer, ...]:
@@ -310,7 +263,7 @@ class _Divider:
         count = experts // self.parallel.ep
         return sum(shares[ep * count : (ep + 1) * count], Fraction()) / (sum(shares, Fraction()) or 1)
 
-    def kept(self, unit: _Unit) -> tuple[list[Tensors], list[Tensors]]:
+    def kept(self, unit: Unit) -> tuple[list[Tensors], list[Tensors]]:
         """On the device and on the host, by sharing."""
         zero = self.parallel.zero
         shards = [_shard(tensors, sharing, zero) for sharing, tensors in unit]
@@ -355,19 +308,19 @@ class _Divider:
             ),
         )
 
-    def gathered(self, unit: _Unit) -> int:
+    def gathered(self, unit: Unit) -> int:
         """The unit's weights made whole, where they are sharded."""
         if self.parallel.zero < 3:
             return 0
-        return sum(_sharded_weights(tensors) for sharing, tensors in unit if sharing.shards > 1)
+        return sum(sharded_weights(tensors) for sharing, tensors in unit if sharing.shards > 1)
 
-    def unreduced(self, unit: _Unit) -> int:
+    def unreduced(self, unit: Unit) -> int:
         """The unit's gradients, where the device does not keep them whole."""
         if self.parallel.zero == 1:
             return 0
         return sum(t.gradients for sharing, t in unit if sharing.shards > 1 or self.is_offloaded)
 
-    def buffers(self, chain: Sequence[_Unit], layers: Sequence[Layer], place: Place) -> list[Buffers]:
+    def buffers(self, chain: Sequence[Unit], layers: Sequence[Layer], place: Place) -> list[Buffers]:
         """By unit of the chain embedding, layers, head, at its turn in backward."""
         w, p = self.whole, self.parallel
         gathered = [self.gathered(unit) for unit in chain]
@@ -392,83 +345,3 @@ class _Divider:
                 )
             )
         return found
-
-    def collectives(self, chain: Sequence[_Unit], layers: Sequence[Layer], place: Place) -> Iterator[Collective]:
-        yield from self.data_collectives(chain)
-        if self.parallel.tp > 1:
-            yield from self.tensor_collectives(layers, place)
-        if self.parallel.ep > 1:
-            yield self.expert_collective([layer for layer in layers if layer.experts], place)
-        if self.parallel.pp > 1:
-            yield from self.pipeline_collectives(chain[0], chain[-1], place)
-
-    def data_collectives(self, chain: Sequence[_Unit]) -> Iterator[Collective]:
-        """ZeRO's and DDP's: weights gathered, gradients reduced, once for every sharing."""
-        p, steps = self.parallel, self.whole.accumulate
-        reductions = steps if self.whole.alone else 1  # a fused backward updates, so it reduces, in every micro-step
-        for sharing in dict.fromkeys(sharing for unit in chain for sharing, _ in unit):
-            groups = [total(t for s, t in unit if s == sharing) for unit in chain]
-            n, axis, of = sharing.shards, sharing.axis, sharing.of
-            trained = [t.trainable for t in groups]  # a gradient has its weight's dtype
-            if n > 1 and p.zero == 3:
-                # the head's backward follows its forward; all else is gathered again, a frozen embedding by prefetch
-                sizes = [_sharded_weights(t) for t in (groups + groups[:-1] if p.reshard else groups)]
-                yield _ring("all-gather", axis, f"weights{of}", sizes, n, steps)
-                yield _ring("reduce-scatter", axis, f"gradients{of}", trained, n, steps)
-            elif n > 1:
-                yield _ring("reduce-scatter", axis, f"gradients{of}", trained, n, steps if p.zero == 2 else reductions)
-                yield _ring("all-gather", axis, f"updated weights{of}", [t.trainable for t in groups], n, 1)
-            if sharing.copies > 1:
-                reduced = [part(size, n, sharing.index) for size in trained]
-                buckets = _ring("all-reduce", "replicate", f"gradients{of}", reduced, sharing.copies, reductions)
-                yield buckets if n > 1 else replace(buckets, calls=ceil(sum(reduced) / DDP_BUCKET) * reductions)
-
-    def tensor_collectives(self, layers: Sequence[Layer], place: Place) -> Iterator[Collective]:
-        """Two all-reduces of a layer in each pass; one is a gather under ep, where ranks send slices of tokens."""
-        w, p = self.whole, self.parallel
-        gathers = sum(p.ep > 1 and bool(layer.experts) for layer in layers)
-        reduces = 2 * len(layers) - gathers
-        head = int(place.pp == p.pp - 1)  # column-split: its input's gradient is reduced, its logits are gathered
-        calls = reduces * self.passes + head
-        yield _ring("all-reduce", "tp", "hidden activations", [w.hidden] * calls, p.tp, w.accumulate)
-        yield _ring("all-gather", "tp", "expert outputs", [w.hidden] * gathers * self.passes, p.tp, w.accumulate)
-        yield _ring("all-gather", "tp", "logits", [w.logits] * head, p.tp, w.accumulate)
-
-    def expert_collective(self, layers: Sequence[Layer], place: Place) -> Collective:
-        """Dispatch and combine. A rank sends rows to other ranks' experts, and returns the rows that it received."""
-        sent = Fraction(self.whole.routed, self.parallel.tp)
-        moved = 0
-        for layer in layers:
-            share = self.token_share(layer.index, place.ep)
-            moved += ceil(sent * (1 - share) + sent * share * (self.parallel.ep - 1))
-        times = self.passes * self.whole.accumulate
-        return Collective("all-to-all", "ep", "tokens", calls=2 * len(layers) * times, bytes=moved * times)
-
-    def pipeline_collectives(self, embedding: _Unit, head: _Unit, place: Place) -> Iterator[Collective]:
-        w, p = self.whole, self.parallel
-        calls = ((place.pp > 0) + (place.pp < p.pp - 1)) * w.accumulate  # a gradient back, an activation onwards
-        yield Collective("point-to-point", "pp", "hidden activations", calls, calls * w.hidden)
-        if w.tied and place.pp in (0, p.pp - 1):
-            ((sharing, _),) = embedding if place.pp == 0 else head
-            size = part(w.embedding.trainable, sharing.shards, sharing.index)
-            yield _ring(
-                "all-reduce", "pp", "gradients of the tied embedding", [size], 2, w.accumulate if w.alone else 1
-            )
-
-
-def _sharded_weights(tensors: Tensors) -> int:
-    return tensors.trainable + tensors.frozen - tensors.packed
-
-
-def _ring(
-    kind: Literal["all-reduce", "reduce-scatter", "all-gather"],
-    axis: str,
-    what: str,
-    sizes: Iterable[int],
-    ranks: int,
-    times: int,
-) -> Collective:
-    """One call for each tensor of some size, `times` over."""
-    moves = {"all-reduce": all_reduce, "reduce-scatter": reduce_scatter, "all-gather": all_gather}[kind]
-    calls = [moves(size, ranks) for size in sizes if size]
-    return Collective(kind, axis, what, len(calls) * times, sum(calls) * times)

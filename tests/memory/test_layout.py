@@ -21,16 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moetune.config import ParallelConfig
 from moetune.errors import UserError
-from moetune.memory.layout import (
-    Place,
-    RankShare,
-    all_gather,
-    all_reduce,
-    divide,
-    model_states,
-    part,
-    reduce_scatter,
-)
+from moetune.memory.collectives import Place, all_gather, all_reduce, part, reduce_scatter
+from moetune.memory.layout import RankShare, divide, model_states
 from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
 
 FIELDS = tuple(field.name for field in fields(Tensors))
