@@ -86,7 +86,7 @@ class Head:
         return max(self._moments(), key=self.nbytes)
 
     def _moments(self) -> list[list[Piece]]:
-        facts, b = self.setup.facts, self.setup.run.width
+        facts = self.setup.facts
         kept = [self._piece("targets", "T", 8), self._piece("logsumexp", "T", 4)]
         if self.norm_trains and facts.norm != "layer":
             kept.append(self._piece("norm: x·rsqrt", "T·H"))
