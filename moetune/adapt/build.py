@@ -93,6 +93,8 @@ def build(config: RunConfig, device: torch.device | str) -> Adapted:
     refuse_unpacked(model, anatomy, selection, config.model)
     if config.train.checkpointing == "full":
         enable_checkpointing(model)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what packing took
     return Adapted(model, anatomy, selection)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ class Measured:
         trace: on a CPU every storage, as in a prediction; None on CUDA, where counters are read instead.
         peak_reserved, peak_process: None on a CPU, which has no caching allocator. `peak_process` is what the driver
             says is in use on the card at the end, by this process if it has the card to itself.
-        routing: what the experts received, averaged over the steps.
+        routing: what each layer's experts received in the micro-step in which one of them received most.
         counts: what `tokens_per_expert` answered, call by call.
     """
 
@@ -57,13 +56,13 @@ def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measur
     running = Steps(adapted, config, batch)
     tracker = Tracker(running.named)
     counts: list[list[int]] = []
-    load: dict[int, list[int]] = defaultdict(list)
+    load: dict[int, list[int]] = {}
 
     def recorded(ids: Tensor, num_experts: int) -> list[int]:
         rows = count(ids, num_experts)
         counts.append(rows)
         layer = running.layer_of[tracker.module]
-        load[layer] = [a + b for a, b in zip(load[layer] or [0] * num_experts, rows, strict=True)]
+        load[layer] = max(load.get(layer, rows), rows, key=max)
         return rows
 
     on_cuda = device.type == "cuda"

@@ -29,6 +29,7 @@ class Routing:
         """Rows of each expert of one layer: E ints that sum to T·K, none above T.
 
         The fullest experts are the last ones: a layer's gradients pile up expert by expert, so that is the worst order.
+        Under `worst` all others receive a row, if there are any left, because then they have gradients too.
 
         Raises:
             UserError: the recorded load has no such layer, or another number of experts.
@@ -50,7 +51,7 @@ BALANCED = Routing("balanced")
 
 
 def parse_routing(text: str) -> Routing:
-    """`balanced`, `skew:S` (the fullest expert receives S times the mean), `worst` (all tokens choose the same
+    """`balanced`, `skew:S` (the fullest expert receives S times the mean), `worst` (nearly all tokens choose the same
     experts), or a JSON file with `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, as `train` leaves in
     `memory.json`.
 
@@ -86,7 +87,11 @@ def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> l
     total = tokens * top_k
     most = tokens if fullest is None else min(tokens, -int(-fullest * total // num_experts))
     if fullest is None:
-        return [0] * (num_experts - top_k) + [tokens] * top_k
+        rows = [tokens]
+        for others in reversed(range(num_experts - 1)):  # each of them is to have a row still
+            left = total - sum(rows)
+            rows.append(min(tokens, max(left - others, min(left, 1))))
+        return rows[::-1]
     rest = _split(total - most, [1 / (num_experts - 1)] * (num_experts - 1)) if num_experts > 1 else []
     return [*rest, most]
 

@@ -55,7 +55,7 @@ def verify(
     """Takes `steps` real steps with random weights and predicts them.
 
     Args:
-        routing: what the prediction assumes; by default what the real steps' experts received on average.
+        routing: what the prediction assumes; by default what the real steps' fullest experts received.
         device: CUDA if there is any, else the CPU.
 
     Raises:
@@ -69,7 +69,7 @@ def verify(
         traced = trace(config, routing)
         predicted = {"peak_allocated": traced.parts(traced.peak).total, "peak_reserved": None, "peak_process": None}
     else:
-        rank = predict(config, method="trace", gpu=_card(device), routing=routing).fullest
+        rank = predict(config, method="trace", gpu=catalog_name(device), routing=routing).fullest
         predicted = {name: getattr(rank, name) for name in ("peak_allocated", "peak_reserved", "peak_process")}
     return Outcome(
         predicted=predicted,
@@ -80,7 +80,7 @@ def verify(
     )
 
 
-def _card(device: torch.device) -> str:
+def catalog_name(device: torch.device) -> str:
     """The catalog's name of the card, or its size."""
     name = torch.cuda.get_device_name(device)
     try:

@@ -69,7 +69,7 @@ def test_no_expert_receives_a_token_twice(tokens: int, top_k: int, load: list[in
         ("skew:1", [4, 4, 4, 4]),
         ("skew:1.5", [4, 3, 3, 6]),
         ("skew:9", [3, 3, 2, 8]),
-        ("worst", [0, 0, 8, 8]),
+        ("worst", [1, 1, 6, 8]),
     ],
 )
 def test_values(text: str, rows: list[int]) -> None:

@@ -1,0 +1,42 @@
+"""What every benchmark writes beside its numbers: versions, the machine, the commit."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MiB = 2**20
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, and of these packages."""
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def commit() -> str | None:
+    """The commit that was measured; `+` follows it where moetune's sources differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "moetune") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_json(report: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,455 @@
+"""Peak memory, predicted beside measured: by trace, by formula, and on CUDA what the allocator makes of it.
+
+    python scripts/bench/predict_vs_measured.py --json docs/benchmarks/predict_vs_measured.json
+    python scripts/bench/predict_vs_measured.py --device cuda --cap 44GiB --json predict_vs_measured_cuda.json
+
+All weights and tokens are random. Both sides count the same: real steps, and steps on fake tensors.
+
+**On a CPU** catalog models, shrunk, take two float32 steps; the tracker of the trace counts the storages of real
+tensors. Beside that stand traces that differ in what they know of tokens per expert, and the formula: `as routed`,
+every answer of the real steps; `average`, each expert's share over all of them; `balanced`, nothing, as
+`moetune predict` before a run; `worst`, that all tokens choose the same experts. `fullest expert` is the most tokens
+that one received in a micro-batch, as a multiple of the mean.
+
+**On CUDA** whole models take three steps in bfloat16, each case in a process of its own, with growing segments as in
+`moetune train`. `--cap` stands for a smaller card: what CUDA takes outside the allocator is taken off it, the rest is
+what the allocator may reserve. `allocated` and `reserved` are torch's peaks, `process` is what the driver says is in
+use on the card at the end; the card must be free of other processes. They are predicted by a trace with the average
+routing of the real steps. Whether a case fits is predicted with balanced routing, as before a run; one that was
+predicted to fit and ran out of memory makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# torch reads this when it is imported; `moetune` sets the same.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from _common import ROOT, MiB, commit, cpu_name, versions, write_json
+
+from moetune.catalog import find_model
+from moetune.catalog.gpus import find_gpu
+from moetune.config import RunConfig, load_run_config
+from moetune.errors import UserError
+from moetune.experts.mlp import Counting
+from moetune.memory.facts import read_facts
+from moetune.memory.formulas import quantities
+from moetune.memory.measure import Measured, measure
+from moetune.memory.predict import predict
+from moetune.memory.routing import BALANCED, Routing, parse_routing
+from moetune.memory.trace import trace
+
+GiB = 2**30
+CPU_STEPS, CUDA_STEPS = 2, 3
+BYTES = ("allocated", "reserved", "process")
+
+# --- Cases on a CPU -------------------------------------------------------------------------------------------
+
+HIDDEN, HEADS, HEAD_DIM, LAYERS, VOCABULARY, EXPERTS, TOP_K, LATENT = 256, 8, 32, 4, 2048, 16, 4, 64
+LORA = {"lora": {"rank": 8, "alpha": 16, "targets": ["attention", "experts"]}}
+ADAPT: dict[str, dict[str, Any]] = {
+    "router": {"router": "all"},
+    "experts": {"router": "0-2", "experts": {"layers": "0-2", "ids": [0, 1]}},
+    "lora": LORA,
+    "attention": {"lora": {**LORA["lora"], "targets": ["attention"]}},
+}
+
+
+@dataclass(frozen=True)
+class CpuCase:
+    """A catalog model, shrunk, with a way to train it; the key of `ADAPT` and the names of the run file."""
+
+    model: str
+    adapt: str
+    optimizer: str
+    checkpointing: str = "full"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.adapt}" + ("" if self.checkpointing == "full" else "-unchecked")
+
+
+CPU_CASES = {
+    case.name: case
+    for case in (
+        CpuCase("mixtral-8x7b", "router", "adamw"),
+        CpuCase("mixtral-8x7b", "experts", "adamw8bit"),
+        CpuCase("mixtral-8x7b", "lora", "adamw8bit"),
+        CpuCase("mixtral-8x7b", "lora", "adamw8bit", checkpointing="none"),
+        CpuCase("qwen3-30b-a3b", "lora", "adamw"),
+        CpuCase("qwen1.5-moe-a2.7b", "experts", "adamw"),
+        CpuCase("olmoe-1b-7b", "experts", "adamw8bit"),
+        CpuCase("granite-3.1-3b-a800m", "lora", "sgd"),
+        CpuCase("phi-3.5-moe", "experts", "adamw"),
+        CpuCase("deepseek-v2-lite", "lora", "adamw8bit"),
+        CpuCase("deepseek-v3", "router", "sgd"),
+        CpuCase("glm-4.5-air", "router", "adamw", checkpointing="none"),
+        CpuCase("gpt-oss-20b", "lora", "adamw"),
+        CpuCase("llama-7b", "attention", "adamw"),
+    )
+}
+
+
+def shrunk(model: str) -> dict[str, Any]:
+    """A catalog model's configuration at toy size: its proportions and its switches, 256 wide, 4 layers."""
+    entry = find_model(model)
+    assert entry is not None
+    config = copy.deepcopy(entry.config)
+    scale = HIDDEN / config["hidden_size"]
+    kv_heads = HEADS * config.get("num_key_value_heads", config["num_attention_heads"]) // config["num_attention_heads"]
+    latent = "kv_lora_rank" in config
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": max(1, kv_heads),
+        **dict.fromkeys(("head_dim", "qk_nope_head_dim", "v_head_dim"), HEAD_DIM),
+        "qk_rope_head_dim": HEAD_DIM // 2,
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), LATENT),
+        "first_k_dense_replace": 1,
+        "sliding_window": 64,
+    }
+    sizes |= {
+        name: -(-round(config[name] * scale) // 32) * 32
+        for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+        if name in config
+    }
+    sizes |= {
+        name: min(config[name], EXPERTS)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts")
+        if name in config
+    }
+    for name, size in sizes.items():
+        if config.get(name) is not None:
+            config[name] = size
+    for name in ("num_experts_per_tok", "experts_per_token"):
+        if name in config:
+            config[name] = min(config[name], TOP_K)
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:LAYERS]
+    scaling = config.get("rope_scaling") or {}
+    for name in ("long_factor", "short_factor"):  # one factor for each pair of rotated numbers
+        if name in scaling:
+            scaling[name] = scaling[name][: HEAD_DIM // 2]
+    if not latent and config["model_type"] != "llama":
+        config["head_dim"] = HEAD_DIM
+    config.pop("quantization_config", None)
+    for name in [name for name in config if name.endswith("_token_id")]:
+        config[name] = 0
+    return config
+
+
+def cpu_config(case: CpuCase, folder: Path) -> RunConfig:
+    """Writes the shrunk model into `folder` and gives its run file. gpt-oss has eager attention and no packing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shrunk(case.model)), encoding="utf-8")
+    eager = case.model.startswith("gpt-oss")
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "path": str(folder),
+                "weights": "random",
+                "dtype": "fp32",
+                "attention": "eager" if eager else "sdpa",
+            },
+            "adapt": ADAPT[case.adapt],
+            "optimizer": {"name": case.optimizer},
+            "train": {
+                "micro_batch": 2,
+                "accumulate": 2,
+                "sequence_length": 256,
+                "checkpointing": case.checkpointing,
+            },
+            "data": {"train": "unread", "packing": not eager},
+        }
+    )
+
+
+def run_on_cpu(case: CpuCase) -> dict[str, Any]:
+    """Bytes of one case: measured, and predicted in every way; None where a way does not know the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = cpu_config(case, Path(folder))
+        measured = measure(config, "cpu", steps=CPU_STEPS)
+        answers = iter(measured.counts)
+        return {
+            "case": case.name,
+            **asdict(case),
+            "fullest_expert": fullest_expert(measured),
+            "measured": measured.peak_allocated,
+            "trace": {
+                "as_routed": traced_peak(config, lambda ids, num_experts: next(answers)),
+                "average": traced_peak(config, measured.routing),
+                "balanced": traced_peak(config, BALANCED),
+                "worst": traced_peak(config, parse_routing("worst")),
+            },
+            "formula": {"average": formula_peak(config, measured.routing)},
+        }
+
+
+def fullest_expert(measured: Measured) -> float | None:
+    """The most tokens that an expert received in one micro-batch, as a multiple of the mean; None without experts."""
+    return max((max(rows) * len(rows) / sum(rows) for rows in measured.counts), default=None)
+
+
+def traced_peak(config: RunConfig, routing: Routing | Counting) -> int | None:
+    """The trace's peak; None for a model whose code looks at values. Answers given one by one need every micro-step."""
+    every: dict[str, Any] = (
+        {} if isinstance(routing, Routing) else {"compose": False, "micro_steps": config.train.accumulate}
+    )
+    try:
+        traced = trace(config, routing, **every)
+    except UserError as error:
+        if "cannot be traced" not in str(error):
+            raise
+        return None
+    return traced.parts(traced.peak).total
+
+
+def formula_peak(config: RunConfig, routing: Routing) -> int | None:
+    """The closed form's peak; None for a model that has none."""
+    try:
+        return quantities(read_facts(config.model.path), config, routing=routing).peak()[1].total
+    except UserError as error:
+        if "has no closed form" not in str(error):
+            raise
+        return None
+
+
+# --- Cases on CUDA --------------------------------------------------------------------------------------------
+
+
+def recipe(name: str, *settings: str) -> RunConfig:
+    """A run file of `configs/` with random weights; `settings` as `--set` takes them."""
+    return load_run_config(ROOT / "configs" / f"{name}.yaml", ["model.weights=random", *settings])
+
+
+def catalog_run(model: str, adapt: dict[str, Any], /, **sections: dict[str, Any]) -> RunConfig:
+    """One sequence of 2048 tokens at a time, two a step, 8-bit AdamW, on NF4; `sections` are merged into it."""
+    run: dict[str, dict[str, Any]] = {
+        "model": {"path": model, "weights": "random"},
+        "adapt": adapt,
+        "optimizer": {"name": "adamw8bit"},
+        "train": {"micro_batch": 1, "accumulate": 2, "sequence_length": 2048, "checkpointing": "full"},
+    }
+    for name, section in sections.items():
+        run[name] = run.get(name, {}) | section
+    return RunConfig.model_validate(run)
+
+
+LORA_16 = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
+CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
+    "mixtral-8x7b-router": partial(recipe, "mixtral-8x7b-router"),
+    "mixtral-8x7b-experts": partial(recipe, "mixtral-8x7b-experts"),
+    "mixtral-8x7b-lora": partial(recipe, "mixtral-8x7b-lora"),
+    "qwen3-30b-a3b-lora": partial(catalog_run, "qwen3-30b-a3b", LORA_16),
+    "olmoe-1b-7b-experts": partial(
+        catalog_run, "olmoe-1b-7b", {"router": "0-7", "experts": {"layers": "0-7", "ids": "0-31"}}
+    ),
+    "gpt-oss-20b-lora": partial(
+        catalog_run,
+        "gpt-oss-20b",
+        LORA_16,
+        model={"attention": "eager"},
+        data={"train": "unread", "packing": False},
+    ),
+    "llama-7b-lora": partial(
+        catalog_run, "llama-7b", {"lora": {**LORA_16["lora"], "targets": ["attention"]}}, train={"micro_batch": 4}
+    ),
+    # Ten layers more than the recipe: this one must not fit a card of 44 GiB.
+    "mixtral-8x7b-experts-of-16-layers": partial(
+        recipe, "mixtral-8x7b-experts", "adapt.router=0-15", "adapt.experts.layers=0-15"
+    ),
+}
+
+
+def run_on_cuda(name: str, cap: int | None) -> dict[str, Any]:
+    """One case in this process: predicted as before a run, measured, and predicted with what its experts received."""
+    config, device = CUDA_CASES[name](), torch.device("cuda", 0)
+    row = {"case": name, **claim(device, cap)}
+    row["predicted_before"] = before = predicted_on_cuda(config, row["device"], BALANCED)
+    row["fits"] = before["with_loading"] <= row["usable"]
+    try:
+        measured = measure(config, device, steps=CUDA_STEPS)
+    except torch.OutOfMemoryError as error:
+        frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        row["out_of_memory"] = {"loading": "build" in frames, "message": str(error)}
+        return row | {"predicted": before, "measured": None}
+    return row | {
+        "predicted": predicted_on_cuda(config, row["device"], measured.routing),
+        "measured": {kind: getattr(measured, f"peak_{kind}") for kind in BYTES},
+        "fullest_expert": fullest_expert(measured),
+        "tokens_per_second": round(measured.tokens_per_second, 1),
+    }
+
+
+def claim(device: torch.device, cap: int | None) -> dict[str, Any]:
+    """Keeps this process to `cap` bytes of the card, CUDA's own included; says what the card is and what was in use."""
+    torch.cuda.init()
+    torch.ones(1, device=device)  # the context comes with the first allocation
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    usable = min(cap or total, total)
+    torch.cuda.set_per_process_memory_fraction((usable - outside) / total, device)
+    properties = torch.cuda.get_device_properties(device)
+    card = {
+        "name": properties.name,
+        "memory": total,
+        "capability": [properties.major, properties.minor],
+        "cuda": torch.version.cuda,
+    }
+    return {"device": card, "outside_before": outside, "usable": usable}
+
+
+def predicted_on_cuda(config: RunConfig, card: dict[str, Any], routing: Routing) -> dict[str, int]:
+    """Bytes on this card; `with_loading` is the most that the process takes, loading included."""
+    report = predict(config, method="trace", gpu=catalog_name(card), routing=routing)
+    return {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES} | {"with_loading": report.peak_process}
+
+
+def catalog_name(card: dict[str, Any]) -> str:
+    """The card as `find_gpu` knows it, or its size."""
+    try:
+        return find_gpu(card["name"]).name
+    except UserError:
+        return f"{card['memory']}B"
+
+
+def in_own_process(name: str, cap: int | None) -> dict[str, Any]:
+    """`run_on_cuda` in a new process: a peak of its own, and an error of its own, which becomes `failed`."""
+    command = [sys.executable, __file__, "--device", "cuda", "--case", name, "--json-line"]
+    command += [] if cap is None else ["--cap", f"{cap}B"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"case": name, "failed": f"exit code {done.returncode}"}
+    return json.loads(lines[-1])
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Whether the prediction of fitting came true."""
+    if "failed" in row:
+        return f"FAILED: {row['failed']}"
+    if row["measured"] is not None:
+        return "fits and ran" if row["fits"] else "ran, predicted not to fit"
+    said = "FALSE FITS: predicted to fit" if row["fits"] else "does not fit"
+    return f"{said}, out of memory" + (" while loading" if row["out_of_memory"]["loading"] else "")
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether a case makes the exit code 1: it broke, or it was said to fit and did not."""
+    return "failed" in row or (row["fits"] and row["measured"] is None)
+
+
+# --- The report -----------------------------------------------------------------------------------------------
+
+
+def off(predicted: int | None, measured: int | None) -> str:
+    return "–" if predicted is None or measured is None else f"{100 * (predicted / measured - 1):+.2f} %"
+
+
+def size(count: int | None, unit: int) -> str:
+    return "–" if count is None else f"{count / unit:,.2f} {'GiB' if unit == GiB else 'MiB'}"
+
+
+def cpu_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Markdown, a line at a time, each as soon as its case is done; predictions by how far they are off."""
+    ways = [("trace", way) for way in ("as_routed", "average", "balanced", "worst")] + [("formula", "average")]
+    heads = " | ".join(f"{method}, {way.replace('_', ' ')}" for method, way in ways)
+    yield f"| case | optimizer | fullest expert | measured | {heads} |"
+    yield "|---|---|" + "---:|" * (2 + len(ways))
+    for row in rows:
+        fullest = "–" if row["fullest_expert"] is None else f"{row['fullest_expert']:.1f}×"
+        offs = [off(row[method][way], row["measured"]) for method, way in ways]
+        yield f"| {' | '.join([row['case'], row['optimizer'], fullest, size(row['measured'], MiB), *offs])} |"
+
+
+def cuda_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Markdown as `cpu_table`: each kind of bytes as predicted, measured and off by, then the verdict."""
+    yield "| case |" + "".join(f" {kind}: predicted | measured | off by |" for kind in BYTES) + " verdict |"
+    yield "|---|" + "---:|" * 9 + "---|"
+    for row in rows:
+        cells = [row["case"]]
+        for kind in BYTES:
+            predicted, measured = ((row.get(side) or {}).get(kind) for side in ("predicted", "measured"))
+            cells += [size(predicted, GiB), size(measured, GiB), off(predicted, measured)]
+        yield f"| {' | '.join([*cells, verdict(row)])} |"
+
+
+def run(device: str, names: list[str], cap: int | None) -> dict[str, Any]:
+    """Runs the cases, prints the table, and returns everything that the JSON holds."""
+    on_cuda = device == "cuda"
+    rows: list[dict[str, Any]] = []
+
+    def results() -> Iterator[dict[str, Any]]:
+        for name in names:
+            rows.append(in_own_process(name, cap) if on_cuda else run_on_cpu(CPU_CASES[name]))
+            yield rows[-1]
+
+    for line in (cuda_table if on_cuda else cpu_table)(results()):
+        print(line, flush=True)
+    cards = [row["device"] for row in rows if "device" in row]
+    return {
+        "schema": 1,
+        "benchmark": "predict_vs_measured",
+        "versions": versions("moetune", "torch", "transformers", "peft", "bitsandbytes"),
+        "device": (cards or [None])[0] if on_cuda else {"name": cpu_name(), "threads": torch.get_num_threads()},
+        "commit": commit(),
+        "steps": CUDA_STEPS if on_cuda else CPU_STEPS,
+        "cap": cap,
+        "cases": rows,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default CUDA where there is any")
+    parser.add_argument("--cases", help="comma-separated names; by default all")
+    parser.add_argument("--cap", metavar="SIZE", help="on CUDA: as if the card had this much, such as 44GiB")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--case", help="on CUDA: run this one in this process")
+    parser.add_argument("--json-line", action="store_true", help="with --case: print its numbers as one line of JSON")
+    options = parser.parse_args()
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    known = CUDA_CASES if options.device == "cuda" else CPU_CASES
+    options.cases = options.cases.split(",") if options.cases else [options.case] if options.case else list(known)
+    if unknown := [name for name in options.cases if name not in known]:
+        parser.error(f"unknown on {options.device}: {', '.join(unknown)}; there are {', '.join(known)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device")
+    try:
+        options.cap = None if options.cap is None else find_gpu(options.cap).memory.value
+    except UserError as error:
+        parser.error(f"--cap: {error}")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    if options.device == "cuda" and options.json_line:
+        print(json.dumps(run_on_cuda(options.cases[0], options.cap)))
+        return
+    report = run(options.device, options.cases, options.cap)
+    if options.json is not None:
+        write_json(report, options.json)
+    if options.device == "cuda" and any(map(is_wrong, report["cases"])):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The accuracy benchmark at toy size, its cases for CUDA without a GPU, and the script that runs all that needs one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.config import RunConfig
+from moetune.memory.measure import Measured
+from moetune.memory.predict import predict
+from moetune.memory.routing import BALANCED
+
+FOLDER = Path(__file__).parents[1] / "scripts/bench"
+TOO_LARGE = "mixtral-8x7b-experts-of-16-layers"
+ROW: dict[str, Any] = {
+    "case": "some",
+    "fits": True,
+    "predicted": {"allocated": 2**30, "reserved": 2**31, "process": 3 * 2**30},
+    "measured": {"allocated": 2**30, "reserved": 2**32, "process": 5 * 2**30},
+}
+FULL: dict[str, Any] = ROW | {"measured": None, "out_of_memory": {"loading": False, "message": ""}}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield importlib.import_module("predict_vs_measured")
+
+
+# --- On a CPU -----------------------------------------------------------------------------------------------------
+
+
+def test_real_steps_take_what_was_predicted(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "LAYERS", 1)
+    monkeypatch.setattr(bench, "EXPERTS", 4)
+    file = tmp_path / "report.json"
+    arguments = ["--device", "cpu", "--cases", "mixtral-8x7b-lora,llama-7b-attention", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["predict_vs_measured.py", *arguments])
+    bench.main()
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert {"schema", "benchmark", "versions", "device", "commit", "steps", "cap", "cases"} == report.keys()
+    mixtral, llama = report["cases"]
+    for row in (mixtral, llama):
+        assert row["trace"]["as_routed"] == pytest.approx(row["measured"], rel=0.001)
+        assert row["formula"]["average"] == pytest.approx(row["trace"]["average"], rel=0.03)
+    assert mixtral["fullest_expert"] > 1
+    assert llama["fullest_expert"] is None
+    assert len(set(llama["trace"].values())) == 1, "routing is nothing to a dense model"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| mixtral-8x7b-lora", "| llama-7b-attention"]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_every_shrunk_model_keeps_its_architecture(bench: ModuleType, tmp_path: Path) -> None:
+    for case in bench.CPU_CASES.values():
+        config = bench.cpu_config(case, tmp_path / case.name)
+        assert 5e6 < predict(config, method="formula").fullest.peak_allocated < 2e8, case.name
+    assert bench.shrunk("qwen1.5-moe-a2.7b")["shared_expert_intermediate_size"] == 704
+    assert bench.shrunk("mixtral-8x7b")["num_key_value_heads"] == 2
+
+
+def test_an_unknown_case_is_refused(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["predict_vs_measured.py", "--device", "cpu", "--cases", "mixtral"])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+    assert "unknown on cpu: mixtral; there are mixtral-8x7b-router, " in capsys.readouterr().err
+
+
+# --- For CUDA -----------------------------------------------------------------------------------------------------
+
+
+def test_cases_for_cuda_fit_44_gib_but_for_one(bench: ModuleType) -> None:
+    for name, config in bench.CUDA_CASES.items():
+        assert config().model.weights == "random", name
+        assert predict(config(), method="formula", gpu="44GiB").fits is (name != TOO_LARGE), name
+
+
+def claimed(device: torch.device, cap: int | None) -> dict[str, Any]:
+    card = {"name": "Imagined", "memory": 2**33, "capability": [8, 9], "cuda": "12"}
+    return {"device": card, "outside_before": 2**28, "usable": cap or 2**33}
+
+
+@pytest.fixture
+def imagined(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark with a card that is not there and one small case for it."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "tiny-mixtral", "weights": "random"},
+            "adapt": {"router": "all"},
+            "train": {"sequence_length": 64},
+        }
+    )
+    monkeypatch.setattr(bench, "CUDA_CASES", {"tiny": lambda: config})
+    monkeypatch.setattr(bench, "claim", claimed)
+    return bench
+
+
+def test_a_case_that_runs(imagined: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(10, 20, 30, 1.0, BALANCED, [[3, 1], [2, 2]], None)
+    monkeypatch.setattr(imagined, "measure", lambda config, device, steps: measured)
+    row = json.loads(json.dumps(imagined.run_on_cuda("tiny", None)))
+    assert row["measured"] == {"allocated": 10, "reserved": 20, "process": 30}
+    assert row["fullest_expert"] == 1.5
+    assert row["predicted"] == row["predicted_before"]
+    assert imagined.verdict(row) == "fits and ran"
+    assert not imagined.is_wrong(row)
+    assert imagined.run_on_cuda("tiny", 2**20)["fits"] is False
+
+
+def test_a_case_that_runs_out_of_memory(imagined: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(imagined, "measure", lambda config, device, steps: build())
+    row = imagined.run_on_cuda("tiny", None)
+    assert row["out_of_memory"] == {"loading": True, "message": "no more"}
+    assert imagined.verdict(row) == "FALSE FITS: predicted to fit, out of memory while loading"
+    assert imagined.is_wrong(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict", "wrong"),
+    [
+        (ROW, "fits and ran", False),
+        (ROW | {"fits": False}, "ran, predicted not to fit", False),
+        (FULL, "FALSE FITS: predicted to fit, out of memory", True),
+        (FULL | {"fits": False}, "does not fit, out of memory", False),
+        ({"case": "some", "failed": "exit code 1"}, "FAILED: exit code 1", True),
+    ],
+)
+def test_verdicts(bench: ModuleType, row: dict[str, Any], verdict: str, wrong: bool) -> None:
+    assert bench.verdict(row) == verdict
+    assert bench.is_wrong(row) is wrong
+    lines = list(bench.cuda_table([row]))
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[-1].endswith(f"| {verdict} |")
+
+
+def test_a_case_that_breaks_does_not_stop_the_others(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.sys, "executable", "false")
+    assert bench.in_own_process("some", 2**30) == {"case": "some", "failed": "exit code 1"}
+
+
+# --- gpu.sh -------------------------------------------------------------------------------------------------------
+
+
+def gpu_sh(folder: Path, python: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": str(python)}
+    command = ["bash", str(FOLDER / "gpu.sh"), str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def stand_in(tmp_path: Path, pytest_exits: int) -> Path:
+    """A `python` that has a GPU, says what it is asked to run, and whose pytest ends as told."""
+    python = tmp_path / "python"
+    cases = f'-m*) echo "$@"; exit {pytest_exits};; scripts*) echo "$@";;'
+    python.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n', encoding="utf-8")
+    python.chmod(0o755)
+    return python
+
+
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    done = gpu_sh(tmp_path / "logs", sys.executable)
+    assert done.returncode == 2
+    assert done.stderr == "gpu.sh: there is no CUDA device: nothing was run\n"
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("pytest_exits", [0, 1])
+def test_with_a_gpu_every_part_runs(tmp_path: Path, pytest_exits: int) -> None:
+    done = gpu_sh(tmp_path / "logs", stand_in(tmp_path, pytest_exits))
+    assert done.returncode == pytest_exits, done.stderr
+    assert "gpu.sh: failed: gpu_tests\n" in done.stderr if pytest_exits else not done.stderr
+    tests = (tmp_path / "logs/gpu_tests.log").read_text(encoding="utf-8")
+    assert "-m pytest -m gpu -p no:cacheprovider tests/gpu/test_training.py" in tests
+    bench = (tmp_path / "logs/predict_vs_measured_cuda.log").read_text(encoding="utf-8")
+    assert bench.startswith("scripts/bench/predict_vs_measured.py --device cuda --cap 44GiB --json")
