@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from moetune.adapt.checkpointing import enable_checkpointing
 from moetune.adapt.lora import add_lora
 from moetune.adapt.materialize import realize
-from moetune.adapt.pack import Fill, linears_to_pack, pack_experts, pack_linear, refuse_unpacked
+from moetune.adapt.pack import Fill, has_values, linears_to_pack, pack_experts, pack_linear, refuse_unpacked
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
 from moetune.anatomy.selection import Selection, select
 from moetune.anatomy.source import ModelSource, resolve
@@ -64,7 +64,7 @@ def build(config: RunConfig, device: torch.device | str) -> Adapted:
     selection = select(config.adapt, anatomy)
 
     set_seed(config.train.seed)
-    fill: Fill = _has_values
+    fill: Fill = has_values
     if device.type != "meta":
         if config.model.weights == "pretrained":
             model = _load_pretrained(source, settings, dtype)
@@ -121,10 +121,6 @@ def count_trainable(config: RunConfig) -> dict[str, int]:
         counts[adapted.part_of(name)] += parameter.numel()
         counts["total"] += parameter.numel()
     return counts
-
-
-def _has_values(path: str) -> None:
-    """For models whose tensors need no drawing: loaded ones, and those that stay on meta."""
 
 
 def _model_config(source: ModelSource, config: RunConfig, dtype: torch.dtype) -> PretrainedConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
@@ -58,9 +59,9 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
                 yield from (state.offset, nested.absmax, nested.code)
 
 
-def _never_ask_for_the_length(rotary: nn.Module) -> None:
-    """Whichever frequencies are chosen, they have the same size; those of a `default` embedding are not chosen. Phimoe's
-    reads its configuration too, which the model goes on using: this module gets a copy."""
+def _never_ask_for_the_length(rotary: Any) -> None:
+    """Whichever frequencies are chosen, they have the same size; a `default` embedding does not choose. Phimoe's reads
+    its configuration too, which the model goes on using: this module gets a copy."""
     rotary.rope_type = "default"
     rotary.config = copy.copy(rotary.config)
     rotary.config.rope_parameters = {**rotary.config.rope_parameters, "rope_type": "default"}

@@ -17,7 +17,7 @@ from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError
-from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan, Part
 from moetune.experts.packed import DTYPES, PackedLinear
 
 PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
@@ -27,6 +27,10 @@ Fill = Callable[[str], None]
 """Gives the module at a path its storage and values, if it is still without."""
 
 
+def has_values(path: str) -> None:
+    """For models whose tensors need no drawing: loaded ones, and those that stay on meta."""
+
+
 def pack_experts(
     model: PreTrainedModel,
     layer: MoeLayer,
@@ -34,39 +38,50 @@ def pack_experts(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    fill: Fill,
+    fill: Fill = has_values,
 ) -> None:
     """Replaces one layer's experts module by an `ExpertBank` on `device`."""
     experts = model.get_submodule(layer.experts)
+    fill(layer.experts)
+    bank = make_bank(experts, layer, selection, config, dtype, device)
+    for name in stacks(layer):
+        stack = getattr(experts, name)
+        for expert in range(layer.shape.num_experts):
+            bank.put_(expert, part_of(name), out_in(layer, name, stack[expert]))
+    install_bank(model, layer, bank)
+
+
+def make_bank(
+    experts: nn.Module,
+    layer: MoeLayer,
+    selection: Selection,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertBank:
+    """An empty bank for one layer's experts module."""
     if getattr(experts, "has_post_expert_norm", False):
         raise UserError(f"{layer.experts}: experts with a norm after them can be counted but not trained yet")
-    fill(layer.experts)
     lora_ids = selection.lora_experts.get(layer.index, ())
     lora = None
     if lora_ids and selection.lora is not None:
         settings = selection.lora
         lora = LoraPlan(lora_ids, settings.rank, settings.alpha, split=settings.gate_up == "split")
-    plan = BankPlan(selection.experts.get(layer.index, ()), lora)
-    activation = experts._apply_gate if layer.shape.has_gate else experts.act_fn
-    bank = ExpertBank(
+    return ExpertBank(
         layer.shape,
-        plan,
-        activation,
+        BankPlan(selection.experts.get(layer.index, ()), lora),
+        experts._apply_gate if layer.shape.has_gate else experts.act_fn,
         storage=config.base,
         double_quant=config.double_quant,
         dtype=dtype,
         device=device,
     )
-    names = ["gate_up_proj" if layer.shape.has_gate else "up_proj", "down_proj"]
-    weights = [getattr(experts, name) for name in names]
-    biases = [getattr(experts, f"{name}_bias") for name in names] if layer.shape.has_bias else []
-    for expert in range(layer.shape.num_experts):
-        bank.load_(
-            expert,
-            *(_out_in(weight[expert], layer.shape.is_transposed) for weight in weights),
-            *(bias[expert] for bias in biases),
-        )
-    for name in list(experts._parameters):  # the module lives on for its activation only
+
+
+def install_bank(model: PreTrainedModel, layer: MoeLayer, bank: ExpertBank) -> None:
+    """Puts a bank in the place of the experts module, of which only the activation lives on."""
+    experts = model.get_submodule(layer.experts)
+    for name in list(experts._parameters):
         delattr(experts, name)
     left = [name for name, _ in experts.named_parameters()]
     if left:
@@ -76,8 +91,22 @@ def pack_experts(
     model.set_submodule(layer.experts, bank)
 
 
-def _out_in(weight: Tensor, is_transposed: bool) -> Tensor:
-    return weight.T if is_transposed else weight
+def stacks(layer: MoeLayer) -> list[str]:
+    """Names of the parameters that hold a layer's experts in transformers."""
+    names = ["gate_up_proj" if layer.shape.has_gate else "up_proj", "down_proj"]
+    return names + [f"{name}_bias" for name in names] if layer.shape.has_bias else names
+
+
+def part_of(stack: str) -> Part:
+    """What a bank calls the share of one expert."""
+    if stack.startswith("down"):
+        return "down_bias" if stack.endswith("bias") else "down"
+    return "gate_up_bias" if stack.endswith("bias") else "gate_up"
+
+
+def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
+    """One expert's share as a bank holds it: weights [out, in]."""
+    return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor
 
 
 def linears_to_pack(model: PreTrainedModel, anatomy: Anatomy, selection: Selection) -> list[str]:
@@ -115,7 +144,7 @@ def pack_linear(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    fill: Fill,
+    fill: Fill = has_values,
 ) -> None:
     """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision agree."""
     linear = model.get_submodule(path)

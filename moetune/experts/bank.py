@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from moetune.anatomy.anatomy import ExpertShape
 from moetune.experts.mlp import Routing, expert_mlp
 from moetune.experts.packed import PackedStack, Storage
 from moetune.experts.projection import FullProjection, LowRank, Projection
+
+Part = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 
 
 @dataclass(frozen=True)
@@ -136,29 +139,17 @@ class ExpertBank(nn.Module):
         self.lora = None if plan.lora is None else ExpertLora(plan.lora, shape, rows, device)
 
     @torch.no_grad()
-    def load_(
-        self,
-        expert: int,
-        gate_up: Tensor,
-        down: Tensor,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> None:
-        """Stores one expert's weights [out, in] and biases: packed if it is frozen, as they are if it trains."""
-        if expert in self.frozen_slots:
-            slot = self.frozen_slots[expert]
-            self.gate_up.pack_(slot, gate_up)
-            self.down.pack_(slot, down)
-            biases = (self.gate_up_bias, self.down_bias) if self.expert_shape.has_bias else ()
-            targets = [bias[slot] for bias in biases]
+    def put_(self, expert: int, part: Part, tensor: Tensor) -> None:
+        """Stores one expert's weight [out, in] or bias: packed if it is frozen, as it is if it trains."""
+        is_bias = part.endswith("_bias")
+        name = part.removesuffix("_bias")
+        if expert not in self.frozen_slots:
+            projection = getattr(self.trained[str(expert)], name)
+            (projection.bias if is_bias else projection.weight).copy_(tensor)
+        elif is_bias:
+            getattr(self, part)[self.frozen_slots[expert]].copy_(tensor)
         else:
-            full = self.trained[str(expert)]
-            full.gate_up.weight.copy_(gate_up)
-            full.down.weight.copy_(down)
-            targets = [full.gate_up.bias, full.down.bias] if self.expert_shape.has_bias else []
-        for target, bias in zip(targets, (gate_up_bias, down_bias), strict=False):
-            assert bias is not None, "an expert with biases was loaded without them"
-            target.copy_(bias)
+            getattr(self, name).pack_(self.frozen_slots[expert], tensor)
 
     def projections(self, expert: int, dtype: torch.dtype) -> tuple[Projection, Projection]:
         """(gate_up, down) of one expert, computing in `dtype`."""
