@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,11 +12,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from transformers.utils import logging as transformers_logging
 
 from moetune.adapt.checkpointing import enable_checkpointing
 from moetune.adapt.lora import add_lora
 from moetune.adapt.materialize import realize
 from moetune.adapt.pack import Fill, has_values, linears_to_pack, pack_experts, pack_linear, refuse_unpacked
+from moetune.adapt.quantizer import MoetuneConfig
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
 from moetune.anatomy.selection import Selection, select
 from moetune.anatomy.source import ModelSource, resolve
@@ -46,10 +50,13 @@ class Adapted:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
 
-def build(config: RunConfig, device: torch.device | str) -> Adapted:
+def build(config: RunConfig, device: torch.device | str, on_read: Callable[[float], None] | None = None) -> Adapted:
     """Builds the adapted model on `device`.
 
     On `meta` it has every parameter and buffer of the trained model and no storage: counting uses that.
+
+    Args:
+        on_read: is told, again and again, which share of a checkpoint has been read.
 
     Raises:
         UserError: the run file asks for what the model does not have, its weights cannot be read, or an expert that
@@ -64,22 +71,12 @@ def build(config: RunConfig, device: torch.device | str) -> Adapted:
     selection = select(config.adapt, anatomy)
 
     set_seed(config.train.seed)
-    fill: Fill = has_values
-    if device.type != "meta":
-        if config.model.weights == "pretrained":
-            model = _load_pretrained(source, settings, dtype)
-        else:
-            fill = partial(realize, model, device=device)
+    if device.type != "meta" and config.model.weights == "pretrained":
+        model = _load_pretrained(source, settings, config, selection, device, on_read)
+    else:
+        fill = has_values if device.type == "meta" else partial(realize, model, device=device)
+        _pack(model, anatomy, selection, config, dtype, device, fill)
     model.requires_grad_(False)
-    for layer in anatomy.moe_layers:
-        pack_experts(model, layer, selection, config.model, dtype, device, fill)
-    for path in linears_to_pack(model, anatomy, selection):
-        pack_linear(model, path, config.model, dtype, device, fill)
-    embedding = model.get_input_embeddings()
-    for path, module in list(model.named_modules()):
-        fill(path)
-        if module is embedding:
-            model.tie_weights()  # a head that is this table is not drawn for itself
     model.to(device)
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
@@ -123,6 +120,27 @@ def count_trainable(config: RunConfig) -> dict[str, int]:
     return counts
 
 
+def _pack(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    selection: Selection,
+    config: RunConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: Fill,
+) -> None:
+    """Packs what is to be packed and gives the rest its values, module by module."""
+    for layer in anatomy.moe_layers:
+        pack_experts(model, layer, selection, config.model, dtype, device, fill)
+    for path in linears_to_pack(model, anatomy, selection):
+        pack_linear(model, path, config.model, dtype, device, fill)
+    embedding = model.get_input_embeddings()
+    for path, module in list(model.named_modules()):
+        fill(path)
+        if module is embedding:
+            model.tie_weights()  # a head that is this table is not drawn for itself
+
+
 def _model_config(source: ModelSource, config: RunConfig, dtype: torch.dtype) -> PretrainedConfig:
     settings = source.config
     quantization = getattr(settings, "quantization_config", None)
@@ -146,28 +164,53 @@ def _model_config(source: ModelSource, config: RunConfig, dtype: torch.dtype) ->
     return settings
 
 
-def _load_pretrained(source: ModelSource, settings: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load_pretrained(
+    source: ModelSource,
+    settings: PretrainedConfig,
+    config: RunConfig,
+    selection: Selection,
+    device: torch.device,
+    on_read: Callable[[float], None] | None,
+) -> PreTrainedModel:
+    """Reads a checkpoint, packing what is to be packed as it comes (quantizer.py)."""
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights to load; use model.weights=random")
+    packing = MoetuneConfig(config.model.base, config.model.double_quant, selection, on_read)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            config=settings,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-        )
+        with no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                config=settings,
+                dtype=settings.dtype,
+                quantization_config=packing,
+                device_map={"": device},
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"the weights of {source.name!r} cannot be loaded from {source.folder!r}: {reason}") from error
     model, info = loaded
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
     wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
-    if wrong:
+    if wrong := wrong + model.hf_quantizer.problems:
         raise UserError(f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}")
+    model.hf_quantizer.remove_quantization_config(model)  # to Trainer it is a model like any other
     return model
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without those of transformers; ours shows the same."""
+    were_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            transformers_logging.enable_progress_bar()
 
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}

@@ -1,9 +1,8 @@
 """Weights that are packed while they are read: a transformers quantizer.
 
-transformers reads a checkpoint tensor by tensor, renames it, and where its own modules hold experts in one stack, merges
-the experts' matrices first. Here each expert's matrices are read, packed into their bank and let go one by one, and each
-linear layer when its weight arrives; so neither host nor GPU ever holds the model in 16 bit. What trains goes into its
-bank in full.
+transformers reads a checkpoint tensor by tensor, renames it and, where its modules hold experts in one stack, merges
+them. Here each expert's matrices are read, packed into their bank and let go one by one, and each linear layer when its
+weight arrives; so neither host nor GPU ever holds the model in 16 bit. What trains goes into its bank in full.
 
     from transformers import AutoModelForCausalLM
     from moetune.adapt.quantizer import MoetuneConfig
@@ -14,13 +13,14 @@ bank in full.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, SkipParameters, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -29,9 +29,10 @@ from moetune.anatomy.anatomy import Anatomy, read_anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
-from moetune.errors import UserError
 
 METHOD = "moetune"
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""What transformers calls the stacks of a layer's experts."""
 
 
 @register_quantization_config(METHOD)
@@ -42,6 +43,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         base: precision of what stays frozen, as `model.base` of a run file.
         double_quant: as `model.double_quant`.
         selection: what trains, and so is not packed; nothing by default. Not part of the saved configuration.
+        on_read: is told, again and again, which share of the model has been read.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class MoetuneConfig(QuantizationConfigMixin):
         base: str = "nf4",
         double_quant: bool = True,
         selection: Selection | None = None,
+        on_read: Callable[[float], None] | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD
         self.model = ModelConfig.model_validate({"path": "unread", "base": base, "double_quant": double_quant})
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
+        self.on_read = on_read
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
@@ -61,14 +65,9 @@ class MoetuneConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class MoetuneQuantizer(HfQuantizer):
-    """Packs a model as it is loaded.
-
-    Attributes:
-        read: bytes read of what is packed; `on_read` is told each increase.
-    """
+    """Packs a model as it is loaded. What is wrong with the checkpoint is in `problems` when it is done."""
 
     quantization_config: MoetuneConfig
-    on_read: Callable[[int], None] | None = None
 
     def is_serializable(self) -> bool:
         return False
@@ -93,6 +92,7 @@ class MoetuneQuantizer(HfQuantizer):
         dtype = model.config.dtype
         self.anatomy: Anatomy = read_anatomy(model)
         self.problems: list[str] = []
+        self._read, self._all = 0, sum(part.numel for part in self.anatomy.parts)
         self._model, self.device, self.dtype = model, device, dtype
         self.linears = set(linears_to_pack(model, self.anatomy, selection))
         self.layers = {layer.experts: layer for layer in self.anatomy.moe_layers}
@@ -114,53 +114,48 @@ class MoetuneQuantizer(HfQuantizer):
         return _Pack(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        names = {name for layer in self.layers.values() for name in stacks(layer)}
         updated = []
         for conversion in weight_conversions:
-            if isinstance(conversion, WeightConverter) and _merges_experts(conversion, names):
+            if isinstance(conversion, WeightConverter) and _is_of_experts(conversion):
                 conversion = _ExpertByExpert.of(conversion)
             updated.append(conversion)
         return updated
 
     def put(self, name: str, weight: Tensor, first: int | None = None) -> None:
-        """Stores what was read under a parameter's name: a linear layer's weight, one expert's matrix [1, ...], or a stack
-        of all experts' [E, ...].
-
-        Raises:
-            UserError: the tensor has another shape than the model's.
-        """
+        """Stores what was read under a parameter's name: a linear layer's weight, the matrix [1, ...] of expert
+        `first`, or a stack of all experts' [E, ...]. What does not fit is noted in `problems`."""
         path, _, last = name.rpartition(".")
-        if self.on_read is not None:
-            self.on_read(weight.nbytes)
+        self._read += weight.numel()
+        if self.quantization_config.on_read is not None:
+            self.quantization_config.on_read(self._read / self._all)
         if path in self.linears:
             self._put_linear(path, weight)
             return
         layer, bank = self.layers[path], self.banks[path]
         expected = _shape(layer, last)
         experts = range(layer.shape.num_experts) if first is None else range(first, first + 1)
-        if tuple(weight.shape) != (len(experts), *expected):
-            raise UserError(
-                f"{name}: the checkpoint has {list(weight.shape[1:])} for {len(weight)} experts, the model "
-                f"{list(expected)} for {len(experts)}"
-            )
-        for expert, matrix in zip(experts, weight, strict=True):
-            bank.put_(expert, part_of(last), out_in(layer, last, matrix))
-            self.missing.discard((path, last, expert))
+        if first is not None and first >= layer.shape.num_experts:
+            self.problems.append(f"unexpected expert {first} for {name}, which has {layer.shape.num_experts}")
+        elif tuple(weight.shape) != (len(experts), *expected):
+            found = f"{[*weight.shape]}, not {[len(experts), *expected]}"
+            self.problems.append(f"{name} is {found}" if first is None else f"{name} of expert {first} is {found}")
+        else:
+            for expert, matrix in zip(experts, weight, strict=True):
+                bank.put_(expert, part_of(last), out_in(layer, last, matrix))
+        self.missing -= {(path, last, expert) for expert in experts}
 
     def _put_linear(self, path: str, weight: Tensor) -> None:
         linear = self._model.get_submodule(path)
         if linear.weight.shape != weight.shape:
-            raise UserError(f"{path}.weight: the checkpoint has {[*weight.shape]}, the model {[*linear.weight.shape]}")
+            self.problems.append(f"{path}.weight is {[*weight.shape]}, not {[*linear.weight.shape]}")
+            return
         linear.weight = nn.Parameter(weight, requires_grad=False)
-        config = self.quantization_config.model
-        pack_linear(self._model, path, config, self.dtype, self.device)
-        for tensor in self._model.get_submodule(path).parameters():
-            tensor._is_hf_initialized = True
+        pack_linear(self._model, path, self.quantization_config.model, self.dtype, self.device)
+        for module in self._model.get_submodule(path).modules():
+            module._is_hf_initialized = True  # or transformers would draw it anew
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        lacking = [f"the checkpoint lacks {path}.{name} of expert {n}" for path, name, n in sorted(self.missing)]
-        if problems := self.problems or lacking:
-            raise UserError("\n".join(problems[:10]))
+        self.problems += [f"missing {path}.{name} of expert {n}" for path, name, n in sorted(self.missing)]
         for path, bank in self.banks.items():
             install_bank(model, self.layers[path], bank)
         return model
@@ -183,15 +178,11 @@ class _Pack(ConversionOps):
         self.quantizer = quantizer
 
     def convert(
-        self, input_dict: dict[str, Any], *, model: Any = None, missing_keys: set[str] | None = None, **kwargs: Any
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         for name, tensors in input_dict.items():
-            try:
-                self.quantizer.put(name, tensors[0] if isinstance(tensors, list) else tensors)
-            except UserError as error:  # raised here, it would be logged only
-                self.quantizer.problems.append(str(error))
-            if missing_keys is not None:
-                missing_keys.discard(name)
+            self.quantizer.put(name, tensors[0] if isinstance(tensors, list) else tensors)
+            kwargs["missing_keys"].discard(name)
         return {}
 
 
@@ -216,33 +207,39 @@ class _ExpertByExpert(WeightConverter):
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Any]:
         collected, self.collected_tensors = self.collected_tensors, {}
-        operation, self.quantization_operation = self.quantization_operation, None
-        assert isinstance(operation, _Pack)
-        for expert, tensors in self._by_expert(collected):
+        self.quantization_operation = None
+        for expert, tensors in self._by_expert(collected).items():
+            if len(tensors) < len(self.source_patterns):
+                continue  # put() never sees it, so it stays among what is missing
             self.collected_tensors = tensors
-            merged = super().convert(layer_name, model, config, None, loading_info)
+            try:
+                merged = super().convert(layer_name, model, config, None, loading_info)
+            except SkipParameters:  # an operation failed: its parts do not fit together
+                reason = loading_info.conversion_errors.pop(layer_name).strip().splitlines()
+                hf_quantizer.problems.append(f"{layer_name}, expert {expert}: {reason[-2]}")
+                continue
             for name, tensor in merged.items():
-                operation.quantizer.put(name, tensor[0] if isinstance(tensor, list) else tensor, expert)
-                loading_info.missing_keys.discard(name)
+                hf_quantizer.put(name, tensor[0] if isinstance(tensor, list) else tensor, expert)
+        loading_info.missing_keys.discard(layer_name)
         return {}
 
-    def _by_expert(self, collected: dict[str, list[Any]]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    def _by_expert(self, collected: dict[str, list[Any]]) -> dict[int, dict[str, list[Any]]]:
         """Each expert's tensors, not yet read, by pattern."""
         experts: dict[int, dict[str, list[Any]]] = {}
         for pattern, futures in collected.items():
             for key, future in zip(self.keys[pattern], futures, strict=True):
-                found = re.findall(r"\.(\d+)\.", key)
-                experts.setdefault(int(found[-1]), {})[pattern] = [future]
-        for expert in sorted(experts):
-            lacking = [pattern for pattern in self.source_patterns if pattern not in experts[expert]]
-            if lacking:
-                raise UserError(
-                    f"the checkpoint lacks {lacking[0].replace('*', str(expert))} of {next(iter(self.keys))}"
-                )
-            yield expert, experts[expert]
+                expert = int(re.findall(r"\.(\d+)\.", key)[-1])
+                experts.setdefault(expert, {})[pattern] = [future]
+        return experts
 
 
-def _merges_experts(conversion: WeightConverter, stacks: set[str]) -> bool:
-    return all(t.rpartition(".")[2] in stacks for t in conversion.target_patterns) and all(
+def merges_experts(model_type: str) -> bool:
+    """Whether checkpoints of this type hold experts one by one, and transformers merges them."""
+    conversions = get_checkpoint_conversion_mapping(model_type) or []
+    return any(isinstance(c, WeightConverter) and _is_of_experts(c) for c in conversions)
+
+
+def _is_of_experts(conversion: WeightConverter) -> bool:
+    return all(t.rpartition(".")[2] in STACKS for t in conversion.target_patterns) and all(
         "*" in source for source in conversion.source_patterns
     )

@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from moetune.adapt.build import compute_dtype
+from moetune.adapt.quantizer import merges_experts
 from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.moe import ExpertShape
+from moetune.anatomy.moe import ExpertShape, MoeLayer
 from moetune.config import RunConfig
 from moetune.experts.packed import BLOCK
 from moetune.memory.report import LoadPeaks
-
-_CHECKPOINT = 2  # bytes of a weight on disk: nobody ships these models in more
 
 
 def load_peaks(anatomy: Anatomy, config: RunConfig, banks: Mapping[int, int], static: int) -> LoadPeaks:
     """What loading takes at most.
 
-    GPU: one layer after the other its bank is made and filled. A checkpoint's matrix arrives, is packed, and goes.
-    Random weights are drawn there a layer's experts at a time, with a mask of one byte a weight that checks the draw;
-    the embedding and the head come last. A linear layer on its way is taken to be no larger than they are.
+    A checkpoint: the banks are there from the start, and tensor by tensor the rest arrives. Where it holds experts one
+    by one, an expert's gate and up come, are joined, and packed: three times the matrix. Where it holds a layer's
+    experts in one stack, that comes whole. The host holds one such piece, or the embedding, on its way; its files are
+    mapped, which is memory that the system takes back when it needs any.
 
-    Host: transformers reads the whole checkpoint, in the compute dtype, before anything is packed; its files are mapped
-    meanwhile. Where the dtype differs, casts of tensors that wait for their layer may come to as much again.
+    Random weights: one layer after the other its bank is made and filled. They are drawn there a layer's experts at a
+    time, with a mask of one byte a weight that checks the draw; the embedding and the head come last. A linear layer on
+    its way is taken to be no larger than they are.
 
     Args:
         banks: by layer, the bytes of its experts as they stay.
         static: the bytes of all that stays.
     """
     width = compute_dtype(config, torch.device("meta")).itemsize
-    is_random = config.model.weights == "random"
+    layers = [layer for layer in anatomy.moe_layers if layer.index in banks]
+    outside = max(part.numel for part in anatomy.parts if part.layer is None)
+    if config.model.weights == "random":
+        return LoadPeaks(host=0, gpu=max(static + outside, _drawn(layers, config.model.base, width, banks)))
+    host, on_the_way = outside * width, 0
+    if layers:
+        shape = layers[0].shape
+        matrix = _larger_matrix(shape)
+        pieces = 3 if merges_experts(anatomy.model_type) else shape.num_experts
+        host = max(host, matrix * width * (1 if pieces == 3 else pieces))
+        on_the_way = pieces * matrix * width + _temporaries(shape, matrix, config.model.base, width)
+    return LoadPeaks(host=host, gpu=static + on_the_way)
+
+
+def _drawn(layers: Iterable[MoeLayer], base: str, width: int, banks: Mapping[int, int]) -> int:
     held = peak = 0
-    for layer in anatomy.moe_layers:
-        if layer.index not in banks:
-            continue
+    for layer in layers:
         shape, bank = layer.shape, banks[layer.index]
         matrix = _larger_matrix(shape)
-        packing = bank + _temporaries(shape, matrix, config.model.base, width)
-        if is_random:
-            drawn = shape.num_experts * shape.parameters_per_expert
-            peak = max(peak, held + drawn * width + max(shape.num_experts * matrix, packing))
-        else:
-            peak = max(peak, held + packing + matrix * width)
+        drawn = shape.num_experts * shape.parameters_per_expert * width
+        packing = bank + _temporaries(shape, matrix, base, width)
+        peak = max(peak, held + drawn + max(shape.num_experts * matrix, packing))
         held += bank
-    if is_random:
-        outside = max(part.numel for part in anatomy.parts if part.layer is None)
-        return LoadPeaks(host=0, gpu=max(peak, static + outside))
-    weights = sum(part.numel for part in anatomy.parts)
-    casts = 0 if width == _CHECKPOINT else weights * width
-    return LoadPeaks(host=weights * (width + _CHECKPOINT) + casts, gpu=max(peak, static))
+    return peak
 
 
 def _larger_matrix(shape: ExpertShape) -> int:

@@ -55,11 +55,12 @@ class Trace:
     load: LoadPeaks | None = None
 
     @classmethod
-    def of(cls, tracker: Tracker) -> Trace:
+    def of(cls, tracker: Tracker, begin: int = 0) -> Trace:
+        """What the tracker saw, its peak looked for from place `begin` of the log on."""
         alive = most = peak = 0
         for at, entry in enumerate(tracker.log):
             alive += tracker.blocks[entry].bytes if entry >= 0 else -tracker.blocks[~entry].bytes
-            if alive > most:
+            if alive > most and at >= begin:
                 most, peak = alive, at
         return cls(tracker.blocks, tracker.log, tracker.marks, peak)
 
@@ -237,12 +238,12 @@ class Steps:
             self._step(tracker, 1)
             for alike in kinds:
                 alike.replace(model, ends=False)
-            tracker.step = 1
+            tracker.step, begin = 1, len(tracker.log)
             self._step(tracker, min(2, self.config.train.accumulate))
             for alike in kinds:
                 alike.play(Recording(), tracker)  # a layer of an evaluation keeps nothing
             self._evaluate(tracker)
-        return Trace.of(tracker)
+        return Trace.of(tracker, begin)  # the first step takes no more than the second, which has states beside it
 
     @contextmanager
     def counting(self, routing: Routing | Counting, tracker: Tracker) -> Iterator[None]:

@@ -312,7 +312,7 @@ def damaged(checkpoints: Any, folder: Path, change: Any) -> Path:
         ),
         (
             lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.3.w1.weight"),
-            "cannot be loaded",  # transformers names the layer in the report that it logs
+            "missing model.layers.1.mlp.experts.gate_up_proj of expert 3",
         ),
     ],
     ids=["missing", "unexpected", "other shape", "no experts in a layer", "one expert too few"],

@@ -1,0 +1,66 @@
+"""The closed form is near the trace for every model of the catalog."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moetune.catalog
+from moetune.config import RunConfig
+from moetune.memory.facts import read_facts
+from moetune.memory.formulas import quantities
+from moetune.memory.trace import trace
+
+MODELS = Path(moetune.catalog.__file__).parent / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
+EXPERTS = 16
+"""A trace runs expert by expert: of a layer with more, this many are traced. Nothing else of a model is cut."""
+SETTINGS = {"router": ("full", 2048), "lora": ("none", 256)}
+LARGER = ("gpt-oss-120b", "llama-13b", "llama-30b", "llama-65b", "mixtral-8x22b", "qwen3-235b-a22b")
+"""Of the same architecture as a smaller model here: one adaptation is enough."""
+QUICK = [("tiny-mixtral", "lora"), ("llama-7b", "router")]
+CASES = [
+    pytest.param(name, what, marks=() if (name, what) in QUICK else pytest.mark.slow)
+    for name in NAMES
+    for what in SETTINGS
+    if what == "router" or name not in LARGER
+]
+
+
+def with_fewer_experts(name: str, folder: Path) -> str:
+    """The model itself, or a folder with its configuration and no more than so many experts."""
+    model = json.loads((MODELS / f"{name}.json").read_text()).get("config", {})
+    keys = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if model.get(key, 0) > EXPERTS]
+    if not keys:
+        return name
+    (folder / "config.json").write_text(json.dumps(model | dict.fromkeys(keys, EXPERTS)))
+    return str(folder)
+
+
+def catalog_run(name: str, path: str, what: str) -> RunConfig:
+    checkpointing, length = SETTINGS[what]
+    dense, eager = name.startswith("llama"), name.startswith("gpt-oss")
+    targets = ["attention"] if dense else ["attention", "experts"]
+    adapt: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32, "targets": targets}}
+    if what == "router":
+        adapt = {"also": ["norm"]} if dense else {"router": "all"}
+    # Some are published quantized: their weights cannot be loaded, their sizes are those of any weights.
+    model = {"path": path, "base": "nf4", "dtype": "bf16", "weights": "random"}
+    return RunConfig.model_validate(
+        {
+            "model": model | {"attention": "eager" if eager else "sdpa"},
+            "adapt": adapt,
+            "optimizer": {"name": "adamw"},
+            "train": {"micro_batch": 1, "sequence_length": length, "accumulate": 1, "checkpointing": checkpointing},
+            "data": {"train": "unread", "packing": not eager},
+        }
+    )
+
+
+@pytest.mark.parametrize(("name", "what"), CASES)
+def test_the_formula_is_near_the_trace(name: str, what: str, tmp_path: Path) -> None:
+    config = catalog_run(name, with_fewer_experts(name, tmp_path), what)
+    traced = trace(config)
+    closed = quantities(read_facts(config.model.path), config).peak()[1].total
+    assert closed == pytest.approx(traced.parts(traced.peak).total, rel=0.03)
