@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.pack import read_directly
 from moetune.config import LoraConfig
 from moetune.errors import UserError
+
+
+class SharedInput:
+    """One float32 copy of an input for all adapters of a module that read it, as q, k and v do, kept for backward once.
+
+    PEFT by itself makes a copy for each. This one is forgotten when the module's forward pass ends.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._latest: tuple[Tensor, int | None, Tensor] | None = None  # an input, its version, and its copy
+        module.register_forward_hook(self._forget, always_call=True)
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x in `dtype`: x itself if it has it, else a copy, the one of the last call if that had the same x."""
+        if x.dtype == dtype:
+            return x
+        now = None if x.is_inference() else x._version
+        if self._latest is not None:
+            source, version, copy = self._latest
+            if source is x and version == now and copy.dtype == dtype:
+                return copy
+        copy = x.to(dtype)
+        self._latest = x, now, copy
+        return copy
+
+    def _forget(self, *_: object) -> None:
+        self._latest = None
 
 
 def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -> None:
@@ -36,3 +64,8 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
                 f"PEFT put no LoRA on {path!r} ({type(module).__name__}); leave it out of adapt.lora.targets"
             )
         module.lora_A.float(), module.lora_B.float()
+    for parent in {path.rpartition(".")[0]: None for path in paths}:
+        share = SharedInput(model.get_submodule(parent))
+        for path in paths:
+            if path.rpartition(".")[0] == parent:
+                model.get_submodule(path)._cast_input_dtype = share.cast  # what PEFT calls before A

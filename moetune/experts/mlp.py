@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from moetune.experts.projection import Gradients
 
@@ -134,25 +135,28 @@ class _ExpertMlp(torch.autograd.Function):
             token_N = flat_N // routing.top_k
             weight_N1 = weights[flat_N, None].to(x_TH.dtype)
             gate_up, down = bank.projections(expert, x_TH.dtype)
-            x_NH, dy_NH = x_TH[token_N], dy_TH[token_N]
+            dy_NH = dy_TH[token_N]
             dact_NI = down.grad_input(dy_NH)  # before gate_up is unpacked: one unpacked matrix at a time
 
             unpacked = gate_up.weight()
-            gate_up_NO = gate_up.forward(x_NH, unpacked).requires_grad_()
+            gate_up_NO = gate_up.forward(x_TH[token_N], unpacked).requires_grad_()
             with torch.enable_grad():
                 act_NI = bank.activation(gate_up_NO)
+            edge, act_NI = get_gradient_edge(act_NI), act_NI.detach()  # the way back does not need the rows
             if dweights is not None:
-                dweight_N = torch.einsum("ni,ni->n", dact_NI, act_NI.detach())
+                dweight_N = torch.einsum("ni,ni->n", dact_NI, act_NI)
                 if down.bias is not None:
                     dweight_N += dy_NH @ down.bias.to(dy_NH.dtype)
                 dweights[flat_N] = dweight_N.to(dweights.dtype)
             if down.trains:
-                down.add_gradients(grads, act_NI.detach(), dy_NH * weight_N1)
+                down.add_gradients(grads, act_NI, dy_NH * weight_N1)
             if dx_TH is None and not gate_up.trains:
                 return
-            (dgate_up_NO,) = torch.autograd.grad(act_NI, gate_up_NO, dact_NI.mul_(weight_N1))
-            del act_NI, dact_NI, gate_up_NO, dy_NH
-            gate_up.add_gradients(grads, x_NH, dgate_up_NO)
+            del act_NI, dy_NH
+            (dgate_up_NO,) = torch.autograd.grad(edge, gate_up_NO, dact_NI.mul_(weight_N1))
+            del edge, dact_NI, gate_up_NO
+            if gate_up.trains:
+                gate_up.add_gradients(grads, x_TH[token_N], dgate_up_NO)
             if dx_TH is not None:
                 dx_TH.index_add_(0, token_N, gate_up.grad_input(dgate_up_NO, unpacked))
 

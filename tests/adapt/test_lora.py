@@ -11,8 +11,9 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from moetune.adapt.build import Adapted, build
+from moetune.adapt.lora import SharedInput
 from moetune.errors import UserError
-from tests.reference import run_config, small_linears_are_packed
+from tests.reference import excite_, run_config, small_linears_are_packed
 from tests.toys import toy_config
 
 # Types whose attention, shared experts or dense layers have linears with the names that experts had in transformers 4.
@@ -66,3 +67,45 @@ def test_factors_are_float32_scaled_and_without_effect_at_first(base: str, tmp_p
 def test_lora_that_would_have_no_effect_is_refused(model_type: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"adapt\.lora: the model reads the weight of .*\.{name}"):
         with_lora(model_type, tmp_path, targets=[name])
+
+
+def test_adapters_of_one_module_keep_one_copy_of_their_input(tmp_path: Path) -> None:
+    """PEFT alone keeps a float32 copy of a 16-bit input for each of q, k and v; the factors' gradients are the same."""
+    toy_config("mixtral").save_pretrained(tmp_path)
+    adapt = {"lora": {"rank": 2, "alpha": 6, "targets": ["attention"]}}
+    adapted = build(run_config(tmp_path, adapt, model={"base": "bf16", "dtype": "bf16"}), "cpu")
+    excite_(adapted.model)
+    layers = adapted.model.model.layers
+
+    def step() -> tuple[tuple[torch.Tensor, ...], int]:
+        """(gradients of the last layer's factors, float32 tensors [10, 32] that backward keeps)."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype is torch.float32 and tensor.numel() == 10 * 32:
+                copies[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+            loss = adapted.model(torch.arange(10)[None]).logits.float().logsumexp(-1).sum()
+        return torch.autograd.grad(loss, [p for p in layers[-1].parameters() if p.requires_grad]), len(copies)
+
+    together, shared = step()
+    for path in on(adapted):
+        del adapted.model.get_submodule(path)._cast_input_dtype
+    alone, single = step()
+    assert single - shared == 2 * len(layers)
+    for gradient, expected in zip(together, alone, strict=True):
+        assert expected.abs().max() > 0
+        assert gradient.equal(expected)
+
+
+def test_a_changed_input_is_copied_again() -> None:
+    share = SharedInput(torch.nn.Identity())
+    x = torch.ones(2, dtype=torch.bfloat16)
+    first = share.cast(x, torch.float32)
+    assert share.cast(x, torch.float32) is first
+    x.add_(1)
+    assert share.cast(x, torch.float32).tolist() == [2, 2]
+    with torch.inference_mode():
+        assert share.cast(torch.ones(2, dtype=torch.bfloat16), torch.float32).tolist() == [1, 1]
