@@ -67,6 +67,7 @@ class LayerTape:
     def __init__(self, facts: LayerFacts, plan: LayerPlan, run: Run, family: str, hidden: int) -> None:
         self.facts, self.plan, self.run, self.family = facts, plan, run, family
         self.tape = Tape(_letters(facts, plan, run, hidden))
+        self._wide: dict[tuple[str, int], Value] = {}  # copies of inputs in float32, by module and input
         self.input = self.tape.new(
             "input of the layer", "T·H", run.width, needs=plan.input_needs, external=run.checkpointed
         )
@@ -210,10 +211,13 @@ class LayerTape:
         return (self._piece(f"{name} unpacked", shape, b),) if {"bf16": 2, "fp32": 4}[base] != b else ()
 
     def _lora(self, x: Value, base: Value, path: str, out: str) -> Value:
-        """PEFT: base + s·B·(A·x), the second term in float32; x is cast for every layer anew."""
-        linear, r, name = self.facts.linears[path], self.run.rank, path.rpartition(".")[2]
+        """PEFT: base + s·B·(A·x), the second term in float32; the layers of a module that read the same x share a copy
+        of it (adapt/lora.py)."""
+        linear, r, (parent, _, name) = self.facts.linears[path], self.run.rank, path.rpartition(".")
         tokens = x.shape.partition("·")[0]
-        wide = self._cast(x, 4, f"{name}: x in float32")
+        wide = self._wide.get((parent, id(x)))
+        if wide is None:
+            wide = self._wide[parent, id(x)] = self._cast(x, 4, f"{name}: x in float32")
         low = self._new(f"{name}: A·x", f"{tokens}·r", 4)
         self.tape.record("A", low, fresh=(wide,), saved=(wide,), gradients=4 * r * linear.into)
         high = self._new(f"{name}: B·A·x", f"{tokens}·{out}", 4)

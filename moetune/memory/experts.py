@@ -35,7 +35,7 @@ def experts_backward(
     best: _Expert | None = None
     for kind, count in (("frozen", frozen), ("lora", plan.lora_experts), ("trained", plan.experts)):
         if count:
-            expert = _Expert(tape, moe, run, kind, everything, whole, needs_x=needs_x, several=count > 1)
+            expert = _Expert(tape, moe, run, kind, everything, whole, needs_x=needs_x)
             if best is None or expert.fullest > best.fullest:
                 best = expert
     assert best is not None
@@ -52,7 +52,7 @@ def expert_gradients(moe: Experts, plan: LayerPlan, run: Run) -> tuple[int, int]
 
 
 class _Expert:
-    """One turn of the loop over experts, after a turn of the same kind."""
+    """One turn of the loop over experts."""
 
     def __init__(
         self,
@@ -64,7 +64,6 @@ class _Expert:
         whole: int,
         *,
         needs_x: bool,
-        several: bool,
     ) -> None:
         self.tape, self.moe, self.run, self.kind = tape, moe, run, kind
         self.alive: dict[str, Piece] = {}
@@ -72,21 +71,19 @@ class _Expert:
         self.fullest = self.gradients_then = 0
         self.pieces: list[Piece] = []
         self.needs_dgate = needs_x or kind != "frozen"
-        if several and not self.needs_dgate:  # these two stand until the next expert's take their place
-            self._take("dy_NH", "N·H")
-            self._take("dact", "N·I")
         if kind == "trained":
             self.gradients -= whole
         self._turn(needs_x)
 
     def _turn(self, needs_x: bool) -> None:
-        self._take("x_NH", "N·H")
-        self._again("dy_NH", "N·H")
+        self._take("dy_NH", "N·H")
         self._unpack("down unpacked", "H·I")
-        self._again("dact", "N·I")
+        self._take("dact", "N·I")
         self._free("down unpacked")
         self._unpack("gate_up unpacked", "O·H")
+        self._take("x_NH", "N·H")
         self._take("gate_up", "N·O")
+        self._free("x_NH")
         self._keep_activation()
         self._take("act", "N·I")
         if self.kind != "frozen":
@@ -95,9 +92,13 @@ class _Expert:
             self._free("w·dy")
         if not self.needs_dgate:
             return
+        self._free("act", "dy_NH")
         self._activation_backward()
-        self._free("act", "dact", "gate_up", "dy_NH")
-        self._made("O·H", self.tape.letters["O"])
+        self._free("dact", "gate_up")
+        if self.kind != "frozen":
+            self._take("x_NH", "N·H")
+            self._made("O·H", self.tape.letters["O"])
+            self._free("x_NH")
         if needs_x:
             self._take("dx_NH", "N·H")
 
@@ -137,14 +138,6 @@ class _Expert:
         if width:
             self.alive[name] = Piece("experts", name, shape, width)
             self._look()
-
-    def _again(self, name: str, shape: str) -> None:
-        """Binds a name anew: the tensor it stood for goes when the new one is there."""
-        old = self.alive.pop(name, None)
-        if old is not None:
-            self.alive["former"] = old
-        self._take(name, shape)
-        self.alive.pop("former", None)
 
     def _free(self, *names: str) -> None:
         for name in names:

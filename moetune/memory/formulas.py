@@ -204,7 +204,8 @@ def outside_groups(setup: Setup) -> list[Group]:
     for p in setup.facts.outside:
         width = p.width or run.width
         trains = p.name in setup.outside
-        groups.append((p.component, trained(p.numel, width, optimizer) if trains else Tensors(frozen=p.numel * width)))
+        frozen = Tensors(frozen=p.numel * width, frozen_numel=p.numel)
+        groups.append((p.component, trained(p.numel, width, optimizer) if trains else frozen))
     return groups
 
 
@@ -216,8 +217,8 @@ def _parameter(p: Parameter, trains: bool, layer: LayerFacts, run: Run, optimize
     linear = layer.linears.get(path)
     if linear is not None and end == "weight" and is_packed(linear.packable, run):
         nbytes = _linear_bytes(linear.out, linear.into, run.base, run.nested)
-        return Tensors(frozen=nbytes, packed=nbytes)
-    return Tensors(frozen=p.numel * width)
+        return Tensors(frozen=nbytes, packed=nbytes, frozen_numel=p.numel)
+    return Tensors(frozen=p.numel * width, frozen_numel=p.numel)
 
 
 def is_packed(packable: bool, run: Run) -> bool:
@@ -234,7 +235,7 @@ def expert_tensors(
     matrices = ((rows, shape.hidden), (shape.hidden, shape.intermediate))
     biases = (rows, shape.hidden) if shape.has_bias else ()
     nbytes = sum(packed_bytes(*matrix, run.base, run.nested) for matrix in matrices) + sum(biases) * run.width
-    frozen = Tensors(frozen=nbytes, packed=nbytes)
+    frozen = Tensors(frozen=nbytes, packed=nbytes, frozen_numel=shape.parameters_per_expert)
     sizes = [out * into for out, into in matrices] + list(biases)
     whole = total(trained(size, run.width, optimizer) for size in sizes)
     parts, n = (2 if run.split and shape.has_gate else 1), plan.lora_experts

@@ -24,7 +24,7 @@ from moetune.memory.report import Parts
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a group of parameters takes, in bytes; `numel` counts the parameters that train.
+    """What a group of parameters takes, in bytes; `numel` counts those that train, `frozen_numel` the others.
 
     `update` is what the optimizer takes and gives back while it updates the group. `packed` is the part of `frozen`
     that lies in buffers (packed experts and linear layers), which `fsdp` never shards.
@@ -38,6 +38,7 @@ class Tensors:
     numel: int = 0
     update: int = 0
     packed: int = 0
+    frozen_numel: int = 0
 
     def __add__(self, other: Tensors) -> Tensors:
         return total((self, other))

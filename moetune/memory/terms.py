@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moetune.memory.activations import LayerTape
 from moetune.memory.formulas import Setup, dense_groups, evaluation_of, expert_tensors, outside_groups, quantities_of
@@ -47,10 +47,7 @@ def terms(setup: Setup) -> tuple[Term, ...]:
     where, parts = q.peak()
     lines: Counter[_Line] = Counter()
     _weights(setup, lines)
-    if parts.gradients:
-        trained = f"{q.tensors.numel:,} trained parameters"
-        gradients = _Line("gradients", "gradients there at the peak", "Σ width·n", trained, _STATES)
-        lines[gradients] += parts.gradients
+    _gradients(setup, q, parts.gradients, lines)
     _activations(setup, q, where, lines)
     made = tuple(Term(k.part, k.name, k.formula, k.numbers, n, k.page) for k, n in lines.items() if n)
     assert all(sum(t.bytes for t in made if t.part == name) == value for name, value in parts.items()), where
@@ -74,30 +71,32 @@ def _weights(setup: Setup, lines: Counter[_Line]) -> None:
             frozen = layer.experts.shape.num_experts - plan.experts - plan.lora_experts
             for tensors, n in zip(kinds, (frozen, plan.lora_experts, plan.experts), strict=True):
                 groups["experts", tensors] += n * count
-    elements: Counter[_Line] = Counter()
+    optimizer = config.optimizer.name
+    numels: Counter[_Line] = Counter()
     for (component, t), count in groups.items():
-        packed = t.packed > 0
-        stored = base if packed else "16 or 32 bits"
-        formula = _PACKED[base] if packed else "width·n"
-        for part, name, how, page, nbytes in (
-            ("frozen_weights", f"{component}, frozen, {stored}", formula, _WEIGHTS, t.frozen),
-            ("trainable_weights", f"{component}, trained", "width·n", _WEIGHTS, t.trainable),
-            (
-                "optimizer_states",
-                f"{config.optimizer.name}: {component}",
-                _STATE[config.optimizer.name],
-                _STATES,
-                t.states,
-            ),
-            ("master_weights", f"float32 copies: {component}", "4·n", _STATES, t.master),
-        ):
-            line = _Line(part, name, how, "", page)
+        how, stored = (_PACKED[base], base) if t.packed else ("width·n", "not packed")
+        lines_of: tuple[tuple[PartName, str, str, str, int, int], ...] = (
+            ("frozen_weights", f"{component}, {stored}", how, _WEIGHTS, t.frozen, t.frozen_numel),
+            ("trainable_weights", f"{component}, trained", "width·n", _WEIGHTS, t.trainable, t.numel),
+            ("optimizer_states", f"{component}: {optimizer}", _STATE[optimizer], _STATES, t.states, t.numel),
+            ("master_weights", f"{component}: float32 copies", "4·n", _STATES, t.master, t.numel),
+        )
+        for part, name, formula, page, nbytes, numel in lines_of:
+            line = _Line(part, name, formula, "", page)
             lines[line] += count * nbytes
-            elements[line] += count * t.numel
-    for line in [line for line in lines if not line.numbers and elements[line]]:
-        numbered = _Line(line.part, line.name, line.formula, f"n = {elements[line]:,}", line.page)
-        if line.part != "frozen_weights":
-            lines[numbered] += lines.pop(line)
+            numels[line] += count * numel
+    for line, numel in numels.items():
+        if numel:
+            lines[replace(line, numbers=f"n = {numel:,}")] += lines.pop(line)
+
+
+def _gradients(setup: Setup, q: Quantities, there: int, lines: Counter[_Line]) -> None:
+    """With accumulation all gradients are there from the second micro-step on, beside those that are being made."""
+    earlier = q.tensors.gradients if setup.config.train.accumulate > 1 and not setup.fused else 0
+    n = f"n = {q.tensors.numel:,}"
+    lines[_Line("gradients", "gradients of earlier micro-steps", "Σ width·n", n, _STATES)] += earlier
+    made = _Line("gradients", "gradients made so far", "Σ width·n", f"of {n}", _STATES)
+    lines[made] += there - earlier
 
 
 # --- Activations --------------------------------------------------------------------------------------------------

@@ -201,7 +201,8 @@ def _terms(terms: tuple[Term, ...]) -> Table:
     table.add_column("term, formula, numbers", overflow="fold")
     table.add_column("bytes", footer=gib(sum(term.bytes for term in terms)), justify="right", no_wrap=True)
     for term in folded(terms):
-        formula = Text.assemble((term.name, "bold"), "\n", term.formula, "\n", (f"= {term.numbers}", "dim"))
+        numbers = f"\n{term.numbers}" if term.numbers else ""
+        formula = Text.assemble((term.name, "bold"), "\n", term.formula, (numbers, "dim"))
         table.add_row(_cell(named(term.part), term.page), formula, gib(term.bytes))
     return table
 

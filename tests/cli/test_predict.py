@@ -154,3 +154,20 @@ def test_verify(moetune: Run) -> None:
     assert result["predicted"]["peak_allocated"] == pytest.approx(result["measured"]["peak_allocated"], rel=0.05)
     assert result["holds"] is True
     assert result["tokens_per_second"] > 0
+
+
+def test_experts_with_full_adam_do_not_fit_and_what_does_is_said(moetune: Run) -> None:
+    """Six layers × two experts of Mixtral: fp32 Adam and master weights beside a 4-bit base are too much for 44 GiB."""
+    options = ["--gpu", "44GiB", "--set", "optimizer.name=adamw", "--set", "optimizer.master_weights=fp32", "--json"]
+    ended = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", *options)
+    assert ended.code == 1
+    report = json.loads(ended.out)
+    assert report["fits"] is False
+    fitting = {change["settings"][0] for change in report["changes"] if change["fits"]}
+    assert {"optimizer.name=adamw8bit", "optimizer.name=sgd"} <= fitting
+    words = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", *options[:-1]).out
+    assert words.startswith("does NOT fit")
+    assert "--set optimizer.name=adamw8bit" in words
+    for setting in fitting:
+        chosen = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", "--gpu", "44GiB", "--set", setting)
+        assert chosen.code == 0, setting

@@ -53,6 +53,35 @@ def test_mixtral_frozen_in_nf4() -> None:
     assert tensors.frozen / GiB == pytest.approx(22.80, abs=0.005)
 
 
+def lines(config: RunConfig) -> dict[tuple[str, str], int]:
+    """(part, term) -> bytes."""
+    return {(line.part, line.name): line.bytes for line in terms(set_up(read_facts(config.model.path), config))}
+
+
+def test_three_cases_of_mixtral_line_by_line() -> None:
+    """In bytes by part: router-only; 6 layers × 2 experts (4.23 / 4.23 / 16.9 / 8.46 GB); LoRA of rank 16 (226.5 M)."""
+    train = {"accumulate": 8}
+    adamw = {"name": "adamw", "master_weights": "fp32"}
+    router = lines(catalog_run("mixtral-8x7b", ROUTER, optimizer=adamw, train=train))
+    assert router["trainable_weights", "router, trained"] == 2 * 1_048_576
+    assert router["gradients", "gradients of earlier micro-steps"] == 2 * 1_048_576
+    assert router["optimizer_states", "router: adamw"] == 8 * 1_048_576 + 32 * 4
+    assert router["master_weights", "router: float32 copies"] == 4 * 1_048_576
+    experts = lines(catalog_run("mixtral-8x7b", EXPERTS, optimizer=adamw, train=train))
+    n = 2_113_929_216
+    assert experts["trainable_weights", "experts, trained"] == 2 * n
+    assert experts["gradients", "gradients of earlier micro-steps"] == 2 * n
+    assert experts["optimizer_states", "experts: adamw"] == pytest.approx(8 * n, rel=1e-6)
+    assert experts["master_weights", "experts: float32 copies"] == 4 * n
+    adapt = {"lora": {"rank": 16, "alpha": 32, "targets": ["experts"], "gate_up": "split"}}
+    lora = lines(catalog_run("mixtral-8x7b", adapt, optimizer=adamw, train=train))
+    assert lora["trainable_weights", "experts, trained"] == 4 * 226_492_416  # factors are float32
+    assert lora["optimizer_states", "experts: adamw"] == pytest.approx(8 * 226_492_416, rel=1e-6)
+    packed = 46_702_792_704 - 32000 * 4096 * 2 - 65 * 4096 - 1_048_576
+    frozen = sum(taken for (part, name), taken in lora.items() if part == "frozen_weights" and "nf4" in name)
+    assert frozen == pytest.approx(packed * (1 / 2 + 1 / 64 + 4 / 64 / 256), rel=1e-4)
+
+
 # --- LOMO (arXiv 2306.09782), table 1: LLaMA-7B, 512 tokens, 8 sequences, one GPU -----------------------------------
 
 
