@@ -113,6 +113,8 @@ def _by_formula(setup: Setup, routing: Routing, card: Gpu, common: dict[str, Any
         load=load_peaks(setup.facts.anatomy, config, banks, _stays(kept.tensors)),
         collectives=fullest.collectives,
     )
+    if config.train.router_aux_loss or config.train.router_z_loss:
+        report = _assuming(report, "router losses, a few times T·E·4 bytes a layer, are in a trace only")
     return _assuming(
         report,
         f"the peak is at: {kept.peak()[0]}",

@@ -8,7 +8,7 @@ from each to the next, so a peak is at one of the ends, where nothing is replaye
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +25,13 @@ class Recording:
     """What one real layer did: its part of the log in forward and in backward, by position of birth.
 
     An entry (position, bytes, op) is a birth, (position, -1, "") a death. `keeps_input` says whether the layer's input
-    stays alive for backward.
+    stays alive for backward; `logits` what its router shows of itself, shape and dtype, if losses are computed of it.
     """
 
     forward: list[tuple[int, int, str]] = field(default_factory=list)
     backward: list[tuple[int, int, str]] = field(default_factory=list)
     keeps_input: bool = False
+    logits: tuple[torch.Size, torch.dtype] | None = None
 
 
 class StandIn(nn.Module):
@@ -40,13 +41,17 @@ class StandIn(nn.Module):
         super().__init__()
         self.path, self.recording, self.tracker = path, Recording(), tracker
         self.trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        self.show: Callable[[Tensor], None] | None = None  # where the router's logits go
         object.__setattr__(self, "_layer", layer)  # not a submodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _Replay.apply(self, hidden_states, *self.trained)
+        output, logits = _Replay.apply(self, hidden_states, *self.trained)
+        if logits is not None and self.show is not None:
+            self.show(logits)
+        return output
 
 
 class _Replay(torch.autograd.Function):
@@ -60,10 +65,12 @@ class _Replay(torch.autograd.Function):
             _end(ctx.blocks, tracker)
         elif stand_in.recording.keeps_input:
             ctx.save_for_backward(hidden_states)
-        return torch.empty_like(hidden_states)
+        shown = stand_in.recording.logits
+        logits = None if shown is None else torch.empty(shown[0], dtype=shown[1])
+        return torch.empty_like(hidden_states), logits
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, *of_logits):
         tracker = ctx.stand_in.tracker
         tracker.enter("backward", ctx.stand_in.path)
         _play(ctx.stand_in.recording.backward, ctx.blocks, tracker)
@@ -156,6 +163,15 @@ def _kind(layer: nn.Module) -> tuple:
 # --- Recording ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A router's logits, without the tensor: it must die when it would."""
+
+    block: int | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 @dataclass
 class _Watched:
     """The log's places where a layer's forward and backward begin and end, and its boundary tensors."""
@@ -167,8 +183,9 @@ class _Watched:
 
 
 @contextmanager
-def recording(layers: list[nn.Module], tracker: Tracker) -> Iterator[list[Recording]]:
-    """Records what each of these layers does in the one pass that runs inside; filled in when it ends."""
+def recording(layers: list[nn.Module], tracker: Tracker, shown: list[Shown | None]) -> Iterator[list[Recording]]:
+    """Records what each of these layers does in the one pass that runs inside; filled in when it ends. `shown` is what
+    each layer's router has shown of itself by then."""
     seen = [_Watched() for _ in layers]
     recordings = [Recording() for _ in layers]
     hooks = []
@@ -200,11 +217,13 @@ def recording(layers: list[nn.Module], tracker: Tracker) -> Iterator[list[Record
     finally:
         for hook in hooks:
             hook.remove()
-    for one, watched in zip(recordings, seen, strict=True):
-        _fill(one, watched, tracker)
+    for one, watched, logits in zip(recordings, seen, shown, strict=True):
+        if logits is not None:
+            one.logits = logits.shape, logits.dtype
+        _fill(one, watched, tracker, None if logits is None else logits.block)
 
 
-def _fill(recording: Recording, watched: _Watched, tracker: Tracker) -> None:
+def _fill(recording: Recording, watched: _Watched, tracker: Tracker, logits: int | None) -> None:
     start, stop = watched.forward
     positions: dict[int, int] = {}
 
@@ -213,7 +232,7 @@ def _fill(recording: Recording, watched: _Watched, tracker: Tracker) -> None:
             if entry >= 0:
                 block = tracker.blocks[entry]
                 outlives = block.died is None or block.died >= stop
-                is_boundary = entry == watched.output or (start != watched.forward[0] and outlives)
+                is_boundary = entry in (watched.output, logits) or (start != watched.forward[0] and outlives)
                 if not is_boundary and block.part != "gradients":
                     positions[entry] = len(positions)
                     yield positions[entry], block.bytes, block.op

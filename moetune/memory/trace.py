@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
+from moetune.anatomy.moe import MoeLayer
 from moetune.config import RunConfig, refuse_untrainable
 from moetune.errors import UserError
 from moetune.experts.mlp import Counting, counting_by
 from moetune.memory.loading import load_peaks
-from moetune.memory.replay import Recording, decoder_layers, find_alike, recording
+from moetune.memory.replay import Recording, Shown, decoder_layers, find_alike, recording
 from moetune.memory.report import PART_NAMES, Allocation, LoadPeaks, Moment, PartName, Parts, Phase, Sample
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tracker import Block, Mark, Tracker
@@ -130,7 +131,7 @@ def trace(
     Args:
         routing: what the experts receive: an assumption, or whatever answers `tokens_per_expert`.
         compose: replay layers that are alike instead of running each (docs/concepts/trace.md); about the same result,
-            sooner. Runs with router losses, or a load that differs from layer to layer, are traced in full.
+            sooner. Runs with a load that differs from layer to layer are traced in full.
         micro_steps: of each step; by default two at most, because all further ones are like the second.
 
     Raises:
@@ -143,11 +144,10 @@ def trace(
     adapted.model.train()
     steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
     uniform = not (isinstance(routing, Routing) and routing.load)
-    silent = not (config.train.router_aux_loss or config.train.router_z_loss)
     load = _load_peaks(adapted, config)
     try:
         with mode:
-            if compose and uniform and silent and micro_steps is None:
+            if compose and uniform and micro_steps is None:
                 return replace(steps.compose(routing), load=load)
             tracker = Tracker(steps.named)
             with steps.counting(routing, tracker):
@@ -227,10 +227,32 @@ class Steps:
         for alike in kinds:
             alike.replace(model, ends=False)
         last = [alike.layers[-1] for alike in kinds]
-        with self.counting(routing, before), self._following(before), recording(last, before) as recordings:
+        shown: dict[int, Shown] = {}
+        routers = [[self._router_of(stand_in.path) for stand_in in alike.stand_ins] for alike in kinds]
+
+        for alike, kind in zip(kinds, routers, strict=True):
+            for stand_in, router in zip(alike.stand_ins, kind, strict=True):
+                stand_in.show = None if router is None else partial(self._show, router)
+
+        def saw(layer: int, logits: Tensor) -> None:
+            shown[layer] = Shown(before.block_of(logits), logits.shape, logits.dtype)
+            for alike, kind in zip(kinds, routers, strict=True):
+                if any(router is not None and router.index == layer for router in kind):
+                    for stand_in in alike.stand_ins:
+                        stand_in.recording.logits = logits.shape, logits.dtype
+
+        self.watch.on_logits = saw
+        of_last: list[Shown | None] = []
+        with (
+            self.counting(routing, before),
+            self._following(before),
+            recording(last, before, of_last) as recordings,
+        ):
             batch = self.batch_of(self.config.train.micro_batch)
             self._micro_step(batch, count_loss_tokens(batch), before)
             self.optimizer.zero_grad(set_to_none=True)
+            of_last += [None if kind[-1] is None else shown.get(kind[-1].index) for kind in routers]
+        self.watch.on_logits = None
         for alike, recorded in zip(kinds, recordings, strict=True):
             alike.play(recorded, tracker)
             alike.replace(model, ends=True)
@@ -244,6 +266,14 @@ class Steps:
                 alike.play(Recording(), tracker)  # a layer of an evaluation keeps nothing
             self._evaluate(tracker)
         return Trace.of(tracker, begin)  # the first step takes no more than the second, which has states beside it
+
+    def _router_of(self, path: str) -> MoeLayer | None:
+        return next((r for r in self.adapted.anatomy.moe_layers if r.experts.startswith(f"{path}.")), None)
+
+    def _show(self, router: MoeLayer, logits: Tensor) -> None:
+        """Choices [T, K] take 8 bytes: the real ones are among what is replayed."""
+        choices = torch.empty(1, dtype=torch.int64).expand(logits.shape[0], router.top_k)
+        self.watch.show(router.index, logits, choices)
 
     @contextmanager
     def counting(self, routing: Routing | Counting, tracker: Tracker) -> Iterator[None]:

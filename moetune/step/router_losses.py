@@ -12,7 +12,7 @@ f sum to K; it is not used, because it exists for some architectures only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,8 @@ class RouterWatch:
         self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
         self._current: Routed | None = None
         self._keep_logits = False
+        self.on_logits: Callable[[int, Tensor], None] | None = None
+        """Is told each layer whose logits are recorded, and these."""
         self._hooks: list[RemovableHandle] = []
         for layer in self.layers.values():
             self._watch(adapted.model, layer)
@@ -54,6 +56,8 @@ class RouterWatch:
                 logits = _find_logits(output, layer.shape.num_experts)
                 if logits is not None:
                     self._current.logits[layer.index] = logits
+                    if self.on_logits is not None:
+                        self.on_logits(layer.index, logits)
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._current is not None:
@@ -63,6 +67,11 @@ class RouterWatch:
         router, bank = model.get_submodule(layer.router), model.get_submodule(layer.experts)
         self._hooks.append(router.register_forward_hook(saw_logits))
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
+
+    def show(self, layer: int, logits: Tensor, ids: Tensor) -> None:
+        """Records what a stand-in for a layer would have routed."""
+        if self._current is not None and self._keep_logits:
+            self._current.logits[layer], self._current.ids[layer] = logits, ids
 
     def remove(self) -> None:
         """Takes the hooks off the model again."""

@@ -164,6 +164,14 @@ def test_parts_sum_to_the_peak_and_the_timeline_reaches_it(toys: dict[str, Path]
     assert sum(allocation.bytes for allocation in traced.moment(10_000).largest) == parts.total
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
+def test_router_losses_of_replayed_layers(tmp_path: Path, model_type: str) -> None:
+    model = write_toy(tmp_path, model_type, num_hidden_layers=7)
+    train = {"router_aux_loss": 0.1, "router_z_loss": 0.1, "accumulate": 2}
+    config = toy_run(model, model_type, ADAPT["router"], train=train)
+    assert peak(trace(config)) == peak(trace(config, compose=False))
+
+
 @pytest.mark.parametrize("routing", ["skew:2", "worst"])
 def test_uneven_routing_takes_more(toys: dict[str, Path], routing: str) -> None:
     config = toy_run(toys["mixtral"], "mixtral", ADAPT["router"], train={"sequence_length": 256})
