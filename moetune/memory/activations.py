@@ -277,9 +277,14 @@ class LayerTape:
         return y
 
     def _repeat(self, x: Value) -> Value:
-        """With a mask, scaled_dot_product_attention wants as many key and value heads as query heads: copies."""
+        """With a mask, scaled_dot_product_attention wants as many key and value heads as query heads: copies, but of a
+        single head, which is looked at again and again."""
         if self.facts.attention.kv_heads == self.facts.attention.heads:
             return x
+        if self.facts.attention.kv_heads == 1:
+            view = self.tape.part_of(x, "T·h·d")
+            self.tape.record("key-value head expanded", view, fresh=(x,))
+            return view
         return self._map(x, "key-value heads repeated", shape="T·h·d")
 
     def _fused(self, q: Value, key: Value, value: Value) -> Value:

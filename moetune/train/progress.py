@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+@contextmanager
+def reading(console: Console, folder: str | None) -> Iterator[Callable[[float], None] | None]:
+    """A bar of the bytes of a checkpoint that have been read, on a terminal; what to tell the share read so far."""
+    if folder is None or not console.is_terminal:
+        yield None
+        return
+    size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    with Progress(TextColumn("reading weights"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("read", total=size or None)
+        yield lambda share: bar.update(task, completed=share * size)
 
 
 class ProgressBar(TrainerCallback):

@@ -20,7 +20,7 @@ from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.isolation import refuse_leaky_packing
 from moetune.train.memory_record import MemoryRecord
-from moetune.train.progress import ProgressBar
+from moetune.train.progress import ProgressBar, reading
 from moetune.train.run_folder import RunFolder, step_of
 from moetune.train.trainer import MoeTrainer, check_checkpoint
 
@@ -85,7 +85,9 @@ def train(
 
     if checkpoint is not None:
         check_checkpoint(checkpoint)
-    adapted = build(config, device)
+    weights = resolve(config.model.path).folder if config.model.weights == "pretrained" else None
+    with reading(console, weights) as on_read:
+        adapted = build(config, device, on_read)
     if config.data.packing:
         rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
         refuse_leaky_packing(adapted.model, rows)

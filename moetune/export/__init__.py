@@ -1,0 +1,1 @@
+"""What leaves a run: a delta, a merged checkpoint, a PEFT adapter."""

@@ -1,0 +1,167 @@
+"""Safetensors files, tensor by tensor: read a few rows, or write a few rows in place, at the place the header gives.
+
+Plain reads and writes, no memory map: memory holds what was asked for and nothing else. Nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moetune.errors import UserError
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file. A row is an element of its first axis; a scalar has one row.
+
+    Attributes:
+        dtype: as safetensors spells it, `BF16` say.
+        offset: of its first byte in the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self._dtype.itemsize
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        if self.dtype not in DTYPES:
+            raise UserError(f"{str(self.file)!r}: tensors of type {self.dtype} cannot be read")
+        return DTYPES[self.dtype]
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self.row_shape) * self._dtype.itemsize
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` [stop - start, ...], in the file's dtype."""
+        count = (self.num_rows if stop is None else stop) - start
+        data = bytearray(count * self._row_bytes)
+        with self.file.open("rb") as file:
+            file.seek(self.offset + start * self._row_bytes)
+            if file.readinto(data) != len(data):
+                raise UserError(f"{str(self.file)!r} ends before its tensors do")
+        if not data:
+            return torch.empty((count, *self.row_shape), dtype=self._dtype)
+        return torch.frombuffer(data, dtype=self._dtype).reshape(count, *self.row_shape)
+
+    def write(self, rows: Tensor, start: int = 0) -> None:
+        """Overwrites rows from `start` on, cast to the file's dtype."""
+        assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
+        assert start + len(rows) <= self.num_rows
+        data = rows.to(self._dtype).contiguous().view(-1).view(torch.uint8).numpy()
+        with self.file.open("r+b") as file:
+            file.seek(self.offset + start * self._row_bytes)
+            file.write(data.data)
+
+    def within(self, folder: Path) -> Stored:
+        """The same tensor in a copy of the file."""
+        return replace(self, file=folder / self.file.name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint in hub format: the single one, or those that the index lists.
+
+    Raises:
+        UserError: there is none, or the index is broken. Pickled weights are never looked at.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise UserError(
+            f"{str(folder)!r} holds no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read"
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{str(index)!r} is not a valid index of a checkpoint") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{str(index)!r} lists {name!r}, which is no safetensors file beside it")
+        if not (folder / name).is_file():
+            raise UserError(f"{str(index)!r} lists {name!r}, which is missing")
+    return [folder / name for name in names]
+
+
+def read_checkpoint(folder: Path) -> dict[str, Stored]:
+    """Name -> place of every tensor of a checkpoint, from the headers alone.
+
+    Raises:
+        UserError: no safetensors in the folder, or a file is damaged.
+    """
+    stored: dict[str, Stored] = {}
+    for file in weight_files(folder):
+        for name, tensor in read_header(file).items():
+            if name in stored:
+                raise UserError(f"tensor {name!r} is in {stored[name].file.name!r} and again in {file.name!r}")
+            stored[name] = tensor
+    return stored
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """Name -> place of every tensor of one file.
+
+    Raises:
+        UserError: it cannot be read, is no safetensors file, or is cut short.
+    """
+    try:
+        with safe_open(file, framework="pt"):  # checks that offsets, shapes and the file's size agree
+            pass
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+    except (OSError, SafetensorError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{str(file)!r} cannot be read: {reason}") from None
+    return {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:
+    """Writes a file with these tensors, all zero until `Stored.write` fills them, and gives their places."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # Widest dtype first: then every tensor begins at a multiple of its item size, as readers of safetensors want.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(header)) + header)
+        opened.truncate(8 + len(header) + end)
+    return read_header(file)
