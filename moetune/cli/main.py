@@ -12,6 +12,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import typer
 
 from moetune.cli.count import count
+from moetune.cli.export import export
 from moetune.cli.init import init
 from moetune.cli.models import models
 from moetune.cli.predict import predict
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, verify, train, models, init):
+for command in (count, predict, verify, train, export, models, init):
     app.command()(command)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,9 @@ class Fingerprint:
                 return f"{name} is {its}, not {mine}"
         if self.content == other.content:
             return None
-        changed = [name for name in sorted(self.files.keys() & other.files.keys()) if self.files[name] != other.files[name]]
+        changed = [
+            name for name in sorted(self.files.keys() & other.files.keys()) if self.files[name] != other.files[name]
+        ]
         return f"the same tensors with other values ({changed[0]})" if changed else "the same tensors in other files"
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def take_fingerprint(folder: Path, copy_to: Path | None = None) -> Fingerprint:
 
 def _digest(file: Path, copy_to: Path | None) -> str:
     digest = hashlib.sha256()
-    with file.open("rb") as source, open(copy_to / file.name if copy_to else "/dev/null", "wb") as target:
+    with file.open("rb") as source, open(copy_to / file.name if copy_to else os.devnull, "wb") as target:
         while block := source.read(_BLOCK):
             digest.update(block)
             target.write(block)

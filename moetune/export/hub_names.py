@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moetune.adapt.quantizer import is_of_experts
+from moetune.adapt.quantizer import STACKS
 from moetune.errors import UserError
 
 
@@ -39,7 +39,7 @@ class Home:
     @property
     def has_experts_apart(self) -> bool:
         """Whether each expert has tensors of its own; else a stack holds them all along its first axis."""
-        return self.conversion is not None and is_of_experts(self.conversion)
+        return self.parameter.rpartition(".")[2] in STACKS and all("*" in pattern for pattern in self.keys)
 
     def of_expert(self, expert: int) -> Home:
         """The home of one expert's share [1, ...] of the parameter."""

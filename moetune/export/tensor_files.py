@@ -50,18 +50,22 @@ class Stored:
         return self.shape[0] if self.shape else 1
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self._dtype.itemsize
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def nbytes(self) -> int:
+        return self.numel * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
         if self.dtype not in DTYPES:
             raise UserError(f"{str(self.file)!r}: tensors of type {self.dtype} cannot be read")
         return DTYPES[self.dtype]
 
     @property
     def _row_bytes(self) -> int:
-        return math.prod(self.row_shape) * self._dtype.itemsize
+        return math.prod(self.row_shape) * self.torch_dtype.itemsize
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows `start` to `stop` [stop - start, ...], in the file's dtype."""
@@ -72,14 +76,14 @@ class Stored:
             if file.readinto(data) != len(data):
                 raise UserError(f"{str(self.file)!r} ends before its tensors do")
         if not data:
-            return torch.empty((count, *self.row_shape), dtype=self._dtype)
-        return torch.frombuffer(data, dtype=self._dtype).reshape(count, *self.row_shape)
+            return torch.empty((count, *self.row_shape), dtype=self.torch_dtype)
+        return torch.frombuffer(data, dtype=self.torch_dtype).reshape(count, *self.row_shape)
 
     def write(self, rows: Tensor, start: int = 0) -> None:
         """Overwrites rows from `start` on, cast to the file's dtype."""
         assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
         assert start + len(rows) <= self.num_rows
-        data = rows.to(self._dtype).contiguous().view(-1).view(torch.uint8).numpy()
+        data = rows.to(self.torch_dtype).contiguous().view(-1).view(torch.uint8).numpy()
         with self.file.open("r+b") as file:
             file.seek(self.offset + start * self._row_bytes)
             file.write(data.data)

@@ -1,0 +1,77 @@
+"""The export command's work: everything that can be wrong is found before a folder is made."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moetune.errors import UserError
+from moetune.export.check import check_merged
+from moetune.export.delta import export_delta
+from moetune.export.finished_run import FinishedRun, base_folder, open_run
+from moetune.export.folder import Exported, new_folder
+from moetune.export.merged import bytes_needed, export_merged
+from moetune.export.tensor_files import read_header
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written where. `difference` is that of the logits, if they were compared."""
+
+    format: str
+    out: str
+    step: int
+    tensors: int
+    bytes: int
+    difference: float | None
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self)}
+
+
+def export_run(
+    path: Path, format: Literal["delta", "peft", "merged"], out: Path, *, overwrite: bool = False, check: int = 0
+) -> ExportResult:
+    """Exports the newest checkpoint of the run in `path` to `out`.
+
+    Args:
+        overwrite: replace an earlier export.
+        check: prompts whose logits to compare with the trained model's (merged only).
+
+    Raises:
+        UserError: no such run, no checkpoint, nothing for this format, `out` is occupied. Nothing is written then.
+    """
+    run = open_run(path)
+    _keep_apart(run, out)
+    difference = None
+    with new_folder(out, overwrite, bytes_needed(run) if format == "merged" else 0) as folder:
+        if format == "merged":
+            exported = export_merged(run, folder)
+            difference = check_merged(run, folder, check) if check else None
+        elif format == "delta":
+            exported = export_delta(run, folder)
+        else:
+            exported = _export_peft(run, folder)
+    return ExportResult(
+        exported.format, str(out), exported.step, exported.tensors, exported.bytes, difference, exported.notes
+    )
+
+
+def _export_peft(run: FinishedRun, folder: Path) -> Exported:
+    from moetune.export.peft import export_peft
+
+    export_peft(run.path, folder)
+    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in read_header(file).values()]
+    return Exported("peft", run.step, len(tensors), sum(tensor.nbytes for tensor in tensors))
+
+
+def _keep_apart(run: FinishedRun, out: Path) -> None:
+    """Refuses to write over the run or its base, whatever `--overwrite` says."""
+    target, kept = out.expanduser().resolve(), [run.path.resolve()]
+    if run.config.model.weights == "pretrained":
+        kept.append(base_folder(run).resolve())
+    for folder in kept:
+        if target == folder or target in folder.parents:
+            raise UserError(f"--out {str(out)!r} holds what is being exported; choose another")

@@ -1,0 +1,106 @@
+"""A run folder, read: its run file, its newest checkpoint, and the base checkpoint that it started from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from moetune.adapt.build import Adapted, build
+from moetune.anatomy.source import resolve
+from moetune.config import RunConfig, load_run_config
+from moetune.errors import UserError
+from moetune.export.tensor_files import DTYPES, Stored, read_header
+from moetune.train.run_folder import RUN_FILE, RunFolder, step_of
+from moetune.train.trainer import TRAINED_FILE
+
+CARRIED = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.tiktoken",
+    "LICENSE*",
+    "NOTICE*",
+    "additional_chat_templates/*.jinja",
+)
+"""What a merged checkpoint takes over from the base beside weights. No code, no pickles."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left.
+
+    Attributes:
+        checkpoint: the newest complete one.
+        adapted: the trained model on the meta device: its parts, its names, what was selected.
+        trained: name in the adapted model -> place of the tensor that trained.
+    """
+
+    path: Path
+    config: RunConfig
+    checkpoint: Path
+    adapted: Adapted
+    trained: dict[str, Stored]
+
+    @property
+    def step(self) -> int:
+        return step_of(self.checkpoint)
+
+
+def open_run(path: Path) -> FinishedRun:
+    """Reads a run folder; no weights yet.
+
+    Raises:
+        UserError: no such folder, no run or no checkpoint in it, or a checkpoint that is damaged or of another run.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        raise UserError(f"run folder {str(path)!r} does not exist")
+    if not (path / RUN_FILE).is_file():
+        raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
+    config = load_run_config(path / RUN_FILE)
+    checkpoints = RunFolder(path).checkpoints()
+    if not checkpoints:
+        raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
+    trained = read_header(checkpoints[-1] / TRAINED_FILE)
+    adapted = build(config, "meta")
+    expected = {name: tuple(parameter.shape) for name, parameter in adapted.trainable().items()}
+    for name in sorted(expected.keys() | trained.keys()):
+        found = trained[name].shape if name in trained else None
+        if found != expected.get(name):
+            raise UserError(
+                f"{str(trained[name].file if found else checkpoints[-1])!r} does not fit {RUN_FILE}: {name} is "
+                f"{_shape(found)} in it, not {_shape(expected.get(name))}"
+            )
+        if trained[name].dtype not in DTYPES:
+            raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
+    return FinishedRun(path, config, checkpoints[-1], adapted, trained)
+
+
+def base_folder(run: FinishedRun) -> Path:
+    """The folder of the base checkpoint; one on the hub is downloaded, or found where it was downloaded to.
+
+    Raises:
+        UserError: the run began with random weights, or the base cannot be had.
+    """
+    if run.config.model.weights == "random":
+        raise UserError(
+            f"the run in {str(run.path)!r} began with random weights (model.weights: random), which no checkpoint holds; "
+            "there is no base to export for"
+        )
+    source = resolve(run.config.model.path)
+    if source.folder is None:
+        raise UserError(f"model {source.name!r} has no weights that could be loaded")
+    if Path(source.folder).is_dir():
+        return Path(source.folder)
+    try:
+        return Path(snapshot_download(source.folder, allow_patterns=["*.safetensors", *CARRIED]))
+    except Exception as error:  # no network, gated, removed: all end here
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the weights of {source.name!r} cannot be had from the hub: {reason}") from None
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else str([*shape])
