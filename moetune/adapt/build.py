@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
 from transformers.utils import logging as transformers_logging
 
+from moetune.adapt import packed_base
 from moetune.adapt.checkpointing import enable_checkpointing
 from moetune.adapt.lora import add_lora
 from moetune.adapt.materialize import realize
 from moetune.adapt.pack import Fill, has_values, linears_to_pack, pack_experts, pack_linear, refuse_unpacked
+from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.quantizer import MoetuneConfig
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
 from moetune.anatomy.selection import Selection, select
@@ -71,8 +74,11 @@ def build(config: RunConfig, device: torch.device | str, on_read: Callable[[floa
     selection = select(config.adapt, anatomy)
 
     set_seed(config.train.seed)
-    if device.type != "meta" and config.model.weights == "pretrained":
-        model = _load_pretrained(source, settings, config, selection, device, on_read)
+    if device.type != "meta" and config.model.weights == "pretrained" and is_packed_base(source.folder):
+        packed_base.read(model, anatomy, selection, config.model, Path(str(source.folder)), dtype, device, on_read)
+    elif device.type != "meta" and config.model.weights == "pretrained":
+        packing = MoetuneConfig(config.model.base, config.model.double_quant, selection, on_read)
+        model = _load_pretrained(source, settings, packing, device)
     else:
         fill = has_values if device.type == "meta" else partial(realize, model, device=device)
         _pack(model, anatomy, selection, config, dtype, device, fill)
@@ -164,18 +170,50 @@ def _model_config(source: ModelSource, config: RunConfig, dtype: torch.dtype) ->
     return settings
 
 
+def write_packed_base(
+    path: str, out: Path, base: str, double_quant: bool, on_read: Callable[[float], None] | None = None
+) -> dict[str, Any]:
+    """Packs a checkpoint into the folder `out`, layer by layer; layers that are there already are not read again.
+
+    Returns:
+        `files` and `bytes` that were written.
+
+    Raises:
+        UserError: no such model, its weights cannot be read, or the folder cannot be written.
+    """
+    model = {"path": path, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}
+    config = RunConfig.model_validate({"model": model, "adapt": {}})
+    source = resolve(path)
+    if source.folder is None or not Path(source.folder).is_dir():
+        raise UserError(f"model {path!r} is not a folder with weights; download it first")
+    if is_packed_base(source.folder):
+        raise UserError(f"model {path!r} is packed already")
+    settings = _model_config(source, config, torch.bfloat16)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        packed_base.begin(out, config.model, Path(source.folder))
+        paths = [layer.experts for layer in read_anatomy(meta_model(settings)).moe_layers]
+        packing = MoetuneConfig(
+            base,
+            double_quant,
+            on_read=on_read,
+            on_bank=lambda experts, bank: packed_base.write_bank(out, experts, bank),
+            done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
+        )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        loaded = _load_pretrained(source, settings, packing, device)
+        packed_base.write_rest(out, loaded, paths)
+        return packed_base.finish(out)
+    except OSError as error:
+        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
+
+
 def _load_pretrained(
-    source: ModelSource,
-    settings: PretrainedConfig,
-    config: RunConfig,
-    selection: Selection,
-    device: torch.device,
-    on_read: Callable[[float], None] | None,
+    source: ModelSource, settings: PretrainedConfig, packing: MoetuneConfig, device: torch.device
 ) -> PreTrainedModel:
     """Reads a checkpoint, packing what is to be packed as it comes (quantizer.py)."""
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights to load; use model.weights=random")
-    packing = MoetuneConfig(config.model.base, config.model.double_quant, selection, on_read)
     try:
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -13,7 +13,7 @@ weight arrives; so neither host nor GPU ever holds the model in 16 bit. What tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from moetune.anatomy.anatomy import Anatomy, read_anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
+from moetune.experts.bank import ExpertBank
 
 METHOD = "moetune"
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -44,6 +45,8 @@ class MoetuneConfig(QuantizationConfigMixin):
         double_quant: as `model.double_quant`.
         selection: what trains, and so is not packed; nothing by default. Not part of the saved configuration.
         on_read: is told, again and again, which share of the model has been read.
+        on_bank: is given each bank when it is full, by the path of its layer's experts; what it holds is let go then.
+        done: paths of experts that need not be read.
     """
 
     def __init__(
@@ -52,12 +55,14 @@ class MoetuneConfig(QuantizationConfigMixin):
         double_quant: bool = True,
         selection: Selection | None = None,
         on_read: Callable[[float], None] | None = None,
+        on_bank: Callable[[str, ExpertBank], None] | None = None,
+        done: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD
         self.model = ModelConfig.model_validate({"path": "unread", "base": base, "double_quant": double_quant})
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
-        self.on_read = on_read
+        self.on_read, self.on_bank, self.done = on_read, on_bank, done
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
@@ -87,7 +92,7 @@ class MoetuneQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: dict[str, Any] | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
-        config, selection = self.quantization_config.model, self.quantization_config.selection
+        selection = self.quantization_config.selection
         device = torch.device((device_map or {}).get("", "cpu"))
         dtype = model.config.dtype
         self.anatomy: Anatomy = read_anatomy(model)
@@ -96,13 +101,12 @@ class MoetuneQuantizer(HfQuantizer):
         self._model, self.device, self.dtype = model, device, dtype
         self.linears = set(linears_to_pack(model, self.anatomy, selection))
         self.layers = {layer.experts: layer for layer in self.anatomy.moe_layers}
-        with device:  # transformers calls this where new tensors are meta ones
-            self.banks = {
-                path: make_bank(model.get_submodule(path), layer, selection, config, dtype, device)
-                for path, layer in self.layers.items()
-            }
-        self.missing = {(path, name, expert) for path, layer in self.layers.items() for name in stacks(layer)
-                        for expert in range(layer.shape.num_experts)}  # fmt: skip
+        self.banks: dict[str, ExpertBank] = {}
+        self.missing = {
+            path: {(name, expert) for name in stacks(layer) for expert in range(layer.shape.num_experts)}
+            for path, layer in self.layers.items()
+            if path not in self.quantization_config.done
+        }
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         path, _, name = param_name.rpartition(".")
@@ -131,7 +135,9 @@ class MoetuneQuantizer(HfQuantizer):
         if path in self.linears:
             self._put_linear(path, weight)
             return
-        layer, bank = self.layers[path], self.banks[path]
+        if path in self.quantization_config.done:
+            return
+        layer, bank = self.layers[path], self._bank(path)
         expected = _shape(layer, last)
         experts = range(layer.shape.num_experts) if first is None else range(first, first + 1)
         if first is not None and first >= layer.shape.num_experts:
@@ -142,7 +148,17 @@ class MoetuneQuantizer(HfQuantizer):
         else:
             for expert, matrix in zip(experts, weight, strict=True):
                 bank.put_(expert, part_of(last), out_in(layer, last, matrix))
-        self.missing -= {(path, last, expert) for expert in experts}
+        self.missing[path] -= {(last, expert) for expert in experts}
+        if not self.missing[path] and not self.problems and self.quantization_config.on_bank is not None:
+            self.quantization_config.on_bank(path, bank)
+            bank.to("meta")
+
+    def _bank(self, path: str) -> ExpertBank:
+        if path not in self.banks:
+            config = self.quantization_config
+            experts, layer = self._model.get_submodule(path), self.layers[path]
+            self.banks[path] = make_bank(experts, layer, config.selection, config.model, self.dtype, self.device)
+        return self.banks[path]
 
     def _put_linear(self, path: str, weight: Tensor) -> None:
         linear = self._model.get_submodule(path)
@@ -155,9 +171,11 @@ class MoetuneQuantizer(HfQuantizer):
             module._is_hf_initialized = True  # or transformers would draw it anew
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.problems += [f"missing {path}.{name} of expert {n}" for path, name, n in sorted(self.missing)]
-        for path, bank in self.banks.items():
-            install_bank(model, self.layers[path], bank)
+        for path, missing in self.missing.items():
+            self.problems += [f"missing {path}.{name} of expert {expert}" for name, expert in sorted(missing)]
+        for path, layer in self.layers.items():
+            if path not in self.quantization_config.done:
+                install_bank(model, layer, self._bank(path))
         return model
 
 
@@ -208,6 +226,8 @@ class _ExpertByExpert(WeightConverter):
     ) -> dict[str, Any]:
         collected, self.collected_tensors = self.collected_tensors, {}
         self.quantization_operation = None
+        if layer_name.rpartition(".")[0] in hf_quantizer.quantization_config.done:
+            collected = {}  # nothing has been read yet
         for expert, tensors in self._by_expert(collected).items():
             if len(tensors) < len(self.source_patterns):
                 continue  # put() never sees it, so it stays among what is missing

@@ -16,6 +16,7 @@ from moetune.cli.export import export
 from moetune.cli.init import init
 from moetune.cli.models import models
 from moetune.cli.predict import predict
+from moetune.cli.quantize import quantize
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, verify, train, export, models, init):
+for command in (count, predict, verify, train, quantize, export, models, init):
     app.command()(command)
 
 

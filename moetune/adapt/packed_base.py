@@ -1,0 +1,220 @@
+"""A packed base on disk: what packing makes of a checkpoint, written once and read in a fraction of the time.
+
+A folder of safetensors: one file for each layer's experts, `rest.safetensors` for all else, the model's configuration
+and tokenizer, and `packed.json`, written last, which says what is in it and how long each file is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moetune.adapt.materialize import realize
+from moetune.adapt.pack import linears_to_pack, pack_experts, pack_linear
+from moetune.anatomy.anatomy import Anatomy
+from moetune.anatomy.selection import Selection
+from moetune.config import ModelConfig
+from moetune.errors import UserError
+from moetune.experts.bank import ExpertBank
+
+MANIFEST = "packed.json"
+REST = "rest.safetensors"
+_BEGUN = ".packed.begun.json"
+
+
+def is_packed_base(folder: str | None) -> bool:
+    """Whether a model's folder holds a packed base.
+
+    Raises:
+        UserError: one that was begun and not finished.
+    """
+    if folder is not None and (Path(folder) / _BEGUN).is_file():
+        raise UserError(f"{folder!r} is not a complete packed base; run moetune quantize again to finish it")
+    return folder is not None and (Path(folder) / MANIFEST).is_file()
+
+
+# --- Writing --------------------------------------------------------------------------------------------------------
+
+
+def layer_file(path: str) -> str:
+    """The file of one layer's experts, by the path of the experts module."""
+    return f"{path}.safetensors"
+
+
+def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
+    """Writes one layer's experts, whole or not at all."""
+    _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
+
+
+def write_rest(folder: Path, model: PreTrainedModel, experts: Iterable[str]) -> None:
+    """Writes everything but the modules of experts."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in _rest(model, tuple(f"{path}." for path in experts)):
+        if tensor.data_ptr() not in seen:  # a head that is the embedding is stored once
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor
+    _write(folder / REST, tensors)
+
+
+def begin(folder: Path, config: ModelConfig, source: Path) -> None:
+    """Notes what is being written, or checks that it is what was begun; copies the files that are no weights.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    plan = {"schema": 1, "base": config.base, "double_quant": config.double_quant, "source": str(source)}
+    begun = folder / _BEGUN
+    if (folder / MANIFEST).exists() or (any(folder.iterdir()) and not begun.is_file()):
+        raise UserError(f"--out {str(folder)!r} is not empty; choose another")
+    if begun.is_file() and json.loads(begun.read_text(encoding="utf-8")) != plan:
+        raise UserError(f"--out {str(folder)!r} was begun for another model or precision; choose another")
+    begun.write_text(json.dumps(plan), encoding="utf-8")
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and ".index." not in file.name:
+            shutil.copyfile(file, folder / file.name)
+
+
+def finish(folder: Path) -> dict[str, int]:
+    """Says that the folder is complete."""
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    plan = json.loads((folder / _BEGUN).read_text(encoding="utf-8"))
+    aside = folder / f".{MANIFEST}"
+    aside.write_text(json.dumps({**plan, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+    aside.replace(folder / MANIFEST)
+    (folder / _BEGUN).unlink()
+    return {"files": len(sizes), "bytes": sum(sizes.values())}
+
+
+def _rest(model: PreTrainedModel, experts: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    persistent = model.state_dict().keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in persistent and not name.startswith(experts):
+            yield name, tensor.data
+    for path, module in model.named_modules():
+        if isinstance(module, Linear4bit):
+            for name, tensor in module.weight.quant_state.as_dict(packed=True).items():
+                yield f"{path}.weight.{name}", tensor
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    aside = file.with_name(f".{file.name}")
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, aside, metadata={"format": "pt"})
+    with aside.open("rb") as written:
+        os.fsync(written.fileno())
+    aside.replace(file)
+
+
+# --- Reading --------------------------------------------------------------------------------------------------------
+
+
+def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> None:
+    """Raises `UserError` unless the folder is whole and serves this run."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    for key in ("base", "double_quant"):
+        wanted, stored = getattr(config, key), manifest[key]
+        if wanted != stored and not (key == "double_quant" and config.base != "nf4"):
+            raise UserError(f"model.{key}: {wanted}, but {str(folder)!r} is packed with {stored}; set it, or pack anew")
+    for name, size in manifest["files"].items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            found = f"has {file.stat().st_size:,} bytes, not {size:,}" if file.is_file() else "is missing"
+            raise UserError(f"{str(file)!r} {found}: the packed base is damaged; write it again with moetune quantize")
+    if selection.experts:
+        raise UserError(
+            f"adapt.experts: {str(folder)!r} holds experts packed only; experts that train whole need the original "
+            f"checkpoint ({manifest.get('source')!r})"
+        )
+
+
+def read(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    selection: Selection,
+    config: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_read: Callable[[float], None] | None = None,
+) -> None:
+    """Fills a model on the meta device from a packed base, in place.
+
+    Raises:
+        UserError: the folder is damaged, or not packed as the run file says.
+    """
+    check_manifest(folder, config, selection)
+    for layer in anatomy.moe_layers:
+        pack_experts(model, layer, selection, config, dtype, device)  # of meta tensors: banks without contents
+    for path in linears_to_pack(model, anatomy, selection):
+        pack_linear(model, path, config, dtype, torch.device("meta"))
+    expected = set(model.state_dict())
+    files = sorted(folder.glob("*.safetensors"))
+    size, done = sum(file.stat().st_size for file in files), 0
+    stated: dict[str, dict[str, Tensor]] = {}
+    try:
+        for file in files:
+            with safe_open(file, "pt", device="cpu") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no dict)
+                    expected.discard(name)
+                    path, _, state = name.partition(".weight.")
+                    if state:
+                        stated.setdefault(path, {})[state] = opened.get_tensor(name)
+                    else:
+                        _put(model, name, opened.get_tensor(name), dtype, device)
+            done += file.stat().st_size
+            if on_read is not None:
+                on_read(done / size)
+    except (SafetensorError, AttributeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{str(file)!r} cannot be read: {reason}; write it again with moetune quantize") from error
+    for path, state_dict in stated.items():
+        _put_4bit(model.get_submodule(path), state_dict, dtype, device)
+    model.tie_weights()
+    _complete(model, expected, folder, device)
+
+
+def _complete(model: PreTrainedModel, unread: set[str], folder: Path, device: torch.device) -> None:
+    """Computes the buffers that no checkpoint holds; whatever else was not read is an error."""
+    state = model.state_dict(keep_vars=True)
+    banks = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, ExpertBank))
+    lacking = [n for n in sorted(unread) if ".lora." not in n and (state[n].is_meta or n.startswith(banks))]
+    if lacking:
+        raise UserError(f"{str(folder)!r} lacks {lacking[0]}; write it again with moetune quantize")
+    for path, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
+            realize(model, path, device)
+
+
+def _put(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    there = getattr(module, last)
+    if isinstance(module, Linear4bit) and last == "weight":
+        module.weight = nn.Parameter(tensor.to(device), requires_grad=False)  # its state comes later
+        return
+    if there.shape != tensor.shape:
+        raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*there.shape]}")
+    tensor = tensor.to(device, there.dtype if there.is_floating_point() else tensor.dtype)
+    if last in module._buffers:
+        module._buffers[last] = tensor
+    else:
+        setattr(module, last, nn.Parameter(tensor, requires_grad=False))
+
+
+def _put_4bit(linear: nn.Module, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    weight = Params4bit.from_prequantized(
+        data=linear.weight.data, quantized_stats=state, requires_grad=False, device=device, module=linear
+    )
+    weight.quant_state.dtype = dtype
+    linear.weight, linear.quant_state = weight, weight.quant_state

@@ -1,0 +1,107 @@
+"""A packed base on disk: the same model, bit for bit, and nothing of a damaged one is used."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.adapt import packed_base
+from moetune.adapt.build import build, write_packed_base
+from moetune.errors import UserError
+from tests.adapt.test_quantizer import write
+from tests.reference import run_config, small_linears_are_packed
+
+LORA: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"}
+Run = Callable[..., Any]
+
+
+def states(folder: Path, **model: Any) -> dict[str, torch.Tensor]:
+    with small_linears_are_packed():
+        return build(run_config(folder, LORA, model={"weights": "pretrained", **model}), "cpu").model.state_dict()
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss"])
+def test_it_is_the_model_that_packing_gives(model_type: str, base: str, tmp_path: Path) -> None:
+    write(tmp_path / "plain", model_type)
+    with small_linears_are_packed():
+        write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", base, True)
+    plain, packed = (states(tmp_path / name, base=base, dtype="bf16") for name in ("plain", "packed"))
+    assert plain.keys() == packed.keys()
+    for name, tensor in plain.items():
+        assert packed[name].dtype == tensor.dtype, name
+        assert packed[name].equal(tensor), name
+
+
+def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "plain", "mixtral")
+    packed, written = tmp_path / "packed", []
+    write_bank = packed_base.write_bank
+
+    def stops(folder: Path, path: str, bank: Any) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path)
+        write_bank(folder, path, bank)
+
+    monkeypatch.setattr(packed_base, "write_bank", stops)
+    with pytest.raises(KeyboardInterrupt):
+        write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
+    with pytest.raises(UserError, match="not a complete"):
+        states(packed)
+    first = {file: file.stat().st_mtime_ns for file in packed.glob("*.safetensors")}
+    assert len(first) == 2
+    with pytest.raises(UserError, match="begun for another model or precision"):
+        write_packed_base(str(tmp_path / "plain"), packed, "int8", True)
+    monkeypatch.setattr(packed_base, "write_bank", write_bank)
+    write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
+    assert {file: file.stat().st_mtime_ns for file in first} == first
+    write_packed_base(str(tmp_path / "plain"), tmp_path / "at once", "nf4", True)
+    for file in packed.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "at once" / file.name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write(folder / "plain", "mixtral")
+    write_packed_base(str(folder / "plain"), folder / "packed", "nf4", True)
+    return folder / "packed"
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "rest"])
+def test_a_damaged_one_is_refused_by_name(packed: Path, damage: str, tmp_path: Path) -> None:
+    for file in packed.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    victim = "rest.safetensors" if damage == "rest" else "model.layers.1.mlp.experts.safetensors"
+    if damage == "truncate":
+        (tmp_path / victim).write_bytes((tmp_path / victim).read_bytes()[:-8])
+    else:
+        (tmp_path / victim).unlink()
+    with pytest.raises(UserError, match=victim):
+        states(tmp_path)
+
+
+def test_it_serves_only_runs_that_it_can(packed: Path) -> None:
+    with pytest.raises(UserError, match=r"model.base: int8, but .* is packed with nf4"):
+        states(packed, base="int8")
+    with pytest.raises(UserError, match=r"model.double_quant: False, but"):
+        states(packed, double_quant=False)
+    experts = {"experts": {"ids": [0]}}
+    with pytest.raises(UserError, match=r"adapt.experts: .* packed only; .* need the original checkpoint"):
+        build(run_config(packed, experts, model={"weights": "pretrained"}), "cpu")
+
+
+def test_the_command(packed: Path, tmp_path: Path, moetune: Run) -> None:
+    source, out = packed.parent / "plain", tmp_path / "out"
+    ended = moetune("quantize", source, "--out", out)
+    assert (ended.code, ended.err) == (0, "")
+    assert "bytes in" in ended.out
+    assert moetune("quantize", source, "--out", out).code == 2
+    assert "not empty" in moetune("quantize", source, "--out", out).err
+    assert "it is nf4 or int8" in moetune("quantize", source, "--out", tmp_path / "x", "--base", "fp32").err
+    assert "packed already" in moetune("quantize", out, "--out", tmp_path / "x").err
+    assert "download it first" in moetune("quantize", "mixtral-8x7b", "--out", tmp_path / "x").err
+    assert not (tmp_path / "x").exists()
