@@ -140,8 +140,8 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def put_(self, expert: int, part: Part, tensor: Tensor) -> None:
-        """Stores one expert's weight [out, in] or bias: packed if it is frozen, as it is if it trains. A meta tensor has
-        no values and stores none."""
+        """Stores one expert's weight [out, in] or bias: packed if it is frozen, as it is if it trains. A meta tensor
+        has no values and stores none."""
         if tensor.is_meta:
             return
         is_bias = part.endswith("_bias")

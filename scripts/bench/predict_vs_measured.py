@@ -7,14 +7,14 @@ All weights and tokens are random. Both sides count the same: real steps, and st
 
 **On a CPU** catalog models, shrunk, take two float32 steps; the tracker of the trace counts the storages of real
 tensors. Beside that stand traces that differ in what they know of tokens per expert, and the formula: `as routed`,
-every answer of the real steps; `average`, each expert's share over all of them; `balanced`, nothing, as
+every answer of the real steps; `fullest`, each layer's fullest micro-step; `balanced`, nothing, as
 `moetune predict` before a run; `worst`, that all tokens choose the same experts. `fullest expert` is the most tokens
 that one received in a micro-batch, as a multiple of the mean.
 
 **On CUDA** whole models take three steps in bfloat16, each case in a process of its own, with growing segments as in
 `moetune train`. `--cap` stands for a smaller card: what CUDA takes outside the allocator is taken off it, the rest is
 what the allocator may reserve. `allocated` and `reserved` are torch's peaks, `process` is what the driver says is in
-use on the card at the end; the card must be free of other processes. They are predicted by a trace with the average
+use on the card at the end; the card must be free of other processes. They are predicted by a trace with the fullest
 routing of the real steps. Whether a case fits is predicted with balanced routing, as before a run; one that was
 predicted to fit and ran out of memory makes the exit code 1.
 """
@@ -193,11 +193,11 @@ def run_on_cpu(case: CpuCase) -> dict[str, Any]:
             "measured": measured.peak_allocated,
             "trace": {
                 "as_routed": traced_peak(config, lambda ids, num_experts: next(answers)),
-                "average": traced_peak(config, measured.routing),
+                "fullest": traced_peak(config, measured.routing),
                 "balanced": traced_peak(config, BALANCED),
                 "worst": traced_peak(config, parse_routing("worst")),
             },
-            "formula": {"average": formula_peak(config, measured.routing)},
+            "formula": {"fullest": formula_peak(config, measured.routing)},
         }
 
 
@@ -368,7 +368,7 @@ def size(count: int | None, unit: int) -> str:
 
 def cpu_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Markdown, a line at a time, each as soon as its case is done; predictions by how far they are off."""
-    ways = [("trace", way) for way in ("as_routed", "average", "balanced", "worst")] + [("formula", "average")]
+    ways = [("trace", way) for way in ("as_routed", "fullest", "balanced", "worst")] + [("formula", "fullest")]
     heads = " | ".join(f"{method}, {way.replace('_', ' ')}" for method, way in ways)
     yield f"| case | optimizer | fullest expert | measured | {heads} |"
     yield "|---|---|" + "---:|" * (2 + len(ways))
