@@ -54,5 +54,6 @@ def export(
         print(json.dumps(result.to_json()))
         return
     print(f"{result.format} of step {result.step}: {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")
-    if result.difference is not None:
-        print(f"logits of {check} prompts: largest relative difference {result.difference:.1e}")
+    if result.check is not None:
+        found = f"largest relative difference {result.check.max_relative_difference:.1e}"
+        print(f"logits of {result.check.prompts} prompts of {result.check.of}: {found}")

@@ -20,7 +20,7 @@ from moetune.export.finished_run import FinishedRun
 from moetune.export.hub_names import Home
 from moetune.export.tensor_files import Stored
 
-_BLOCK = 2**24  # weights of a tensor that are in memory at a time
+_BLOCK = 2**22  # weights of a tensor that are in memory at a time
 _LORA_A = ".lora_A.default.weight"
 
 
@@ -33,7 +33,7 @@ class Change:
         expert: whose share; None for all of a parameter.
         base_matters: whether the new value is the old one plus something, as with LoRA.
         new: (old rows in float32 or None, first row, row after the last) -> new rows, in the layout of the plain
-            model. An expert's share has the one row [1, ...].
+            model. An expert's share has the one row [1, ...]. It may write into the old rows.
     """
 
     parameter: str
@@ -78,7 +78,8 @@ def _whole(parameter: str, stored: Stored) -> Change:
 def _of_linear_lora(run: FinishedRun, path: str) -> Change:
     """W + scale·B·A of a linear layer, some output rows at a time."""
     A, B = run.trained[f"{path}{_LORA_A}"], run.trained[f"{path}.lora_B.default.weight"]
-    scale = run.adapted.model.get_submodule(path).scaling["default"]
+    assert run.adapted.selection.lora is not None
+    scale = run.adapted.selection.lora.alpha / run.adapted.selection.lora.rank
 
     def new(base: Tensor | None, start: int, stop: int) -> Tensor:
         assert base is not None
@@ -123,11 +124,11 @@ def _of_expert_lora(run: FinishedRun, layer: MoeLayer, bank: ExpertBank) -> Iter
                 stack: str = stack,
             ) -> Tensor:
                 assert base is not None
-                weight = out_in(layer, stack, base[0]).clone()
+                weight = out_in(layer, stack, base[0])
                 factors = zip(rows, A.rows(slot, slot + 1)[0].float(), B.rows(slot, slot + 1)[0].float(), strict=True)
                 for where, a, b in factors:
-                    weight[where] += scale * b @ a
-                return out_in(layer, stack, weight).unsqueeze(0)
+                    weight[where].addmm_(b, a, alpha=scale)
+                return base
 
             yield Change(f"{layer.experts}.{stack}", expert, True, new)
 
@@ -146,7 +147,7 @@ def homes_of(change: Change, homes: Mapping[str, Home], tied: Mapping[str, str])
 
 
 def pieces(change: Change, home: Home, base: Mapping[str, Stored]) -> Iterator[Piece]:
-    """The rows of the checkpoint that a change makes new: an expert's or a block of some 16 million weights at a time."""
+    """The rows of the checkpoint that a change makes new, an expert or some 4 million weights at a time."""
     if home.conversion is None and change.expert is None:
         (key,) = home.every_key()
         step = max(1, _BLOCK * base[key].num_rows // max(1, base[key].numel))
@@ -159,10 +160,13 @@ def pieces(change: Change, home: Home, base: Mapping[str, Stored]) -> Iterator[P
     whole = tuple(home.model.get_parameter(change.parameter).shape)
     old = None
     if change.base_matters:
-        old = home.to_model({key: base[key].rows(first, last).float() for key in home.every_key()})
+        old = home.to_model({key: base[key].rows(first, last) for key in home.every_key()}).float()
         expected = whole if change.expert is None else (1, *whole[1:])
         if tuple(old.shape) != expected:
             raise UserError(f"{change.parameter} is {[*old.shape]} in the base checkpoint, not {[*expected]}")
     new = change.new(old, 0, 1 if change.expert is not None else whole[0])
+    if change.base_matters:
+        del old
+        new = new.to(base[home.every_key()[0]].torch_dtype)  # before it is taken apart, which copies it
     for key, rows in home.to_checkpoint(new).items():
         yield Piece(key, first, rows)

@@ -21,9 +21,10 @@ import torch
 from moetune.anatomy.anatomy import meta_model
 from moetune.anatomy.source import resolve
 from moetune.errors import UserError
+from moetune.export.base_copy import copy_checkpoint
 from moetune.export.changes import Change, changes, homes_of, pieces
-from moetune.export.finished_run import FinishedRun, base_folder
 from moetune.export.fingerprint import Fingerprint, take_fingerprint
+from moetune.export.finished_run import FinishedRun, about, base_folder
 from moetune.export.folder import MANIFEST, Exported, write_manifest
 from moetune.export.hub_names import Home, find_homes
 from moetune.export.tensor_files import Stored, create_file, read_checkpoint, read_header
@@ -62,22 +63,6 @@ def export_delta(run: FinishedRun, out: Path) -> Exported:
     write_manifest(out, manifest)
     notes = () if len(full) == len(every) else ("LoRA factors are not in the delta; --format peft or merged has them",)
     return Exported(_FORMAT, run.step, len(layout), sum(tensor.nbytes for tensor in written.values()), notes)
-
-
-def about(run: FinishedRun) -> dict[str, Any]:
-    """What a manifest says of the run: its folder's name, the step, the run file, and what was selected."""
-    selection = run.adapted.selection
-    return {
-        "run": run.path.resolve().name,
-        "step": run.step,
-        "run_file": run.config.model_dump(mode="json"),
-        "selection": {
-            "full": sorted(selection.full),
-            "experts": {str(layer): list(ids) for layer, ids in selection.experts.items()},
-            "lora_experts": {str(layer): list(ids) for layer, ids in selection.lora_experts.items()},
-            "lora_linears": list(selection.lora_linears),
-        },
-    }
 
 
 @dataclass(frozen=True)
@@ -120,8 +105,6 @@ def apply_delta(base: Path, delta: Path, out: Path, force: str | None = None) ->
         UserError: the delta was made for another checkpoint, or has tensors that this one has not, or not so shaped;
             nothing has been written then.
     """
-    from moetune.export.merged import copy_checkpoint
-
     manifest = read_manifest(delta)
     stored, places = read_header(delta / DELTA_FILE), read_checkpoint(base)
     made_for, found = Fingerprint.from_json(manifest["base"]["fingerprint"]), take_fingerprint(base)

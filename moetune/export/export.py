@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moetune.errors import UserError
-from moetune.export.check import check_merged
+from moetune.export.check import LogitCheck, check_merged
 from moetune.export.delta import export_delta
 from moetune.export.finished_run import FinishedRun, base_folder, open_run
 from moetune.export.folder import Exported, new_folder
@@ -17,14 +17,14 @@ from moetune.export.tensor_files import read_header
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written where. `difference` is that of the logits, if they were compared."""
+    """What was written where. `check` is there if the logits were compared."""
 
     format: str
     out: str
     step: int
     tensors: int
     bytes: int
-    difference: float | None
+    check: LogitCheck | None
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -45,17 +45,16 @@ def export_run(
     """
     run = open_run(path)
     _keep_apart(run, out)
-    difference = None
     with new_folder(out, overwrite, bytes_needed(run) if format == "merged" else 0) as folder:
         if format == "merged":
             exported = export_merged(run, folder)
-            difference = check_merged(run, folder, check) if check else None
         elif format == "delta":
             exported = export_delta(run, folder)
         else:
             exported = _export_peft(run, folder)
+    checked = check_merged(run, out.expanduser(), check) if check else None
     return ExportResult(
-        exported.format, str(out), exported.step, exported.tensors, exported.bytes, difference, exported.notes
+        exported.format, str(out), exported.step, exported.tensors, exported.bytes, checked, exported.notes
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from moetune.errors import UserError
 from moetune.export.tensor_files import read_checkpoint, weight_files
 
-_BLOCK = 2**24  # bytes read at a time
+_BLOCK = 2**22  # bytes read at a time
 
 
 @dataclass(frozen=True)

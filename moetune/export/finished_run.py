@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 
@@ -11,21 +12,10 @@ from moetune.adapt.build import Adapted, build
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, load_run_config
 from moetune.errors import UserError
+from moetune.export.base_copy import CARRIED
 from moetune.export.tensor_files import DTYPES, Stored, read_header
 from moetune.train.run_folder import RUN_FILE, RunFolder, step_of
 from moetune.train.trainer import TRAINED_FILE
-
-CARRIED = (
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "*.tiktoken",
-    "LICENSE*",
-    "NOTICE*",
-    "additional_chat_templates/*.jinja",
-)
-"""What a merged checkpoint takes over from the base beside weights. No code, no pickles."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +77,8 @@ def base_folder(run: FinishedRun) -> Path:
     """
     if run.config.model.weights == "random":
         raise UserError(
-            f"the run in {str(run.path)!r} began with random weights (model.weights: random), which no checkpoint holds; "
-            "there is no base to export for"
+            f"the run in {str(run.path)!r} began with random weights (model.weights: random): no checkpoint holds "
+            "them, so there is no base to export for"
         )
     source = resolve(run.config.model.path)
     if source.folder is None:
@@ -100,6 +90,22 @@ def base_folder(run: FinishedRun) -> Path:
     except Exception as error:  # no network, gated, removed: all end here
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the weights of {source.name!r} cannot be had from the hub: {reason}") from None
+
+
+def about(run: FinishedRun) -> dict[str, Any]:
+    """What a manifest says of the run: its folder's name, the step, the run file, and what was selected."""
+    selection = run.adapted.selection
+    return {
+        "run": run.path.resolve().name,
+        "step": run.step,
+        "run_file": run.config.model_dump(mode="json"),
+        "selection": {
+            "full": sorted(selection.full),
+            "experts": {str(layer): list(ids) for layer, ids in selection.experts.items()},
+            "lora_experts": {str(layer): list(ids) for layer, ids in selection.lora_experts.items()},
+            "lora_linears": list(selection.lora_linears),
+        },
+    }
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

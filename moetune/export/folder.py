@@ -14,7 +14,7 @@ from typing import Any
 from moetune.errors import UserError
 
 MANIFEST = "manifest.json"
-_OURS = (MANIFEST, "adapter_config.json")
+_FORMATS = ("delta", "merged")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
         aside.rename(out)
         _sync(out.parent)
     except OSError as error:
+        if error.errno is None:  # transformers raises OSError for what is no input or output
+            raise
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
     finally:
         for left in (aside, old):
@@ -74,8 +76,17 @@ def _check(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"--out {str(out)!r} is not empty; replace what is there with --overwrite, or choose another")
-    if not any((out / name).is_file() for name in _OURS):
+    if not _is_export(out):
         raise UserError(f"--out {str(out)!r} holds something that no export wrote; choose another")
+
+
+def _is_export(out: Path) -> bool:
+    """Whether an export wrote the folder: a manifest of ours, or an adapter."""
+    try:
+        manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        return isinstance(manifest, dict) and manifest.get("format") in _FORMATS
+    except (OSError, ValueError):
+        return (out / "adapter_config.json").is_file()
 
 
 def _sync(path: Path) -> None:

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model, set_peft_model_state_dict
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
 from moetune.anatomy.anatomy import MoeLayer, meta_model
@@ -36,6 +38,7 @@ from moetune.config import LoraConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertLora
 from moetune.export.finished_run import FinishedRun, base_folder, open_run
+from moetune.export.folder import new_folder
 from moetune.export.hub_names import find_homes
 from moetune.export.tensor_files import read_checkpoint
 
@@ -44,8 +47,9 @@ _PREFIX = "base_model.model."
 _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 """Names of linear layers that PEFT, on a model with experts, takes for the experts of transformers 4."""
 _OF_OTHERS = (
-    "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "fan_in_fan_out",
-    "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config", "megatron_config",
+    "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
+    "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
+    "megatron_config",
 )  # fmt: skip
 """Settings of a PEFT adapter that make it more, or other, than A and B."""
 _MOST_PROBLEMS = 10
@@ -71,15 +75,16 @@ def export_peft(run_folder: Path, out: Path) -> None:
         raise UserError(
             f"the run in {str(run_folder)!r} has no adapt.lora, so there is no adapter; use --format delta or merged"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{str(out)!r} exists already; remove it or choose another folder")
-    saved = saved_modules(run.adapted)
-    trained = {name: stored.rows() for name, stored in run.trained.items()}
-    tensors = _factors_of(run.adapted, trained) | _saved_tensors(run, saved, trained)
-    source = resolve(run.config.model.path)
-    settings = _settings(run.adapted, run.config.adapt.lora, saved)
-    settings["base_model_name_or_path"] = source.folder or source.name
-    _write(out, {f"{_PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}, settings)
+    with new_folder(out, overwrite=False) as folder:
+        saved = saved_modules(run.adapted)
+        trained = {name: stored.rows() for name, stored in run.trained.items()}
+        tensors = _factors_of(run.adapted, trained) | _saved_tensors(run, saved, trained)
+        named = {f"{_PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
+        source = resolve(run.config.model.path)
+        settings = _settings(run.adapted, run.config.adapt.lora, saved)
+        settings["base_model_name_or_path"] = source.folder or source.name
+        _refuse_lost(meta_model(source.config), named, settings)
+        _write(folder, named, settings)
 
 
 def load_peft(adapted: Adapted, folder: Path) -> None:
@@ -128,6 +133,16 @@ def split_experts(lora_A: Tensor, lora_B: Tensor, experts: int) -> tuple[Tensor,
     """The factors of each expert: A [E, R, in] and B [E, out, R]."""
     outputs = lora_B.shape[0]
     return lora_A.unflatten(0, (experts, -1)), lora_B.reshape(outputs, -1, experts).permute(2, 0, 1)
+
+
+def _parts_of(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, bool]:
+    """B [n, out, parts·r] taken apart: [n, parts, out / parts, r], and whether anything was outside these blocks."""
+    blocks, rest = [], B.clone()
+    for part, of_part in enumerate(rows):
+        columns = slice(part * rank, (part + 1) * rank)
+        blocks.append(B[:, of_part, columns])
+        rest[:, of_part, columns] = 0
+    return torch.stack(blocks, 1), bool(rest.any())
 
 
 def saved_modules(adapted: Adapted) -> tuple[str, ...]:
@@ -181,6 +196,7 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
         target_modules=[],  # none means the model type's default ones
         target_parameters=parameters or None,
         modules_to_save=list(saved) or None,
+        ensure_weight_tying=bool(adapted.selection.full & set(adapted.anatomy.tied.values())),
         inference_mode=True,
     ).to_dict()
     return settings | {"target_modules": [path for path in linears if path not in as_parameters]}
@@ -254,6 +270,30 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
     return {name: values[tied.get(name, name)].reshape(shape) for name, shape in shapes.items()}
 
 
+def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, Any]) -> None:
+    """Raises `UserError` if PEFT would not put every tensor in its place: on loading it renames for some models.
+
+    PEFT itself only warns. It is asked here with tensors that hold nothing.
+    """
+    nothing = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    kind = plain.config.model_type
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(plain, PeftLoraConfig(**settings), low_cpu_mem_usage=True)
+            outcome: Any = set_peft_model_state_dict(model, nothing, low_cpu_mem_usage=True)
+    except Exception as error:  # PEFT refuses in many ways
+        raise UserError(
+            f"PEFT cannot load this adapter on {kind!r}: {_one_line(error)}; use --format merged"
+        ) from error
+    missing = [name for name in outcome.missing_keys if ".lora_" in name or ".modules_to_save." in name]
+    if lost := sorted([*missing, *outcome.unexpected_keys]):
+        raise UserError(
+            f"PEFT would not load this adapter on {kind!r}: it finds no place for {lost[0].removeprefix(_PREFIX)}; "
+            "use --format merged"
+        )
+
+
 class _Reading:
     """An adapter read against a selection. Each tensor is taken once; what is left over was not asked for."""
 
@@ -277,12 +317,13 @@ class _Reading:
 
     def _linear(self, path: str) -> dict[str, Tensor]:
         names = {factor: f"{path}.lora_{factor}.default.weight" for factor in "AB"}
-        rank = self.trainable[names["A"]].shape[0]
-        factors = self._factors(path, path, rank, self.trainable[names["A"]].shape[1], len(self.trainable[names["B"]]))
+        rank, into = self.trainable[names["A"]].shape
+        factors = self._factors(path, path, rank, into, outputs=len(self.trainable[names["B"]]))
         return {} if factors is None else {names[factor]: factors[factor] for factor in "AB"}
 
     def _experts(self, layer: MoeLayer) -> dict[str, Tensor]:
-        lora, shape, values = _lora(self.adapted, layer), layer.shape, {}
+        lora, shape = _lora(self.adapted, layer), layer.shape
+        values: dict[str, Tensor] = {}
         for (projection, path), stack in zip(_expert_keys(layer).items(), _stacks(layer), strict=True):
             A, B = (getattr(lora, f"{projection}_{factor}") for factor in "AB")
             _, parts, rank, into = A.shape
@@ -292,20 +333,15 @@ class _Reading:
                 continue
             A_all, B_all = split_experts(found["A"], found["B"], shape.num_experts)
             self._check_ids(where, A_all, B_all, tuple(lora.slots))
-            chosen, rows = list(lora.slots), _rows(lora, projection)
-            A_new = A_all[chosen].unflatten(1, (parts, rank))
-            B_new = torch.stack(
-                [B_all[chosen][:, of_part, part * rank : (part + 1) * rank] for part, of_part in enumerate(rows)], 1
-            )
-            if parts > 1 and not join_experts(A_new, B_new, chosen, len(B_all), rows)[1].equal(
-                join_experts(A_all[chosen][:, None], B_all[chosen][:, None], chosen, len(B_all), (slice(None),))[1]
-            ):
+            chosen = list(lora.slots)
+            B_parts, shared = _parts_of(B_all[chosen], rank, _rows(lora, projection))
+            if shared:
                 self.problems.append(
                     f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {parts * rank} and "
                     f"alpha: {_plain(parts * rank * lora.scale)}"
                 )
             name = f"{layer.experts}.lora.{projection}"
-            values |= {f"{name}_A": A_new, f"{name}_B": B_new}
+            values |= {f"{name}_A": A_all[chosen].unflatten(1, (parts, rank)), f"{name}_B": B_parts}
         return values
 
     def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
@@ -328,14 +364,15 @@ class _Reading:
             return None
         if A.ndim != 2 or (A.shape[1], *B.shape) != (into, outputs, len(A)) or len(A) % experts:
             self.problems.append(
-                f"{target}: lora_A {[*A.shape]} and lora_B {[*B.shape]} are not factors of a map from {into} to {outputs}"
+                f"{target}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {into} features to {outputs}"
             )
             return None
         if len(A) != rank * experts:
             self.problems.append(f"{target}: rank {len(A) // experts}, and adapt.lora asks for {rank}")
             return None
-        assert self.adapted.selection.lora is not None
-        scale, wanted = self._scale(target, rank), self.adapted.selection.lora.alpha / self.adapted.selection.lora.rank
+        lora = self.adapted.selection.lora
+        assert lora is not None
+        scale, wanted = self._scale(target, rank), lora.alpha / lora.rank
         if not math.isclose(scale, wanted, rel_tol=1e-9):
             self.problems.append(f"{target}: alpha / rank is {scale:g}, and adapt.lora asks for {wanted:g}")
         return {"A": A, "B": B}
@@ -343,6 +380,9 @@ class _Reading:
     def _scale(self, target: str, rank: int) -> float:
         """What PEFT multiplies B·A with."""
         alphas = self.settings.get("alpha_pattern") or {}
+        as_parameters = self.settings.get("target_parameters") or ()
+        if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
+            target = f"{target}.weight"
         alpha = alphas.get(get_pattern_key(list(alphas), target), self.settings["lora_alpha"])
         return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
@@ -374,16 +414,14 @@ class _Reading:
         }
         for name, tensor in sorted(self.left.items()):
             here = frozen.get(name)
-            same = here is not None and here.shape == tensor.shape and tensor.to(here).equal(here)
-            if not same:
-                target = name.partition(".lora_")[0]
-                what = (
-                    "has factors; adapt.lora leaves it out"
-                    if ".lora_" in name
-                    else "is in the adapter; it is frozen here"
-                )
-                if (problem := f"{target}: {what}") not in self.problems:
-                    self.problems.append(problem)
+            if here is not None and here.shape == tensor.shape and tensor.to(here).equal(here):
+                continue
+            if ".lora_" in name:
+                problem = f"{name.partition('.lora_')[0]}: has factors; adapt.lora leaves it out"
+            else:
+                problem = f"{name}: is in the adapter; it is frozen here"
+            if problem not in self.problems:
+                self.problems.append(problem)
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -415,20 +453,12 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return settings, _read(folder / WEIGHTS_FILE)
 
 
-def _write(out: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """Writes the folder beside its place, then renames it: one with its final name is whole."""
-    aside = out.with_name(f".{out.name}")
+def _write(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
-        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-        (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{str(out)!r} cannot be written: {_one_line(error)}") from error
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{WEIGHTS_FILE} cannot be written: {_one_line(error)}") from error
+    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _one_line(error: Exception) -> str:

@@ -169,5 +169,6 @@ def test_experts_with_full_adam_do_not_fit_and_what_does_is_said(moetune: Run) -
     assert words.startswith("does NOT fit")
     assert "--set optimizer.name=adamw8bit" in words
     for setting in fitting:
-        chosen = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", "--gpu", "44GiB", "--set", setting)
+        options = ["--gpu", "44GiB", "--method", "formula", "--set", setting]
+        chosen = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", *options)
         assert chosen.code == 0, setting

@@ -96,10 +96,10 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
 @pytest.mark.parametrize(
     ("model_type", "adapt", "layers"),
     [
-        ("mixtral", "router", 6),
-        ("qwen3_moe", "experts", 9),
-        ("deepseek_v2", "lora", 6),
-        ("gpt_oss", "everything", 8),
+        ("mixtral", "router", 4),
+        ("qwen3_moe", "experts", 7),
+        ("deepseek_v2", "lora", 4),
+        ("gpt_oss", "everything", 6),
     ],
 )
 def test_replayed_layers_take_what_run_ones_take(
@@ -194,9 +194,9 @@ def test_memory_never_falls_when_the_batch_grows(toys: dict[str, Path], what: st
 
 def test_memory_never_falls_when_more_trains(tmp_path: Path) -> None:
     run = partial(toy_run, write_toy(tmp_path / "toy", "mixtral"), "mixtral")
-    ranks = [peak(trace(run({"lora": {**ADAPT["lora"]["lora"], "rank": rank}}))) for rank in (1, 2, 8, 16)]
-    layers = [peak(trace(run({"experts": {"layers": f"0-{last}", "ids": [0]}}))) for last in range(4)]
-    experts = [peak(trace(run({"experts": {"ids": f"0-{last}"}}))) for last in range(8)]
+    ranks = [peak(trace(run({"lora": {**ADAPT["lora"]["lora"], "rank": rank}}))) for rank in (1, 16)]
+    layers = [peak(trace(run({"experts": {"layers": f"0-{last}", "ids": [0]}}))) for last in (0, 1, 3)]
+    experts = [peak(trace(run({"experts": {"ids": f"0-{last}"}}))) for last in (0, 1, 7)]
     for peaks in (ranks, layers, experts):
         assert peaks == sorted(peaks)
         assert peaks[0] < peaks[-1]

@@ -168,8 +168,8 @@ def test_frozen_weights_stay_as_they_are(
     """Every parameter and buffer of the model, packed bytes and scales included, but for those that train."""
     seen: list[tuple[Adapted, dict[str, torch.Tensor]]] = []
 
-    def watched_build(config: RunConfig, device: torch.device) -> Adapted:
-        adapted = build(config, device)
+    def watched_build(config: RunConfig, device: torch.device, on_read: Any = None) -> Adapted:
+        adapted = build(config, device, on_read)
         seen.append((adapted, {name: tensor.clone() for name, tensor in adapted.model.state_dict().items()}))
         return adapted
 

@@ -1,0 +1,125 @@
+"""`moetune export` as a user meets it: what it prints, what it refuses, what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests import small
+
+
+@pytest.fixture(scope="module")
+def trained(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that trained two steps for real: routers, experts and LoRA on a base in float32."""
+    from moetune.config import RunConfig
+    from moetune.train.run import train
+
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    adapt = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"], "ids": [1]}}
+    run = small.run_file(
+        small_model, small_data, folder, "experts", adapt=adapt, model={"base": "fp32"}, train={"steps": 2}
+    )
+    train(RunConfig.model_validate(run), device="cpu")
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may break."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_a_trained_run_is_merged_and_checked(run: Path, small_model: Path, moetune: Callable[..., Any]) -> None:
+    out = run.parent / "merged"
+    ended = moetune("export", run, "--format", "merged", "--out", out, "--check", "2")
+    assert ended.code == 0
+    first, second = ended.out.splitlines()
+    assert re.fullmatch(rf"merged of step 2: \d+ tensors, [\d,]+ bytes, in {out}", first)
+    found = re.fullmatch(r"logits of 2 prompts of the run's data: largest relative difference (\S+)", second)
+    assert found
+    assert float(found[1]) < 1e-5
+    assert (out / "tokenizer.json").read_bytes() == (small_model / "tokenizer.json").read_bytes()
+
+
+def test_a_delta_for_people_and_for_programs(run: Path, moetune: Callable[..., Any]) -> None:
+    out = run / "delta"
+    ended = moetune("export", run, "--format", "delta", "--out", out)
+    assert (ended.code, ended.err) == (
+        0,
+        "note: LoRA factors are not in the delta; --format peft or merged has them\n",
+    )
+    tensors = load_file(out / "delta.safetensors")
+    assert len(tensors) == 1 + 2 * 2 * 3  # a router; two experts of two layers, three matrices each
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert ended.out == f"delta of step 2: 13 tensors, {size:,} bytes, in {out}\n"
+
+    ended = moetune("export", run, "--format", "delta", "--out", out, "--overwrite", "--json")
+    result = json.loads(ended.out)
+    assert {key: result[key] for key in ("schema", "format", "out", "step", "tensors", "bytes", "check")} == {
+        "schema": 1, "format": "delta", "out": str(out), "step": 2, "tensors": 13, "bytes": size, "check": None,
+    }  # fmt: skip
+    assert len(result["notes"]) == 1
+
+
+def refused(ended: Any, message: str) -> None:
+    """Exit code 2, nothing on stdout, and one line that says it."""
+    assert ended.code == 2
+    assert ended.out == ""
+    assert re.fullmatch(rf"error: {message}\n", ended.err), ended.err
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, moetune: Callable[..., Any]) -> None:
+    rest = ("--format", "delta", "--out", tmp_path / "out")
+    refused(moetune("export", tmp_path / "none", *rest), r"run folder '.*none' does not exist")
+    refused(moetune("export", tmp_path, *rest), r"'.*' is not a run folder: no run\.yaml in it")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_checkpoint(run: Path, moetune: Callable[..., Any]) -> None:
+    shutil.rmtree(run / "checkpoints")
+    message = r"the run in '.*run' has no checkpoint yet; train\.save_every says when one is written"
+    refused(moetune("export", run, "--format", "merged", "--out", run.parent / "out"), message)
+
+
+def test_a_run_from_random_weights(run: Path, moetune: Callable[..., Any]) -> None:
+    settings = yaml.safe_load((run / "run.yaml").read_text())
+    settings["model"]["weights"] = "random"
+    (run / "run.yaml").write_text(yaml.safe_dump(settings))
+    message = r"the run in '.*run' began with random weights \(model\.weights: random\): .*"
+    for format_ in ("merged", "delta"):
+        refused(moetune("export", run, "--format", format_, "--out", run.parent / "out"), message)
+    assert not (run.parent / "out").exists()
+
+
+def test_an_output_that_is_occupied(run: Path, small_model: Path, moetune: Callable[..., Any]) -> None:
+    out = run.parent / "out"
+    command = ("export", run, "--format", "delta", "--out")
+    assert moetune(*command, out).code == 0
+    message = r"--out '.*out' is not empty; replace what is there with --overwrite, or choose another"
+    refused(moetune(*command, out), message)
+    (run.parent / "mine").mkdir()
+    (run.parent / "mine" / "thesis.tex").write_text("mine")
+    (run.parent / "mine" / "manifest.json").write_text("{}")
+    message = r"--out '.*mine' holds something that no export wrote; choose another"
+    refused(moetune(*command, run.parent / "mine", "--overwrite"), message)
+    assert (run.parent / "mine" / "thesis.tex").read_text() == "mine"
+    for folder in (run, run.parent, small_model):
+        message = r"--out '.*' holds what is being exported; choose another"
+        refused(moetune(*command, folder, "--overwrite"), message)
+    refused(moetune(*command, run / "run.yaml"), r"--out '.*run\.yaml' exists and is not a folder")
+
+
+def test_options_that_do_not_go_together(run: Path, moetune: Callable[..., Any]) -> None:
+    ended = moetune("export", run, "--format", "delta", "--out", run.parent / "out", "--check", "1")
+    refused(ended, "--check compares a merged checkpoint; with --format delta there is none")
+    ended = moetune("export", run, "--format", "gguf", "--out", run.parent / "out")
+    assert ended.code == 2
+    assert "'gguf' is not one of" in ended.err
