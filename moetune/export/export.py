@@ -54,7 +54,13 @@ def export_run(
             exported = _export_peft(run, folder)
     checked = check_merged(run, out.expanduser(), check) if check else None
     return ExportResult(
-        exported.format, str(out), exported.step, exported.tensors, exported.bytes, checked, exported.notes
+        exported.format,
+        str(out),
+        exported.step,
+        exported.tensors,
+        exported.bytes,
+        checked,
+        (*(f"skipped damaged {reason}" for reason in run.damaged), *exported.notes),
     )
 
 

@@ -33,6 +33,7 @@ class FinishedRun:
     checkpoint: Path
     adapted: Adapted
     trained: dict[str, Stored]
+    damaged: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -51,22 +52,23 @@ def open_run(path: Path) -> FinishedRun:
     if not (path / RUN_FILE).is_file():
         raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
     config = load_run_config(path / RUN_FILE)
-    checkpoints = RunFolder(path).checkpoints()
-    if not checkpoints:
+    folder = RunFolder(path)
+    checkpoint = folder.newest_whole()
+    if checkpoint is None:
         raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
-    trained = read_header(checkpoints[-1] / TRAINED_FILE)
+    trained = read_header(checkpoint / TRAINED_FILE)
     adapted = build(config, "meta")
     expected = {name: tuple(parameter.shape) for name, parameter in adapted.trainable().items()}
     for name in sorted(expected.keys() | trained.keys()):
         found = trained[name].shape if name in trained else None
         if found != expected.get(name):
             raise UserError(
-                f"{str(trained[name].file if found else checkpoints[-1])!r} does not fit {RUN_FILE}: {name} is "
+                f"{str(trained[name].file if found else checkpoint)!r} does not fit {RUN_FILE}: {name} is "
                 f"{_shape(found)} in it, not {_shape(expected.get(name))}"
             )
         if trained[name].dtype not in DTYPES:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
-    return FinishedRun(path, config, checkpoints[-1], adapted, trained)
+    return FinishedRun(path, config, checkpoint, adapted, trained, tuple(folder.damaged))
 
 
 def base_folder(run: FinishedRun) -> Path:

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from moetune.adapt.build import build, compute_dtype, count_trainable
+from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, refuse_untrainable, require
 from moetune.errors import UserError, suggest
@@ -88,6 +88,8 @@ def train(
     weights = resolve(config.model.path).folder if config.model.weights == "pretrained" else None
     with reading(console, weights) as on_read:
         adapted = build(config, device, on_read)
+    # A new one is whole before an old one goes.
+    folder.refuse_full_disk(_checkpoint_bytes(adapted, config) * (2 if checkpoint is None else 1))
     if config.data.packing:
         rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
         refuse_leaky_packing(adapted.model, rows)
@@ -99,6 +101,8 @@ def train(
     trainer = MoeTrainer(adapted, config, data, folder, padding, callbacks=[progress, memory])
     memory.load = trainer.total_load
     if checkpoint is not None:
+        for reason in folder.damaged:
+            console.print(f"skipping damaged {reason}", highlight=False, soft_wrap=True)
         console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
         trainer.args.eval_on_start = False
     try:
@@ -107,6 +111,14 @@ def train(
         progress.stop()
         memory.finish()
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
+
+
+def _checkpoint_bytes(adapted: Adapted, config: RunConfig) -> int:
+    """What trains, and the optimizer's states of it."""
+    widths = {"adamw": None, "sgd": None, "adamw8bit": 1}  # None: that of the weight
+    moments = 2 if config.optimizer.name.startswith("adamw") else int(bool(config.optimizer.momentum))
+    width = widths.get(config.optimizer.name)
+    return sum(p.nbytes + moments * p.numel() * (width or p.itemsize) for p in adapted.trainable().values())
 
 
 def _held_out(folder: RunFolder) -> tuple[float | None, float | None]:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.train.seal import damage, seal
 
 RUN_FILE = "run.yaml"
 _OWN = (RUN_FILE, "metrics.jsonl", "memory.json", "checkpoints", "runs", "delta", "adapter", "report.html")
@@ -37,6 +39,8 @@ class RunFolder:
         self.path = path.expanduser()
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
+        self.damaged: list[str] = []
+        """Checkpoints that `newest_whole` passed over, each with what is wrong with it."""
 
     def check(self, config: RunConfig, resume: str, overwrite: bool) -> Path | None:
         """Decides, without changing anything, whether the run may start here and from which checkpoint.
@@ -65,7 +69,7 @@ class RunFolder:
             self._check_same_run(config)
         checkpoints = self.checkpoints()
         if resume == "auto":
-            return checkpoints[-1] if checkpoints else None
+            return self.newest_whole()
         wanted = Path(resume).expanduser().absolute()
         chosen = [checkpoint for checkpoint in checkpoints if checkpoint.absolute() == wanted]
         if not chosen:
@@ -102,17 +106,65 @@ class RunFolder:
         found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
         return sorted(found, key=step_of)
 
+    def newest_whole(self) -> Path | None:
+        """The newest checkpoint of which every byte is as it was written; None if there is none.
+
+        Raises:
+            UserError: there are some, and all are damaged.
+        """
+        self.damaged = []
+        for checkpoint in reversed(self.checkpoints()):
+            reason = damage(checkpoint)
+            if reason is None:
+                return checkpoint
+            self.damaged.append(f"{checkpoint}: {reason}")
+        if self.damaged:
+            raise UserError(
+                f"no checkpoint of the run in {str(self.path)!r} is whole:\n  "
+                + "\n  ".join(self.damaged)
+                + "\nStart anew with --overwrite, or choose another output"
+            )
+        return None
+
+    def refuse_full_disk(self, needed: int) -> None:
+        """Raises `UserError` if the disk has no room for so many bytes."""
+        free = shutil.disk_usage(next(p for p in (self.path, *self.path.absolute().parents) if p.exists())).free
+        if free < needed:
+            raise UserError(
+                f"output {str(self.path)!r}: checkpoints need {needed:,} bytes there and {free:,} are free; free some, "
+                "lower train.keep_checkpoints, or choose another output"
+            )
+
     @contextmanager
-    def new_checkpoint(self, step: int, keep: int) -> Iterator[Path]:
-        """Yields a folder to write to; at the end it takes its final name and checkpoints beyond `keep` go."""
+    def new_checkpoint(self, step: int, keep: int, needed: int = 0) -> Iterator[Path]:
+        """Yields a folder to write to; at the end it is sealed, takes its final name, and checkpoints beyond `keep` go.
+
+        Args:
+            needed: bytes that will be written.
+
+        Raises:
+            UserError: the disk is full. Nothing half-written is left, and earlier checkpoints are as they were.
+        """
         final, aside = self.checkpoints_path / f"step-{step}", self.checkpoints_path / f".step-{step}"
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        yield aside
-        for file in (*aside.iterdir(), self.metrics_file):
-            _sync(file)
-        _sync(aside)
-        aside.rename(final)
+        try:
+            aside.mkdir(parents=True)
+            yield aside
+            seal(aside, step)
+            for file in (*aside.iterdir(), self.metrics_file):
+                _sync(file)
+            _sync(aside)
+            aside.rename(final)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            free = shutil.disk_usage(self.path).free
+            shutil.rmtree(aside, ignore_errors=True)
+            if free > needed:
+                raise
+            last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]
+            raise UserError(
+                f"step {step}: the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and "
+                f"{free:,} are free. The last complete one is {last[0]}; free some space and go on with --resume auto"
+            ) from error
         _sync(self.checkpoints_path)
         for old in self.checkpoints()[:-keep]:
             _discard(old)

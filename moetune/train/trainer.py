@@ -35,6 +35,7 @@ from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss, micro_step
 from moetune.train.data import Datasets, collate
 from moetune.train.run_folder import RunFolder
+from moetune.train.seal import damage
 
 TRAINED_FILE = "trained.safetensors"
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -159,7 +160,8 @@ class MoeTrainer(Trainer):
         return 0
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self.folder.new_checkpoint(self.state.global_step, self.config.train.keep_checkpoints) as aside:
+        keep, needed = self.config.train.keep_checkpoints, self._checkpoint_bytes()
+        with self.folder.new_checkpoint(self.state.global_step, keep, needed) as aside:
             tensors = {name: p.detach().contiguous() for name, p in self.adapted.trainable().items()}
             save_file(tensors, aside / TRAINED_FILE)
             self._save_optimizer_and_scheduler(str(aside))
@@ -167,6 +169,12 @@ class MoeTrainer(Trainer):
             # without the intervals: on resume those of the run file hold
             state = replace(self.state, logging_steps=None, eval_steps=None, save_steps=None)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
+
+    def _checkpoint_bytes(self) -> int:
+        """What trains, the optimizer's states of it, and a mebibyte for all else."""
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        held = (*self.adapted.trainable().values(), *(value for value in states if isinstance(value, Tensor)))
+        return 2**20 + sum(tensor.nbytes for tensor in held)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _whole(resume_from_checkpoint):
@@ -208,9 +216,12 @@ class ResumableFlow(TrainerCallback):
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raises `UserError` if a file of the checkpoint cannot be read whole. Changes nothing."""
+    """Raises `UserError` if a file of the checkpoint is not as it was written, or holds code. Changes nothing."""
+    if reason := damage(checkpoint):
+        raise UserError(
+            f"checkpoint {str(checkpoint)!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
+        )
     with _whole(str(checkpoint)):
-        load_file(checkpoint / TRAINED_FILE)
         for name in ("optimizer.pt", "scheduler.pt"):
             torch.load(checkpoint / name, weights_only=True, map_location="cpu")
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from moetune.errors import UserError
 from moetune.step import router_losses
 from moetune.train.run import train
+from moetune.train.seal import seal
 from tests import small
 
 
@@ -73,6 +74,7 @@ def test_a_checkpoint_of_another_precision(small_model: Path, small_data: Path, 
     train(config)
     file = tmp_path / "run" / "checkpoints" / "step-4" / "trained.safetensors"
     save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}, file)
+    seal(file.parent, 4)
     raised = config.model_copy(update={"train": config.train.model_copy(update={"steps": 6})})
     with pytest.raises(UserError, match="holds other trained tensors"):
         train(raised, resume="auto")

@@ -22,6 +22,7 @@ from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.train.run import train
 from moetune.train.run_folder import RunFolder
+from moetune.train.seal import seal
 from tests import small
 
 processes = multiprocessing.get_context("forkserver")
@@ -236,7 +237,11 @@ class Mkdir:
 def test_code_in_a_checkpoint_never_runs(name: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
     in_process(run, moment=("moetune.train.trainer.micro_step", 9, "before"))
-    torch.save({"state": Mkdir(tmp_path / "executed")}, tmp_path / "run" / "checkpoints" / "step-3" / name)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
+    torch.save({"state": Mkdir(tmp_path / "executed")}, checkpoint / name)
+    with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} "):
+        train(RunConfig.model_validate(run), resume="auto")
+    seal(checkpoint, 3)  # whoever can write there can do that too
     with pytest.raises(UserError, match=r"step-3.* is damaged: Weights only load failed"):
         train(RunConfig.model_validate(run), resume="auto")
     assert not (tmp_path / "executed").exists()
@@ -248,5 +253,5 @@ def test_a_truncated_file_in_a_checkpoint(name: str, never_killed: dict[str, Any
     in_process(run, moment=("moetune.train.trainer.micro_step", 9, "before"))
     file = tmp_path / "run" / "checkpoints" / "step-3" / name
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"step-3.* is damaged: .*resume from an earlier one"):
+    with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} has 100 bytes, not"):
         train(RunConfig.model_validate(run), resume="auto")

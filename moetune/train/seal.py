@@ -1,0 +1,59 @@
+"""A checkpoint's seal: a manifest of what is in it, by which damage is found before anything is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+_BLOCK = 2**24  # bytes read at a time
+
+
+def seal(folder: Path, step: int) -> None:
+    """Writes the manifest: each file's bytes and SHA-256."""
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        for file in sorted(folder.iterdir())
+        if file.name != MANIFEST
+    }
+    (folder / MANIFEST).write_text(_text(step, files), encoding="utf-8")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a sealed folder, naming the file; None if every byte is as it was written."""
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        manifest: dict[str, Any] = json.loads(text)
+        expected = {str(n): (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
+        if text != _text(manifest["step"], manifest["files"]):
+            return f"{MANIFEST} was changed after it was written"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    for name, (size, digest) in expected.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
+        if _digest(file) != digest:
+            return f"{name} was changed after it was written"
+    unknown = sorted(file.name for file in folder.iterdir() if file.name not in expected and file.name != MANIFEST)
+    return f"{unknown[0]} does not belong there" if unknown else None
+
+
+def _text(step: int, files: dict[str, Any]) -> str:
+    """The manifest, with a digest of itself."""
+    body = {"schema": 1, "step": step, "files": files}
+    return json.dumps({**body, "seal": hashlib.sha256(json.dumps(body).encode()).hexdigest()}, indent=2) + "\n"
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
