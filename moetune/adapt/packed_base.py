@@ -43,6 +43,11 @@ def is_packed_base(folder: str | None) -> bool:
     return folder is not None and (Path(folder) / MANIFEST).is_file()
 
 
+def source_of(folder: Path) -> Path:
+    """The checkpoint that was packed."""
+    return Path(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source"])
+
+
 # --- Writing --------------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +78,7 @@ def begin(folder: Path, config: ModelConfig, source: Path) -> None:
     Raises:
         UserError: the folder holds something else.
     """
-    plan = {"schema": 1, "base": config.base, "double_quant": config.double_quant, "source": str(source)}
+    plan = {"schema": 1, "base": config.base, "double_quant": config.double_quant, "source": str(source.resolve())}
     begun = folder / _BEGUN
     if (folder / MANIFEST).exists() or (any(folder.iterdir()) and not begun.is_file()):
         raise UserError(f"--out {str(folder)!r} is not empty; choose another")

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from moetune.adapt.build import Adapted, build
+from moetune.adapt.packed_base import is_packed_base, source_of
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, load_run_config
 from moetune.errors import UserError
@@ -72,7 +73,8 @@ def open_run(path: Path) -> FinishedRun:
 
 
 def base_folder(run: FinishedRun) -> Path:
-    """The folder of the base checkpoint; one on the hub is downloaded, or found where it was downloaded to.
+    """The folder of the base checkpoint: of a packed base, the one that was packed; of one on the hub, where it was
+    downloaded to, now or before.
 
     Raises:
         UserError: the run began with random weights, or the base cannot be had.
@@ -85,6 +87,14 @@ def base_folder(run: FinishedRun) -> Path:
     source = resolve(run.config.model.path)
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights that could be loaded")
+    if is_packed_base(source.folder):
+        original = source_of(Path(source.folder))
+        if not original.is_dir():
+            raise UserError(
+                f"model.path: {source.folder!r} is a packed base; an export needs the checkpoint that was packed, and "
+                f"{str(original)!r} is gone"
+            )
+        return original
     if Path(source.folder).is_dir():
         return Path(source.folder)
     try:

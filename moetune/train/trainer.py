@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ from moetune.train.run_folder import RunFolder
 from moetune.train.seal import damage
 
 TRAINED_FILE = "trained.safetensors"
+LOAD_FILE = "expert_load.json"
+"""Tokens that each expert of each layer has received since the run began."""
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
@@ -164,6 +167,8 @@ class MoeTrainer(Trainer):
         with self.folder.new_checkpoint(self.state.global_step, keep, needed) as aside:
             tensors = {name: p.detach().contiguous() for name, p in self.adapted.trainable().items()}
             save_file(tensors, aside / TRAINED_FILE)
+            received = {str(layer): tokens.tolist() for layer, tokens in self.total_load.items()}
+            (aside / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
             self._save_optimizer_and_scheduler(str(aside))
             self._save_rng_state(str(aside))
             # without the intervals: on resume those of the run file hold
@@ -179,6 +184,7 @@ class MoeTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _whole(resume_from_checkpoint):
             saved = load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
+            received = json.loads((Path(resume_from_checkpoint) / LOAD_FILE).read_text(encoding="utf-8"))
         trained = self.adapted.trainable()
         differing = sorted(
             name
@@ -192,6 +198,8 @@ class MoeTrainer(Trainer):
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(saved[name])
+        device = self.adapted.model.device
+        self.total_load.update({int(layer): torch.tensor(tokens, device=device) for layer, tokens in received.items()})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with _whole(checkpoint):

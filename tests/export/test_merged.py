@@ -15,9 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from moetune.adapt.build import write_packed_base
 from moetune.errors import UserError
 from moetune.export.export import export_run
-from moetune.export.finished_run import open_run
+from moetune.export.finished_run import base_folder, open_run
 from moetune.export.tensor_files import read_checkpoint
 from tests.export.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
 from tests.reference import token_ids
@@ -224,3 +225,16 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     before, after = (1024 * int(line) for line in output.stdout.split())
     assert sum(file.stat().st_size for file in (tmp_path / "out-large").glob("*.safetensors")) > 7.5e7
     assert after - before < 4e7
+
+
+def test_a_run_on_a_packed_base_is_merged_into_what_was_packed(base: Callable[[str], Path], tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    write_packed_base(str(base("mixtral")), packed, "nf4", True)
+    run = write_run(tmp_path / "run", base("mixtral"), FULL)
+    text = (run.path / "run.yaml").read_text()
+    (run.path / "run.yaml").write_text(text.replace(str(base("mixtral")), str(packed)))
+    assert base_folder(open_run(run.path)) == base("mixtral").resolve()
+    manifest = packed / "packed.json"
+    manifest.write_text(manifest.read_text().replace(str(base("mixtral").resolve()), str(tmp_path / "elsewhere")))
+    with pytest.raises(UserError, match=r"is a packed base; .* '?.*elsewhere'? is gone"):
+        base_folder(open_run(run.path))

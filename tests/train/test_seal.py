@@ -1,5 +1,6 @@
 """Checkpoints are sealed: damage is named, never used, and a full disk costs nothing that was complete."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_resuming_says_what_it_skips_and_ends_as_if_nothing_had_happened(
     assert "optimizer.pt was changed after it was written" in said.replace("\n", "")
     name = "checkpoints/step-6/trained.safetensors"
     assert (copy / name).read_bytes() == (run / name).read_bytes()
+    loads = [json.loads((folder / "memory.json").read_text())["expert_load"] for folder in (copy, run)]
+    assert loads[0] == loads[1]
+    assert any(sum(tokens) for tokens in loads[0].values())
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
