@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moetune.errors import UserError
+from moetune.train.run_folder import sync
 
 MANIFEST = "manifest.json"
 _FORMATS = ("delta", "merged")
@@ -50,11 +51,11 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
         aside.mkdir()
         yield aside
         for file in aside.rglob("*"):
-            _sync(file)
+            sync(file)
         if out.exists():
             out.rename(old)
         aside.rename(out)
-        _sync(out.parent)
+        sync(out.parent)
     except OSError as error:
         if error.errno is None:  # transformers raises OSError for what is no input or output
             raise
@@ -87,11 +88,3 @@ def _is_export(out: Path) -> bool:
         return isinstance(manifest, dict) and manifest.get("format") in _FORMATS
     except (OSError, ValueError):
         return (out / "adapter_config.json").is_file()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

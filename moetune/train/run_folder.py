@@ -152,8 +152,8 @@ class RunFolder:
             yield aside
             seal(aside, step)
             for file in (*aside.iterdir(), self.metrics_file):
-                _sync(file)
-            _sync(aside)
+                sync(file)
+            sync(aside)
             aside.rename(final)
         except (OSError, RuntimeError, SafetensorError) as error:
             free = shutil.disk_usage(self.path).free
@@ -165,7 +165,7 @@ class RunFolder:
                 f"step {step}: the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and "
                 f"{free:,} are free. The last complete one is {last[0]}; free some space and go on with --resume auto"
             ) from error
-        _sync(self.checkpoints_path)
+        sync(self.checkpoints_path)
         for old in self.checkpoints()[:-keep]:
             _discard(old)
 
@@ -268,11 +268,11 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def _write_atomically(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, encoding="utf-8")
-    _sync(aside)
+    sync(aside)
     aside.rename(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Makes sure that what was written survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

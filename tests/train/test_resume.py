@@ -33,7 +33,7 @@ Moment = tuple[str, int, str]
 
 MOMENTS: dict[str, Moment] = {
     "nothing but an empty folder": ("moetune.train.run_folder._write_atomically", 1, "before"),
-    "run file not renamed": ("moetune.train.run_folder._sync", 1, "after"),
+    "run file not renamed": ("moetune.train.run_folder.sync", 1, "after"),
     "no metrics file": ("moetune.train.run_folder._write_atomically", 2, "before"),
     "before the first step": ("moetune.train.trainer.micro_step", 1, "before"),
     "before the first checkpoint": ("moetune.train.trainer.micro_step", 4, "before"),
