@@ -233,7 +233,7 @@ def _load_pretrained(
     model, info = loaded
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
     wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
-    if wrong := wrong + model.hf_quantizer.problems:
+    if wrong:
         raise UserError(f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}")
     model.hf_quantizer.remove_quantization_config(model)  # to Trainer it is a model like any other
     return model

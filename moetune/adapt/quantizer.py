@@ -29,6 +29,7 @@ from moetune.anatomy.anatomy import Anatomy, read_anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
+from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 
 METHOD = "moetune"
@@ -70,7 +71,7 @@ class MoetuneConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class MoetuneQuantizer(HfQuantizer):
-    """Packs a model as it is loaded. What is wrong with the checkpoint is in `problems` when it is done."""
+    """Packs a model as it is loaded. A checkpoint that does not fit raises a `UserError` when all has been read."""
 
     quantization_config: MoetuneConfig
 
@@ -173,6 +174,8 @@ class MoetuneQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for path, missing in self.missing.items():
             self.problems += [f"missing {path}.{name} of expert {expert}" for name, expert in sorted(missing)]
+        if self.problems:
+            raise UserError(f"the checkpoint does not fit {type(model).__name__}: {'; '.join(self.problems[:10])}")
         for path, layer in self.layers.items():
             if path not in self.quantization_config.done:
                 install_bank(model, layer, self._bank(path))

@@ -128,6 +128,10 @@ def test_a_checkpoint_with_a_wrong_expert_is_refused_by_name(change: Any, messag
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message), small_linears_are_packed():
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=MoetuneConfig(), ignore_mismatched_sizes=True
+        )
     with small_linears_are_packed(), pytest.raises(UserError, match=message):
         build(run_config(tmp_path, FROZEN, model={"weights": "pretrained"}), "cpu")
 
