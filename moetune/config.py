@@ -14,9 +14,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from moetune.errors import UserError, suggest
+from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
 IdSet = Literal["all", "none"] | tuple[int, ...]
 """Layer or expert numbers: every one, no one, or those listed."""
@@ -47,6 +57,17 @@ def parse_ids(value: object) -> object:
     return tuple(sorted(ids))
 
 
+def check_memory(value: object) -> object:
+    """Passes a size above zero, or `none`, as it is written.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value == "none" or (isinstance(value, str) and (parse_size(value) or 0) > 0):
+        return value
+    raise ValueError(f"{value!r} is neither a size above zero nor none. {HOW_TO_WRITE_A_SIZE}")
+
+
 Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -64,8 +85,9 @@ class ModelConfig(Section):
     weights: Literal["pretrained", "random"] = "pretrained"
     base: Literal["nf4", "int8", "bf16", "fp32"] = "nf4"
     double_quant: bool = True
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    experts_on: Literal["gpu", "host"] = "gpu"
 
 
 class ExpertsConfig(Section):
@@ -87,34 +109,98 @@ class LoraConfig(Section):
 
 
 class AdaptConfig(Section):
-    """Which parts of the model train, and how."""
+    """Which parts of the model train, and how. `start_from` is a folder with an adapter or a delta of these parts."""
 
     router: Ids = "none"
     experts: ExpertsConfig | None = None
     lora: LoraConfig | None = None
     also: tuple[str, ...] = ()
+    start_from: str | None = Field(default=None, min_length=1)
+
+
+OptimizerName = Literal[
+    "adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "lion8bit", "ademamix8bit", "adafactor", "sgd", "lomo",
+    "adalomo",
+]  # fmt: skip
+Part = Literal["router", "experts", "lora", "other"]
+PARTS: tuple[Part, ...] = typing.get_args(Part)
+_FUSED = ("lomo", "adalomo")  # what their papers are about; a plain backward is to be had by asking for it
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+_OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAM,
+    "adamw8bit": _ADAM,
+    "paged_adamw": _ADAM,
+    "paged_adamw8bit": _ADAM,
+    "ademamix8bit": {"betas": (0.9, 0.999, 0.9999), "eps": 1e-8},
+    "lion8bit": {"betas": (0.9, 0.99)},
+    "sgd": {"momentum": 0.0},
+}
+"""Settings that some optimizers have and others have not, with their defaults."""
 
 
 class OptimizerConfig(Section):
-    """`lomo`, `master_weights: fp32` and `fused_backward` can be predicted by formula; training refuses them."""
+    """One optimizer.
 
-    name: Literal["adamw", "adamw8bit", "sgd", "lomo"] = "adamw8bit"
+    `master_weights` is how weights of 16 bits are updated: in their own precision, through a float32 copy, or rounded
+    stochastically. `fused_backward` updates each parameter when its gradient is complete and frees the gradient.
+    `offload` keeps states and float32 weights in host memory and updates there: gradients go out, weights come back.
+    """
+
+    name: OptimizerName = "adamw8bit"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    momentum: Decay = 0.0
-    master_weights: Literal["none", "fp32"] = "none"
+    betas: tuple[Decay, ...] | None = None
+    eps: Annotated[float, Field(gt=0)] | None = None
+    momentum: Decay | None = None
+    master_weights: Literal["none", "fp32", "stochastic"] = "none"
     fused_backward: bool = False
+    offload: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_own_settings(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        name = raw.get("name", cls.model_fields["name"].default)
+        filled = {"fused_backward": name in _FUSED and not raw.get("offload")} | {
+            k: v for k, v in raw.items() if v is not None
+        }
+        return (_OWN_SETTINGS.get(name, {}) if isinstance(name, str) else {}) | filled
 
     @model_validator(mode="after")
     def _no_setting_of_another(self) -> OptimizerConfig:
         """A setting that the optimizer does not have would be ignored."""
-        others = {"sgd": ("betas", "eps"), "lomo": ("betas", "eps", "momentum")}.get(self.name, ("momentum",))
-        for key in others:
-            if getattr(self, key) != type(self).model_fields[key].default:
+        own = _OWN_SETTINGS.get(self.name, {})
+        for key in ("betas", "eps", "momentum"):
+            if key not in own and getattr(self, key) is not None:
                 raise ValueError(f"{self.name} has no {key}; leave it out")
+        if self.offload and (self.fused_backward or self.master_weights == "stochastic" or self.name == "lomo"):
+            raise ValueError(
+                "offload updates float32 weights on the host after the backward pass, and gradients leave the GPU as "
+                "they come; leave fused_backward, master_weights: stochastic and lomo out"
+            )
+        if self.betas is not None and len(self.betas) != len(own["betas"]):
+            raise ValueError(f"{self.name} has {len(own['betas'])} betas, not {len(self.betas)}")
         return self
+
+
+class PartOptimizers(Section):
+    """An optimizer for each part that trains: routers, whole experts, LoRA factors, and what `adapt.also` names."""
+
+    router: OptimizerConfig | None = None
+    experts: OptimizerConfig | None = None
+    lora: OptimizerConfig | None = None
+    other: OptimizerConfig | None = None
+
+
+def _one_or_by_part(raw: Any) -> str:
+    by_part = isinstance(raw, PartOptimizers) or (isinstance(raw, dict) and any(key in PARTS for key in raw))
+    return "by_part" if by_part else "one"
+
+
+OneOrByPart = Annotated[
+    Annotated[OptimizerConfig, Tag("one")] | Annotated[PartOptimizers, Tag("by_part")], Discriminator(_one_or_by_part)
+]
 
 
 class TrainConfig(Section):
@@ -122,7 +208,7 @@ class TrainConfig(Section):
     accumulate: Positive = 8
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     steps: Positive = 200
-    checkpointing: Literal["none", "full"] = "full"
+    checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
     eval_every: Positive = 50
@@ -132,9 +218,17 @@ class TrainConfig(Section):
     warmup: Count = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    max_grad_value: Annotated[float, Field(ge=0)] = 0.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
     router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     report_to: tuple[str, ...] = ()
+
+    @property
+    def loss_bytes(self) -> int | None:
+        """What the loss may hold at once of the logits, in bytes; None for all of them."""
+        return None if self.loss_memory == "none" else parse_size(self.loss_memory)
 
 
 class DataConfig(Section):
@@ -195,12 +289,29 @@ class RunConfig(Section):
 
     model: ModelConfig
     adapt: AdaptConfig
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OneOrByPart = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     data: DataConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     hardware: HardwareConfig = HardwareConfig()
     output: str | None = None
+
+    @property
+    def optimizers(self) -> dict[Part, OptimizerConfig]:
+        """The optimizer of each part that has one."""
+        if isinstance(self.optimizer, OptimizerConfig):
+            return dict.fromkeys(PARTS, self.optimizer)
+        by_part = {part: getattr(self.optimizer, part) for part in PARTS}
+        return {part: optimizer for part, optimizer in by_part.items() if optimizer is not None}
+
+    @model_validator(mode="after")
+    def _fused_steps_are_single(self) -> RunConfig:
+        if self.train.accumulate > 1 and any(optimizer.fused_backward for optimizer in self.optimizers.values()):
+            raise ValueError(
+                f"optimizer.fused_backward uses each gradient up as it comes, so {self.train.accumulate} micro-steps "
+                "cannot add theirs up; set train.accumulate: 1 (and raise train.micro_batch if there is room)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> RunConfig:
@@ -275,12 +386,7 @@ def require(config: RunConfig, command: str, *sections: Literal["data", "output"
 def refuse_untrainable(config: RunConfig) -> None:
     """Raises `UserError` for settings that only the closed form knows so far."""
     default = RunConfig(model=config.model, adapt=config.adapt)
-    settings = {
-        "optimizer.name": config.optimizer.name == "lomo",
-        "optimizer.master_weights": config.optimizer.master_weights != "none",
-        "optimizer.fused_backward": config.optimizer.fused_backward,
-        "parallel": config.parallel != default.parallel,
-    }
+    settings = {"parallel": config.parallel != default.parallel}
     unbuilt = [name for name, is_set in settings.items() if is_set]
     if unbuilt:
         raise UserError(
@@ -333,14 +439,23 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
 
 
-_UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]"})
+_UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part"})
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
     """The keys that the section at this place of the run file may hold."""
     section: type[BaseModel] = RunConfig
     for part in location:
-        annotation = section.model_fields[str(part)].annotation
-        options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-        section = next(t for t in options if isinstance(t, type) and issubclass(t, BaseModel))
+        if part == "by_part":
+            section = PartOptimizers
+        elif part not in _UNION_TAGS:
+            section = next(t for t in _leaves(section.model_fields[str(part)].annotation) if issubclass(t, BaseModel))
     return list(section.model_fields)
+
+
+def _leaves(annotation: Any) -> list[type]:
+    """The types in an annotation, whatever unions and annotations are around them."""
+    inner = typing.get_args(annotation)
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
+        return [leaf for option in inner for leaf in _leaves(option)]
+    return [annotation] if isinstance(annotation, type) else []

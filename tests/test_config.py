@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moetune.config import RunConfig, load_run_config, parse_ids, require
+from moetune.config import RunConfig, TrainConfig, load_run_config, parse_ids, require
 from moetune.errors import UserError, suggest
 
 BASE = "model: {path: tiny-mixtral}\nadapt: {router: all}\n"
@@ -69,6 +69,19 @@ def test_wrong_ids(written: object, message: str) -> None:
         parse_ids(written)
 
 
+@pytest.mark.parametrize(("written", "nbytes"), [("256MiB", 2**28), ("1 GB", 10**9), ("none", None), ("0.5GiB", 2**29)])
+def test_loss_memory(written: str, nbytes: int | None) -> None:
+    config = TrainConfig(loss_memory=written)
+    assert config.loss_bytes == nbytes
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("written", [0, 256, "256", "0MiB", "-1GiB", "all", None])
+def test_wrong_loss_memory(written: object) -> None:
+    with pytest.raises(ValueError, match="is neither a size above zero nor none"):
+        TrainConfig(loss_memory=written)
+
+
 @given(st.sets(st.integers(0, 99), min_size=1))
 def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
     runs = [list(run) for _, run in itertools.groupby(sorted(ids), key=lambda i: i - sorted(ids).index(i))]
@@ -103,7 +116,8 @@ sheduler: cosine
         "adapt.experts.ids: range '5-2' runs backwards; write \"2-5\"",
         "adapt.lora.rank: 0 is not valid: Input should be greater than 0",
         "adapt.lora.alpha: missing, and required",
-        "optimizer.name: 'adam' is not valid; it may be 'adamw', 'adamw8bit', 'sgd' or 'lomo'. Did you mean 'adamw'?",
+        "optimizer.name: 'adam' is not valid; it may be 'adamw', 'adamw8bit', 'paged_adamw', "
+        "'paged_adamw8bit', 'lion8bit', 'ademamix8bit', 'adafactor', 'sgd', 'lomo' or 'adalomo'. Did you mean 'adamw'?",
         "optimizer.betas.1: 2 is not valid: Input should be less than 1",
         "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,17 +19,27 @@ from moetune.adapt import packed_base
 from moetune.adapt.checkpointing import enable_checkpointing
 from moetune.adapt.lora import add_lora
 from moetune.adapt.materialize import realize
-from moetune.adapt.pack import Fill, has_values, linears_to_pack, pack_experts, pack_linear, refuse_unpacked
+from moetune.adapt.pack import (
+    Fill,
+    has_values,
+    linears_to_pack,
+    pack_experts,
+    pack_linear,
+    refuse_misplaced,
+    refuse_unpacked,
+    share_shuttle,
+)
 from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.quantizer import MoetuneConfig
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
 from moetune.anatomy.selection import Selection, select
 from moetune.anatomy.source import ModelSource, resolve
-from moetune.config import RunConfig
+from moetune.config import Part, RunConfig
 from moetune.errors import UserError
+from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import DTYPES
-
-TrainablePart = Literal["router", "experts", "lora", "other"]
+from moetune.hub.fingerprint import taking_fingerprint
+from moetune.hub.tensor_files import weight_files
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Adapted:
     anatomy: Anatomy
     selection: Selection
 
-    def part_of(self, name: str) -> TrainablePart:
+    def part_of(self, name: str) -> Part:
         """Which part of the run file a trained parameter belongs to."""
         if "lora_" in name or ".lora." in name:
             return "lora"
@@ -77,7 +87,8 @@ def build(config: RunConfig, device: torch.device | str, on_read: Callable[[floa
     if device.type != "meta" and config.model.weights == "pretrained" and is_packed_base(source.folder):
         packed_base.read(model, anatomy, selection, config.model, Path(str(source.folder)), dtype, device, on_read)
     elif device.type != "meta" and config.model.weights == "pretrained":
-        packing = MoetuneConfig(config.model.base, config.model.double_quant, selection, on_read)
+        stored = config.model
+        packing = MoetuneConfig(stored.base, stored.double_quant, stored.experts_on, selection, on_read)
         model = _load_pretrained(source, settings, packing, device)
     else:
         fill = has_values if device.type == "meta" else partial(realize, model, device=device)
@@ -94,8 +105,15 @@ def build(config: RunConfig, device: torch.device | str, on_read: Callable[[floa
     for layer in anatomy.moe_layers:
         model.get_submodule(layer.experts).requires_grad_()
     refuse_unpacked(model, anatomy, selection, config.model)
-    if config.train.checkpointing == "full":
-        enable_checkpointing(model)
+    refuse_misplaced(model, config.model, device)
+    if config.model.experts_on == "host":
+        share_shuttle(model, anatomy, device)
+    for layer in anatomy.moe_layers:
+        bank = model.get_submodule(layer.experts)
+        if isinstance(bank, ExpertBank):
+            bank.keep_rows = config.train.checkpointing == "none"
+    if config.train.checkpointing in ("full", "offload"):
+        enable_checkpointing(model, offload_to=device if config.train.checkpointing == "offload" else None)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what packing took
     return Adapted(model, anatomy, selection)
@@ -113,6 +131,8 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if config.model.base == "fp32" and dtype != torch.float32 and device.type != "meta":
         raise UserError("model.base: fp32 needs model.dtype: fp32; with bf16 compute, store the base as bf16")
+    if config.model.base == "bf16" and dtype == torch.float16:
+        raise UserError("model.base: bf16 does not go with model.dtype: fp16; set base: nf4 or int8, or dtype: bf16")
     return dtype
 
 
@@ -189,9 +209,10 @@ def write_packed_base(
     if is_packed_base(source.folder):
         raise UserError(f"model {path!r} is packed already")
     settings = _model_config(source, config, torch.bfloat16)
+    weights = weight_files(Path(source.folder))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        packed_base.begin(out, config.model, Path(source.folder))
+        packed_base.begin(out, config.model, Path(source.folder), weights)
         paths = [layer.experts for layer in read_anatomy(meta_model(settings)).moe_layers]
         packing = MoetuneConfig(
             base,
@@ -201,9 +222,11 @@ def write_packed_base(
             done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = _load_pretrained(source, settings, packing, device)
-        packed_base.write_rest(out, loaded, paths)
-        return packed_base.finish(out)
+        with taking_fingerprint(Path(source.folder)) as taken:
+            loaded = _load_pretrained(source, settings, packing, device)
+            packed_base.write_rest(out, loaded, paths)
+            fingerprint = taken()
+        return packed_base.finish(out, fingerprint)
     except OSError as error:
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
 

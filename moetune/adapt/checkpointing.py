@@ -8,6 +8,7 @@ recomputed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,15 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moetune.errors import UserError
+from moetune.experts.host import Arrival, Lane
 
 aten = torch.ops.aten
 
 
-def enable_checkpointing(model: PreTrainedModel) -> None:
+def enable_checkpointing(model: PreTrainedModel, offload_to: torch.device | None = None) -> None:
     """Checkpoints every decoder layer: what is kept of one is its input and its router's choices.
+
+    Args:
+        offload_to: the device of a model whose layers' inputs shall wait on the host for backward.
 
     Raises:
         UserError: transformers offers no checkpointing for this architecture.
@@ -34,6 +41,11 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
             "set train.checkpointing=none"
         )
     model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": routing_contexts})
+    if offload_to is not None:
+        inputs = InputsOnHost(offload_to)
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module._gradient_checkpointing_func = inputs.checkpoint
 
 
 def routing_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -89,3 +101,63 @@ _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
     aten.topk.default: _replay_topk,
     aten.max.dim: _replay_max,
 }
+
+
+# --- Inputs that wait on the host ---------------------------------------------------------------------------------
+
+
+class _Kept:
+    """A layer's input on the host and, from shortly before its recomputation on, on the device."""
+
+    def __init__(self, left: Arrival) -> None:
+        self.left = left
+        self.back: Arrival | None = None
+
+
+class InputsOnHost:
+    """Checkpoints layers whose inputs go to the host in forward and come back in backward, each while the layer after
+    it computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._out, self._back = Lane(device), Lane(device)
+        self._kept: list[weakref.ref[_Kept]] = []  # in the order of forward; a graph that is let go takes its own away
+
+    def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
+        """`torch.utils.checkpoint.checkpoint`, for a layer whose first argument is what it transforms."""
+        contexts = {"use_reentrant": False, "context_fn": routing_contexts}
+        if hidden.is_leaf:  # a frozen embedding's output stays whatever happens: autograd holds on to leaves
+            return checkpoint(function, hidden, *args, **contexts)
+        left: list[Arrival] = []
+        storage = id(hidden.untyped_storage())  # the graph keeps what `pack` refers to
+
+        def pack(tensor: Tensor) -> Tensor | _Kept:
+            if id(tensor.untyped_storage()) != storage:
+                return tensor  # a mask, say, which all layers share
+            kept = _Kept(self._out.to_host(tensor))
+            left.append(kept.left)
+            self._kept = [*(ref for ref in self._kept if ref() is not None), weakref.ref(kept)]
+            return kept
+
+        def unpack(packed: Tensor | _Kept) -> Tensor:
+            return self._bring(packed) if isinstance(packed, _Kept) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            output = checkpoint(function, hidden, *args, **contexts)
+        for arrival in left:
+            arrival.wait()  # the input may go when the layer is through, and not before it has left
+        return output
+
+    def _bring(self, kept: _Kept) -> Tensor:
+        before: _Kept | None = None
+        while self._kept:
+            last = self._kept.pop()()
+            if last is kept:
+                before = next((one for ref in reversed(self._kept) if (one := ref()) is not None), None)
+                break
+        for one in (kept, before):
+            if one is not None and one.back is None:
+                one.back = self._back.to_device(one.left.copies)
+        assert kept.back is not None
+        (tensor,) = kept.back.wait()
+        kept.back = None
+        return tensor

@@ -18,10 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
-from moetune.experts.packed import BLOCK, NESTED_BLOCK
+from moetune.experts.host import mark_on_host
+from moetune.experts.packed import BLOCK, NESTED_BLOCK, PackedStack
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that choose frequencies by the largest position, a value, which fake tensors do not have."""
+
+
+_FAKES = torch.library.Library("aten", "IMPL")
+for _overload in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
+    # torch has none: it would run the kernel on real zeros, of the size of everything that trains.
+    _FAKES.impl(_overload, lambda *args, **kwargs: None, "Meta")
 
 
 def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
@@ -43,6 +50,8 @@ def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
                 for name, tensor in own.items():
                     if tensor is not None and tensor.is_meta:
                         own[name] = memo.setdefault(tensor, _fake(tensor))
+                        if isinstance(module, PackedStack) and module.on_host:
+                            mark_on_host(own[name])
     return adapted
 
 

@@ -18,7 +18,8 @@ from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan, Part
-from moetune.experts.packed import DTYPES, PackedLinear
+from moetune.experts.host import Shuttle, stays_on_host
+from moetune.experts.packed import DTYPES, PackedLinear, PackedStack
 
 PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
 _SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
@@ -75,6 +76,7 @@ def make_bank(
         double_quant=config.double_quant,
         dtype=dtype,
         device=device,
+        on_host=config.experts_on == "host",
     )
 
 
@@ -199,3 +201,34 @@ def refuse_unpacked(model: PreTrainedModel, anatomy: Anatomy, selection: Selecti
         linear = getattr(linear, "base_layer", linear)
         if not isinstance(linear, Linear4bit) or not (linear.weight.is_meta or linear.weight.bnb_quantized):
             raise UserError(f"{path}: should be stored as nf4 and is not")
+
+
+def share_shuttle(model: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> None:
+    """Lets one shuttle bring the experts that stay on the host, layer by layer."""
+    banks = [model.get_submodule(layer.experts) for layer in anatomy.moe_layers]
+    layers = [(bank.gate_up, bank.down) for bank in banks]
+    shuttle = Shuttle(layers, device)
+    for stack in (stack for layer in layers for stack in layer):
+        stack.shuttle = shuttle
+
+
+def refuse_misplaced(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
+    """Raises `UserError` naming the first tensor that is not where the run file says.
+
+    Only the packed experts may be on the host, if asked for; what trains never is. A placement that goes by sizes, such
+    as `device_map="auto"`, puts onto the host whatever comes last, and moves it to the GPU and back in every step.
+    """
+    by_design = set()
+    for path, module in model.named_modules():
+        if isinstance(module, PackedStack) and module.on_host:
+            by_design |= {f"{path}.{name}" for name in module._buffers}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = "trains" if tensor.requires_grad else "is frozen"
+        if name in by_design:
+            if not tensor.is_meta and not (tensor.device.type == "cpu" and stays_on_host(tensor)):
+                raise UserError(f"model.experts_on: {config.experts_on}, but {name} is on {tensor.device}")
+            if device.type == "cuda" and tensor.numel() and not tensor.is_pinned():
+                raise UserError(f"model.experts_on: {config.experts_on}, but {name} is not in pinned memory")
+        elif tensor.device.type != device.type or stays_on_host(tensor):
+            where = "the host" if stays_on_host(tensor) else tensor.device
+            raise UserError(f"{name} {kind} and should be on {device}; it is on {where}")

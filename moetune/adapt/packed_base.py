@@ -1,7 +1,8 @@
 """A packed base on disk: what packing makes of a checkpoint, written once and read in a fraction of the time.
 
 A folder of safetensors: one file for each layer's experts, `rest.safetensors` for all else, the model's configuration
-and tokenizer, and `packed.json`, written last, which says what is in it and how long each file is.
+and tokenizer, and `packed.json`, written last, which says what was packed and holds the size and SHA-256 of each file.
+While a base is read its files are digested by other threads, and one that was changed is refused by name.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,10 +28,14 @@ from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
+from moetune.experts.host import stays_on_host
+from moetune.hub.fingerprint import Base, Fingerprint, digesting
 
 MANIFEST = "packed.json"
 REST = "rest.safetensors"
 _BEGUN = ".packed.begun.json"
+_THREADS = 4
+"""That digest files: one digests about 1.3 GB a second, and a disk may give more."""
 
 
 def is_packed_base(folder: str | None) -> bool:
@@ -43,9 +49,36 @@ def is_packed_base(folder: str | None) -> bool:
     return folder is not None and (Path(folder) / MANIFEST).is_file()
 
 
-def source_of(folder: Path) -> Path:
-    """The checkpoint that was packed."""
-    return Path(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source"])
+@dataclass(frozen=True)
+class Manifest:
+    """What `packed.json` says.
+
+    Attributes:
+        source: the folder of the checkpoint that was packed.
+        packed: that checkpoint.
+        files: name -> bytes and SHA-256.
+    """
+
+    base: str
+    double_quant: bool
+    source: Path
+    packed: Base
+    files: dict[str, tuple[int, str]]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises `UserError` if the manifest is damaged or of an earlier version."""
+    file = folder / MANIFEST
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
+        fingerprint = Fingerprint.from_json(raw["fingerprint"])
+        source = Path(raw["source"])
+        return Manifest(raw["base"], raw["double_quant"], source, Base(source.name, fingerprint), files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        raise UserError(
+            f"{str(file)!r} is damaged, or of an earlier version of moetune; pack the base anew with moetune quantize"
+        ) from None
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------
@@ -72,33 +105,46 @@ def write_rest(folder: Path, model: PreTrainedModel, experts: Iterable[str]) -> 
     _write(folder / REST, tensors)
 
 
-def begin(folder: Path, config: ModelConfig, source: Path) -> None:
+def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Path]) -> None:
     """Notes what is being written, or checks that it is what was begun; copies the files that are no weights.
 
     Raises:
         UserError: the folder holds something else.
     """
-    plan = {"schema": 1, "base": config.base, "double_quant": config.double_quant, "source": str(source.resolve())}
+    plan = {
+        "schema": 1,
+        "base": config.base,
+        "double_quant": config.double_quant,
+        "source": str(source.resolve()),
+        # A source that changes between two attempts would be packed half and half.
+        "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
+    }
     begun = folder / _BEGUN
     if (folder / MANIFEST).exists() or (any(folder.iterdir()) and not begun.is_file()):
         raise UserError(f"--out {str(folder)!r} is not empty; choose another")
     if begun.is_file() and json.loads(begun.read_text(encoding="utf-8")) != plan:
-        raise UserError(f"--out {str(folder)!r} was begun for another model or precision; choose another")
+        raise UserError(
+            f"--out {str(folder)!r} was begun for another model or precision, or the model changed; choose another"
+        )
     begun.write_text(json.dumps(plan), encoding="utf-8")
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and ".index." not in file.name:
             shutil.copyfile(file, folder / file.name)
 
 
-def finish(folder: Path) -> dict[str, int]:
-    """Says that the folder is complete."""
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+def finish(folder: Path, packed: Fingerprint) -> dict[str, int]:
+    """Says that the folder is complete, what was packed, and what is in it."""
+    files = sorted(folder.glob("*.safetensors"))
+    with digesting(files, _THREADS) as digests:
+        entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
     plan = json.loads((folder / _BEGUN).read_text(encoding="utf-8"))
+    del plan["source_files"]
     aside = folder / f".{MANIFEST}"
-    aside.write_text(json.dumps({**plan, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+    manifest = {**plan, "fingerprint": packed.to_json(), "files": entries}
+    aside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     aside.replace(folder / MANIFEST)
     (folder / _BEGUN).unlink()
-    return {"files": len(sizes), "bytes": sum(sizes.values())}
+    return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
 
 def _rest(model: PreTrainedModel, experts: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -124,14 +170,18 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
-def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> None:
-    """Raises `UserError` unless the folder is whole and serves this run."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> Manifest:
+    """The manifest of a folder that serves this run; its files have their sizes, and their bytes are still unread.
+
+    Raises:
+        UserError: it does not.
+    """
+    manifest = read_manifest(folder)
     for key in ("base", "double_quant"):
-        wanted, stored = getattr(config, key), manifest[key]
+        wanted, stored = getattr(config, key), getattr(manifest, key)
         if wanted != stored and not (key == "double_quant" and config.base != "nf4"):
             raise UserError(f"model.{key}: {wanted}, but {str(folder)!r} is packed with {stored}; set it, or pack anew")
-    for name, size in manifest["files"].items():
+    for name, (size, _) in manifest.files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
             found = f"has {file.stat().st_size:,} bytes, not {size:,}" if file.is_file() else "is missing"
@@ -139,8 +189,9 @@ def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> N
     if selection.experts:
         raise UserError(
             f"adapt.experts: {str(folder)!r} holds experts packed only; experts that train whole need the original "
-            f"checkpoint ({manifest.get('source')!r})"
+            f"checkpoint ({str(manifest.source)!r})"
         )
+    return manifest
 
 
 def read(
@@ -158,13 +209,32 @@ def read(
     Raises:
         UserError: the folder is damaged, or not packed as the run file says.
     """
-    check_manifest(folder, config, selection)
+    manifest = check_manifest(folder, config, selection)
     for layer in anatomy.moe_layers:
         pack_experts(model, layer, selection, config, dtype, device)  # of meta tensors: banks without contents
     for path in linears_to_pack(model, anatomy, selection):
         pack_linear(model, path, config, dtype, torch.device("meta"))
+    with digesting([folder / name for name in manifest.files], _THREADS) as digests:
+        _fill(model, folder, manifest, dtype, device, on_read)
+        found = digests()
+    for name, (_, digest) in manifest.files.items():
+        if found[name] != digest:
+            raise UserError(
+                f"{str(folder / name)!r} was changed after it was written: the packed base is damaged; write it again "
+                "with moetune quantize"
+            )
+
+
+def _fill(
+    model: PreTrainedModel,
+    folder: Path,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_read: Callable[[float], None] | None,
+) -> None:
     expected = set(model.state_dict())
-    files = sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in sorted(manifest.files)]
     size, done = sum(file.stat().st_size for file in files), 0
     stated: dict[str, dict[str, Tensor]] = {}
     try:
@@ -210,6 +280,9 @@ def _put(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype, 
         return
     if there.shape != tensor.shape:
         raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*there.shape]}")
+    if stays_on_host(there):
+        there.copy_(tensor)
+        return
     tensor = tensor.to(device, there.dtype if there.is_floating_point() else tensor.dtype)
     if last in module._buffers:
         module._buffers[last] = tensor

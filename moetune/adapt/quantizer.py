@@ -31,10 +31,9 @@ from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
+from moetune.hub.names import STACKS
 
 METHOD = "moetune"
-STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""What transformers calls the stacks of a layer's experts."""
 
 
 @register_quantization_config(METHOD)
@@ -44,6 +43,7 @@ class MoetuneConfig(QuantizationConfigMixin):
     Args:
         base: precision of what stays frozen, as `model.base` of a run file.
         double_quant: as `model.double_quant`.
+        experts_on: as `model.experts_on`; a model that keeps them on the host needs `share_shuttle` to run.
         selection: what trains, and so is not packed; nothing by default. Not part of the saved configuration.
         on_read: is told, again and again, which share of the model has been read.
         on_bank: is given each bank when it is full, by the path of its layer's experts; what it holds is let go then.
@@ -54,6 +54,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         self,
         base: str = "nf4",
         double_quant: bool = True,
+        experts_on: str = "gpu",
         selection: Selection | None = None,
         on_read: Callable[[float], None] | None = None,
         on_bank: Callable[[str, ExpertBank], None] | None = None,
@@ -61,7 +62,8 @@ class MoetuneConfig(QuantizationConfigMixin):
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD
-        self.model = ModelConfig.model_validate({"path": "unread", "base": base, "double_quant": double_quant})
+        settings = {"path": "unread", "base": base, "double_quant": double_quant, "experts_on": experts_on}
+        self.model = ModelConfig.model_validate(settings)
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
         self.on_read, self.on_bank, self.done = on_read, on_bank, done
 

@@ -17,11 +17,9 @@ from typing import Any
 import yaml
 
 from moetune.errors import UserError, suggest
+from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
 _FILE = Path(__file__).parent / "gpus.yaml"
-_UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(B|MB|GB|MiB|GiB)", re.IGNORECASE | re.ASCII)
-_HOW_TO_WRITE_A_SIZE = "A size is written like 44GiB (2^30 bytes), 48GB (10^9 bytes) or 45056MiB."
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,14 @@ def find_gpu(name: str) -> Gpu:
     wanted = _spelling(name)
     if wanted in _names():
         return _gpus()[_names()[wanted]]
-    if match := _SIZE.fullmatch(name.strip()):
-        size = _bytes(match)
+    if (size := parse_size(name)) is not None:
         if size <= 0:
-            raise UserError(f"{name!r} is no size of a GPU: it must be above zero. {_HOW_TO_WRITE_A_SIZE}")
+            raise UserError(f"{name!r} is no size of a GPU: it must be above zero. {HOW_TO_WRITE_A_SIZE}")
         return _of_size(name.strip(), size)
     longer = [known for known in gpu_names() if wanted and known.startswith(wanted)]
     hint = f" Did you mean {' or '.join(map(repr, longer))}?" if longer else suggest(wanted, _names())
     listed = ", ".join(gpu_names())
-    raise UserError(f"{name!r} is neither a known GPU nor a size.{hint} Known GPUs: {listed}. {_HOW_TO_WRITE_A_SIZE}")
+    raise UserError(f"{name!r} is neither a known GPU nor a size.{hint} Known GPUs: {listed}. {HOW_TO_WRITE_A_SIZE}")
 
 
 def _of_size(name: str, size: int) -> Gpu:
@@ -120,11 +117,6 @@ def _of_size(name: str, size: int) -> Gpu:
 
 def _spelling(name: str) -> str:
     return re.sub(r"[\s_]+", "-", name.strip().lower())
-
-
-def _bytes(size: re.Match[str]) -> int:
-    number, unit = size.groups()
-    return int(Decimal(number) * _UNITS[unit.upper()])
 
 
 @cache
@@ -166,9 +158,9 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
 
 
 def _size(entry: dict[str, Any]) -> Figure:
-    size = _SIZE.fullmatch(entry["value"])
+    size = parse_size(entry["value"])
     assert size is not None, f"{_FILE}: {entry['value']!r} is no size"
-    return Figure(**{**entry, "value": _bytes(size)})
+    return Figure(**{**entry, "value": size})
 
 
 def _rate(entry: dict[str, Any] | None, unit: int) -> Figure | None:

@@ -11,6 +11,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import typer
 
+from moetune.cli.apply import apply
 from moetune.cli.count import count
 from moetune.cli.export import export
 from moetune.cli.init import init
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, verify, train, quantize, export, models, init):
+for command in (count, predict, verify, train, quantize, export, apply, models, init):
     app.command()(command)
 
 

@@ -99,6 +99,7 @@ class ExpertBank(nn.Module):
         activation: gate_up rows [N, O] -> act rows [N, I], differentiable, without parameters of its own.
         storage: base precision of the frozen experts.
         dtype: of the fully trained experts and of frozen biases.
+        on_host: whether the frozen experts' weights stay on the host, for a `Shuttle` to bring.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class ExpertBank(nn.Module):
         double_quant: bool = True,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        on_host: bool = False,
     ) -> None:
         super().__init__()
         self.expert_shape, self.plan, self.activation = shape, plan, activation
@@ -118,10 +120,13 @@ class ExpertBank(nn.Module):
         rows = shape.intermediate * (2 if shape.has_gate else 1)
         frozen = [expert for expert in range(shape.num_experts) if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
-        self.gate_up = PackedStack(len(frozen), (rows, shape.hidden), storage, double_quant=double_quant, device=device)
-        self.down = PackedStack(
-            len(frozen), (shape.hidden, shape.intermediate), storage, double_quant=double_quant, device=device
-        )
+
+        def packed(out: int, into: int) -> PackedStack:
+            return PackedStack(
+                len(frozen), (out, into), storage, double_quant=double_quant, device=device, on_host=on_host
+            )
+
+        self.gate_up, self.down = packed(rows, shape.hidden), packed(shape.hidden, shape.intermediate)
 
         def full(out: int, into: int) -> FullProjection:
             bias = torch.empty(out, dtype=dtype, device=device) if shape.has_bias else None
@@ -137,6 +142,10 @@ class ExpertBank(nn.Module):
             bias = torch.empty(len(frozen), size, dtype=dtype, device=device) if shape.has_bias else None
             self.register_buffer(name, bias)
         self.lora = None if plan.lora is None else ExpertLora(plan.lora, shape, rows, device)
+        self.keep_rows = False
+        """Whether forward keeps the gate_up rows [T·K, O] that backward would compute again."""
+        self.hand_over: Callable[[nn.Parameter, Tensor], None] | None = None
+        """Takes each gradient of a fully trained matrix, in backward, as soon as it is there."""
 
     @torch.no_grad()
     def put_(self, expert: int, part: Part, tensor: Tensor) -> None:
@@ -174,7 +183,10 @@ class ExpertBank(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Routes tokens [T, H] to their experts [T, K] with weights [T, K]; returns [T, H]."""
         routing = Routing.of(top_k_index, self.num_experts)
-        return expert_mlp(self, hidden_states, top_k_weights, routing)
+        output = expert_mlp(self, hidden_states, top_k_weights, routing)
+        if self.gate_up.on_host:
+            self.gate_up.shuttle.used(self.gate_up, again=output.requires_grad)
+        return output
 
     def extra_repr(self) -> str:
         lora = f", LoRA r{self.plan.lora.rank} on {len(self.plan.lora.ids)}" if self.plan.lora else ""

@@ -5,17 +5,28 @@ Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blo
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
+from moetune.experts.host import Shuttle, empty_on_host
+
 Storage = Literal["nf4", "int8", "bf16", "fp32"]
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+_NO_SHUTTLE = Shuttle((), torch.device("cpu"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a run file calls it."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 class PackedStack(nn.Module):
@@ -33,6 +44,9 @@ class PackedStack(nn.Module):
     NF4 and its double quantization are those of QLoRA (arXiv 2305.14314), computed by bitsandbytes one matrix at a
     time, so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit.
     The data are persistent buffers: loaders that fill what is missing leave them alone.
+
+    With `on_host` they stay in pinned host memory whatever the model is moved to; matrices are packed on `device`, and
+    unpacked from the copies that `shuttle` has brought there.
     """
 
     def __init__(
@@ -43,14 +57,20 @@ class PackedStack(nn.Module):
         *,
         double_quant: bool = True,
         device: torch.device | str | None = None,
+        on_host: bool = False,
     ) -> None:
         super().__init__()
         self.count, self.shape, self.storage = count, shape, storage
         self.double_quant = double_quant and storage == "nf4"
+        self.on_host, self.shuttle = on_host, _NO_SHUTTLE
+        self._packs_on = torch.device("cpu" if device is None else device)
         weights, blocks = shape[0] * shape[1], -(-shape[0] * shape[1] // BLOCK)
 
         def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
-            self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
+            if on_host:
+                self.register_buffer(name, empty_on_host(size, dtype, self._packs_on))
+            else:
+                self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
 
         if storage == "nf4":
             buffer("data", (count, -(-weights // 2)), torch.uint8)
@@ -58,7 +78,9 @@ class PackedStack(nn.Module):
             if self.double_quant:
                 buffer("nested_absmax", (count, -(-blocks // NESTED_BLOCK)), torch.float32)
                 buffer("offset", (count,), torch.float32)
-                self.register_buffer("nested_code", bnb.create_dynamic_map().to(device))
+                levels = bnb.create_dynamic_map()
+                buffer("nested_code", tuple(levels.shape), levels.dtype)
+                self.nested_code.copy_(levels)
         elif storage == "int8":
             buffer("data", (count, *shape), torch.int8)
             buffer("absmax", (count, shape[0]), torch.float32)
@@ -71,7 +93,7 @@ class PackedStack(nn.Module):
         assert weight.shape == self.shape, f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
         if weight.is_meta:
             return
-        weight = weight.to(self.data.device).contiguous()
+        weight = weight.to(self._packs_on if self.on_host else self.data.device).contiguous()
         match self.storage:
             case "nf4":
                 packed, state = bnb.quantize_4bit(
@@ -92,25 +114,29 @@ class PackedStack(nn.Module):
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
         """Matrix `index` [R, C] in `dtype`: a fresh tensor, or the stored one where it has that dtype already."""
-        data = self.data[index]
+        here: Mapping[str, Any] = self.shuttle.bring(self) if self.on_host else self._buffers
+        data = here["data"][index]
         match self.storage:
             case "nf4":
                 ops = torch.ops.bitsandbytes
-                absmax = self.absmax[index]
+                absmax = here["absmax"][index]
                 if self.double_quant:
                     absmax = ops.dequantize_blockwise(
-                        absmax, self.nested_absmax[index], self.nested_code, NESTED_BLOCK, torch.float32
+                        absmax, here["nested_absmax"][index], here["nested_code"], NESTED_BLOCK, torch.float32
                     )
-                    absmax = absmax + self.offset[index]
+                    absmax = absmax + here["offset"][index]
                 return ops.dequantize_4bit(data.unsqueeze(1), absmax, BLOCK, "nf4", self.shape, dtype)
             case "int8":
-                return bnb.int8_vectorwise_dequant(data, self.absmax[index]).to(dtype)
+                return bnb.int8_vectorwise_dequant(data, here["absmax"][index]).to(dtype)
             case _:
                 return data.to(dtype)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
+        return self if self.on_host else super()._apply(fn, recurse)
+
     def extra_repr(self) -> str:
         quantized = ", double_quant" if self.double_quant else ""
-        return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}"
+        return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}{', on the host' if self.on_host else ''}"
 
 
 class PackedLinear(nn.Linear):

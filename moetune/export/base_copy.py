@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from moetune.export.fingerprint import Fingerprint, take_fingerprint
-from moetune.export.folder import MANIFEST
-from moetune.export.tensor_files import INDEX_FILE, SINGLE_FILE
+from moetune.hub.delta_folder import MANIFEST
+from moetune.hub.fingerprint import Fingerprint, take_fingerprint
+from moetune.hub.snapshot import CARRIED
+from moetune.hub.tensor_files import INDEX_FILE, SINGLE_FILE
 
-CARRIED = (
-    "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*.jinja",
-)  # fmt: skip
-"""What belongs to a checkpoint beside its weights."""
 _LEFT_OUT = ("adapter_*", "*.index.json", MANIFEST)
 
 
-def copy_checkpoint(folder: Path, out: Path) -> Fingerprint:
+def copy_checkpoint(folder: Path, out: Path, on_read: Callable[[int], None] | None = None) -> Fingerprint:
     """Copies a checkpoint into the empty folder `out`, in blocks; returns the fingerprint of its weights.
+
+    Args:
+        on_read: is told the bytes of each block of weights.
 
     Raises:
         UserError: no safetensors in the folder, or a file is damaged.
@@ -30,4 +31,4 @@ def copy_checkpoint(folder: Path, out: Path) -> Fingerprint:
                 shutil.copyfile(file, target)
     if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
         shutil.copyfile(folder / INDEX_FILE, out / INDEX_FILE)
-    return take_fingerprint(folder, copy_to=out)
+    return take_fingerprint(folder, copy_to=out, on_read=on_read)

@@ -17,8 +17,8 @@ from moetune.anatomy.anatomy import MoeLayer
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.export.finished_run import FinishedRun
-from moetune.export.hub_names import Home
-from moetune.export.tensor_files import Stored
+from moetune.hub.names import Home
+from moetune.hub.tensor_files import Stored
 
 _BLOCK = 2**22  # weights of a tensor that are in memory at a time
 _LORA_A = ".lora_A.default.weight"

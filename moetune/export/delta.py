@@ -1,43 +1,33 @@
-"""The delta: what full-precision training changed, under the checkpoint's own tensor names, and how to apply it.
+"""The delta: what full-precision training changed, under the checkpoint's own tensor names.
 
-    delta.safetensors   `model.layers.3.block_sparse_moe.experts.1.w1.weight`, `….gate.weight`, …
-    manifest.json       base (name, fingerprint), step, run, selection, slices
-
-Every tensor has the shape that the base gives it, so the file is a part of a checkpoint in hub format. The exception
-are types that keep a layer's experts in one stack: of those the file has the chosen experts' rows, and
-`slices: {tensor: [expert, …]}` of the manifest says which they are.
+What is in the folder: hub/delta_folder.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moetune.anatomy.anatomy import meta_model
 from moetune.anatomy.source import resolve
 from moetune.errors import UserError
-from moetune.export.base_copy import copy_checkpoint
 from moetune.export.changes import Change, changes, homes_of, pieces
-from moetune.export.fingerprint import Fingerprint, take_fingerprint
-from moetune.export.finished_run import FinishedRun, about, base_folder
-from moetune.export.folder import MANIFEST, Exported, write_manifest
-from moetune.export.hub_names import Home, find_homes
-from moetune.export.tensor_files import Stored, create_file, read_checkpoint, read_header
-
-DELTA_FILE = "delta.safetensors"
-_FORMAT = "delta"
+from moetune.export.finished_run import FinishedRun, about, base_folder, refuse_changed
+from moetune.export.folder import Exported, write_manifest
+from moetune.hub.delta_folder import DELTA_FILE, FORMAT
+from moetune.hub.fingerprint import digest, take_fingerprint
+from moetune.hub.names import Home, find_homes
+from moetune.hub.tensor_files import Stored, create_file, read_checkpoint
 
 
 def export_delta(run: FinishedRun, out: Path) -> Exported:
     """Writes the delta of a run into the empty folder `out`. Reads of the base all bytes once, and keeps none.
 
     Raises:
-        UserError: nothing but LoRA trained, or the base is not to be had.
+        UserError: nothing but LoRA trained, or the base is not to be had, or has changed.
     """
     every = changes(run)
     full = [change for change in every if not change.base_matters]
@@ -47,6 +37,7 @@ def export_delta(run: FinishedRun, out: Path) -> Exported:
             "--format peft for the adapter, or --format merged"
         )
     folder = base_folder(run)
+    refuse_changed(run, folder, take_fingerprint(folder))
     base = read_checkpoint(folder)
     homes = find_homes(meta_model(resolve(run.config.model.path).config), base)
     targets = [(change, home) for change in full for home in homes_of(change, homes, run.adapted.anatomy.tied)]
@@ -55,14 +46,16 @@ def export_delta(run: FinishedRun, out: Path) -> Exported:
     for change, home in targets:
         for piece in pieces(change, home, base):
             written[piece.key].write(piece.rows, layout[piece.key].row(piece.start))
+    assert run.base is not None
     manifest = about(run) | {
-        "format": _FORMAT,
-        "base": {"name": resolve(run.config.model.path).name, "fingerprint": take_fingerprint(folder).to_json()},
+        "format": FORMAT,
+        "base": run.base.to_json(),
+        "sha256": digest(out / DELTA_FILE),
         "slices": {key: place.experts for key, place in layout.items() if place.experts is not None},
     }
     write_manifest(out, manifest)
     notes = () if len(full) == len(every) else ("LoRA factors are not in the delta; --format peft or merged has them",)
-    return Exported(_FORMAT, run.step, len(layout), sum(tensor.nbytes for tensor in written.values()), notes)
+    return Exported(FORMAT, run.step, len(layout), sum(tensor.nbytes for tensor in written.values()), notes)
 
 
 @dataclass(frozen=True)
@@ -92,58 +85,3 @@ def _layout(targets: Iterable[tuple[Change, Home]], base: dict[str, Stored]) -> 
         key: _Place(place.dtype, place.shape, None) if place.shape == base[key].shape else place
         for key, place in layout.items()
     }
-
-
-def apply_delta(base: Path, delta: Path, out: Path, force: str | None = None) -> int:
-    """Writes a copy of the checkpoint in `base` with a delta's tensors in their places; returns how many there are.
-
-    Args:
-        out: an empty folder (`folder.new_folder` gives one).
-        force: the name of the folder `base`, to apply the delta although it was made for another checkpoint.
-
-    Raises:
-        UserError: the delta was made for another checkpoint, or has tensors that this one has not, or not so shaped;
-            nothing has been written then.
-    """
-    manifest = read_manifest(delta)
-    stored, places = read_header(delta / DELTA_FILE), read_checkpoint(base)
-    made_for, found = Fingerprint.from_json(manifest["base"]["fingerprint"]), take_fingerprint(base)
-    difference, name = made_for.difference(found), base.resolve().name
-    if difference is not None and force != name:
-        raise UserError(
-            f"the delta in {str(delta)!r} was made for another base than {str(base)!r}: {difference}; "
-            f"force={name!r} applies it all the same"
-        )
-    slices = manifest["slices"]
-    for key, tensor in stored.items():
-        rows = slices.get(key)
-        fits = key in places and tensor.row_shape == places[key].row_shape
-        if not fits or not _rows_fit(rows, tensor, places[key]):
-            there = f"{[*places[key].shape]}" if key in places else "missing"
-            raise UserError(f"{key} of the delta is {[*tensor.shape]} and {there} in {str(base)!r}")
-    copy_checkpoint(base, out)
-    for key, tensor in stored.items():
-        place, rows = places[key].within(out), slices.get(key)
-        for slot, row in enumerate(range(tensor.num_rows) if rows is None else rows):
-            place.write(tensor.rows(slot, slot + 1), row)
-    return len(stored)
-
-
-def _rows_fit(rows: Any, tensor: Stored, place: Stored) -> bool:
-    if rows is None:
-        return tensor.shape == place.shape
-    return isinstance(rows, list) and len(rows) == tensor.num_rows and all(row in range(place.num_rows) for row in rows)
-
-
-def read_manifest(delta: Path) -> dict[str, Any]:
-    """The manifest of a delta folder; raises `UserError` if it is none."""
-    try:
-        manifest = json.loads((delta / MANIFEST).read_text(encoding="utf-8"))
-        valid = (
-            manifest["format"] == _FORMAT and isinstance(manifest["slices"], dict) and manifest["base"]["fingerprint"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        valid = False
-    if not valid:
-        raise UserError(f"{str(delta)!r} is not a delta: no valid {MANIFEST} in it")
-    return manifest

@@ -12,7 +12,7 @@ from moetune.export.delta import export_delta
 from moetune.export.finished_run import FinishedRun, base_folder, open_run
 from moetune.export.folder import Exported, new_folder
 from moetune.export.merged import bytes_needed, export_merged
-from moetune.export.tensor_files import read_header
+from moetune.hub.tensor_files import read_header
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def export_run(
         UserError: no such run, no checkpoint, nothing for this format, `out` is occupied. Nothing is written then.
     """
     run = open_run(path)
-    _keep_apart(run, out)
+    _keep_apart(run, out, format)
     with new_folder(out, overwrite, bytes_needed(run) if format == "merged" else 0) as folder:
         if format == "merged":
             exported = export_merged(run, folder)
@@ -72,10 +72,10 @@ def _export_peft(run: FinishedRun, folder: Path) -> Exported:
     return Exported("peft", run.step, len(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
-def _keep_apart(run: FinishedRun, out: Path) -> None:
+def _keep_apart(run: FinishedRun, out: Path, format: str) -> None:
     """Refuses to write over the run or its base, whatever `--overwrite` says."""
-    target, kept = out.expanduser().resolve(), [run.path.resolve()]
-    if run.config.model.weights == "pretrained":
+    target, kept = out.expanduser().resolve(), [run.path.resolve(), Path(run.config.model.path).expanduser().resolve()]
+    if run.config.model.weights == "pretrained" and format != "peft":  # an adapter may do without
         kept.append(base_folder(run).resolve())
     for folder in kept:
         if target == folder or target in folder.parents:

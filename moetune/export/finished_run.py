@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
+from moetune.adapt.base import checkpoint_of
 from moetune.adapt.build import Adapted, build
-from moetune.adapt.packed_base import is_packed_base, source_of
-from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, load_run_config
 from moetune.errors import UserError
-from moetune.export.base_copy import CARRIED
-from moetune.export.tensor_files import DTYPES, Stored, read_header
-from moetune.train.run_folder import RUN_FILE, RunFolder, step_of
+from moetune.hub.fingerprint import Base, Fingerprint, headers
+from moetune.hub.tensor_files import DTYPES, Stored, read_header
+from moetune.train.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
 from moetune.train.trainer import TRAINED_FILE
 
 
@@ -27,6 +24,7 @@ class FinishedRun:
         checkpoint: the newest complete one.
         adapted: the trained model on the meta device: its parts, its names, what was selected.
         trained: name in the adapted model -> place of the tensor that trained.
+        base: what training noted of the checkpoint that it started from; None for random weights.
     """
 
     path: Path
@@ -34,6 +32,7 @@ class FinishedRun:
     checkpoint: Path
     adapted: Adapted
     trained: dict[str, Stored]
+    base: Base | None
     damaged: tuple[str, ...] = ()
 
     @property
@@ -57,6 +56,12 @@ def open_run(path: Path) -> FinishedRun:
     checkpoint = folder.newest_whole()
     if checkpoint is None:
         raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
+    base = folder.base() if config.model.weights == "pretrained" else None
+    if base is None and config.model.weights == "pretrained":
+        raise UserError(
+            f"{str(path / BASE_FILE)!r} is missing, which says what the run was trained on; if model.path "
+            f"{config.model.path!r} is that still, moetune train {path / RUN_FILE} --resume auto notes it anew"
+        )
     trained = read_header(checkpoint / TRAINED_FILE)
     adapted = build(config, "meta")
     expected = {name: tuple(parameter.shape) for name, parameter in adapted.trainable().items()}
@@ -69,39 +74,37 @@ def open_run(path: Path) -> FinishedRun:
             )
         if trained[name].dtype not in DTYPES:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
-    return FinishedRun(path, config, checkpoint, adapted, trained, tuple(folder.damaged))
+    return FinishedRun(path, config, checkpoint, adapted, trained, base, tuple(folder.damaged))
 
 
 def base_folder(run: FinishedRun) -> Path:
-    """The folder of the base checkpoint: of a packed base, the one that was packed; of one on the hub, where it was
-    downloaded to, now or before.
+    """The folder of the base checkpoint; its weights are still unread (`refuse_changed`).
 
     Raises:
-        UserError: the run began with random weights, or the base cannot be had.
+        UserError: the run began with random weights, or the base cannot be had or has other tensors by now.
     """
-    if run.config.model.weights == "random":
+    if run.base is None:
         raise UserError(
             f"the run in {str(run.path)!r} began with random weights (model.weights: random): no checkpoint holds "
             "them, so there is no base to export for"
         )
-    source = resolve(run.config.model.path)
-    if source.folder is None:
-        raise UserError(f"model {source.name!r} has no weights that could be loaded")
-    if is_packed_base(source.folder):
-        original = source_of(Path(source.folder))
-        if not original.is_dir():
-            raise UserError(
-                f"model.path: {source.folder!r} is a packed base; an export needs the checkpoint that was packed, and "
-                f"{str(original)!r} is gone"
-            )
-        return original
-    if Path(source.folder).is_dir():
-        return Path(source.folder)
-    try:
-        return Path(snapshot_download(source.folder, allow_patterns=["*.safetensors", *CARRIED]))
-    except Exception as error:  # no network, gated, removed: all end here
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the weights of {source.name!r} cannot be had from the hub: {reason}") from None
+    folder = checkpoint_of(run.config.model.path)
+    _refuse(run, folder, run.base.fingerprint.difference_of_tensors(headers(folder)))
+    return folder
+
+
+def refuse_changed(run: FinishedRun, folder: Path, found: Fingerprint) -> None:
+    """Raises `UserError` if `found`, that of the base folder, is not the fingerprint that the run noted."""
+    assert run.base is not None
+    _refuse(run, folder, run.base.fingerprint.difference(found))
+
+
+def _refuse(run: FinishedRun, folder: Path, difference: str | None) -> None:
+    if difference is not None:
+        raise UserError(
+            f"the base in {str(folder)!r} has changed since the run in {str(run.path)!r} was trained on it: "
+            f"{difference}; put back the checkpoint that it was"
+        )
 
 
 def about(run: FinishedRun) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from moetune.errors import UserError
+from moetune.hub.delta_folder import MANIFEST, read_manifest
 from moetune.train.run_folder import sync
 
-MANIFEST = "manifest.json"
-_FORMATS = ("delta", "merged")
+_FORMATS = ("delta", "merged", "applied")
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,11 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     Raises:
         UserError: `out` is occupied, cannot be written, or its disk is too small.
     """
+    refuse_unfit(out, overwrite, needed)
     out = out.expanduser().absolute()
-    _check(out, overwrite)
     aside, old = out.with_name(f".{out.name}-{os.getpid()}"), out.with_name(f".{out.name}-{os.getpid()}-old")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out.parent).free
-        if free < needed:
-            raise UserError(f"--out {str(out)!r}: {needed:,} bytes are needed there and {free:,} are free")
         aside.mkdir()
         yield aside
         for file in aside.rglob("*"):
@@ -70,7 +67,12 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def _check(out: Path, overwrite: bool) -> None:
+def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
+    """Raises `UserError` if `out` is occupied, or its disk too small for what will be written."""
+    out = out.expanduser().absolute()
+    free = shutil.disk_usage(next(path for path in (out, *out.parents) if path.is_dir())).free
+    if free < needed:
+        raise UserError(f"--out {str(out)!r}: {needed:,} bytes are needed there and {free:,} are free")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"--out {str(out)!r} exists and is not a folder")
     if not out.exists() or not any(out.iterdir()):
@@ -83,8 +85,5 @@ def _check(out: Path, overwrite: bool) -> None:
 
 def _is_export(out: Path) -> bool:
     """Whether an export wrote the folder: a manifest of ours, or an adapter."""
-    try:
-        manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
-        return isinstance(manifest, dict) and manifest.get("format") in _FORMATS
-    except (OSError, ValueError):
-        return (out / "adapter_config.json").is_file()
+    manifest = read_manifest(out)
+    return (out / "adapter_config.json").is_file() if manifest is None else manifest.get("format") in _FORMATS

@@ -12,10 +12,10 @@ from moetune.anatomy.anatomy import meta_model
 from moetune.anatomy.source import resolve
 from moetune.export.base_copy import copy_checkpoint
 from moetune.export.changes import changes, homes_of, pieces
-from moetune.export.finished_run import FinishedRun, about, base_folder
+from moetune.export.finished_run import FinishedRun, about, base_folder, refuse_changed
 from moetune.export.folder import Exported, write_manifest
-from moetune.export.hub_names import find_homes
-from moetune.export.tensor_files import read_checkpoint
+from moetune.hub.names import find_homes
+from moetune.hub.tensor_files import read_checkpoint
 
 _FORMAT = "merged"
 
@@ -24,21 +24,20 @@ def export_merged(run: FinishedRun, out: Path) -> Exported:
     """Writes base + full-precision changes + LoRA (W + scale·B·A, in float32) into the empty folder `out`.
 
     Raises:
-        UserError: the base is not to be had, or what trained has no place in it.
+        UserError: the base is not to be had, has changed, or has no place for what trained.
     """
     folder = base_folder(run)
     base = read_checkpoint(folder)
-    source = resolve(run.config.model.path)
-    homes = find_homes(meta_model(source.config), base)
+    homes = find_homes(meta_model(resolve(run.config.model.path).config), base)
     targets = [(change, home) for change in changes(run) for home in homes_of(change, homes, run.adapted.anatomy.tied)]
-    fingerprint = copy_checkpoint(folder, out)
+    refuse_changed(run, folder, copy_checkpoint(folder, out))
     changed: set[str] = set()
     for change, home in targets:
         for piece in pieces(change, home, base):
             base[piece.key].within(out).write(piece.rows, piece.start)
             changed.add(piece.key)
-    where = {"name": source.name, "fingerprint": fingerprint.to_json()}
-    write_manifest(out, about(run) | {"format": _FORMAT, "base": where})
+    assert run.base is not None
+    write_manifest(out, about(run) | {"format": _FORMAT, "base": run.base.to_json()})
     return Exported(_FORMAT, run.step, len(changed), sum(base[key].nbytes for key in changed))
 
 

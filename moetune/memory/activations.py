@@ -27,6 +27,9 @@ class Run:
         batch, sequence: of a micro-batch.
         eager: attention that writes its scores down.
         checkpointed: whether a layer's forward pass keeps its input and its routers' choices only.
+        on_host: whether packed experts stay on the host.
+        keeps_rows: whether the experts' rows of gate_up are kept for backward.
+        fused: parts whose gradients are used up as they come, and so do not count here.
     """
 
     width: int
@@ -38,6 +41,9 @@ class Run:
     sequence: int
     eager: bool
     checkpointed: bool
+    on_host: bool = False
+    keeps_rows: bool = False
+    fused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class LayerPlan:
         lora_experts: how many have factors.
         input_needs: whether a gradient goes further down.
         rows: N.
+        offloads: whether its input waits for backward on the host.
     """
 
     full: Needs
@@ -59,6 +66,7 @@ class LayerPlan:
     lora_experts: int
     input_needs: bool
     rows: int
+    offloads: bool = False
 
 
 class LayerTape:
@@ -99,7 +107,17 @@ class LayerTape:
         choices = [Piece("experts", "router's choices", "c·T", 8)] if self.facts.experts else []
         if self.run.eager and self.facts.attention.sinks:  # checkpointing takes any maximum for a choice
             choices.append(Piece("attention", "where the maximum is", "h·T", 8))
-        return [self.input.storage.piece, *choices]
+        return choices if self.plan.offloads else [self.input.storage.piece, *choices]
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the layer's own operations keep its input, and not a copy of it in float32."""
+        return self.run.width == 4 or self.facts.norm == "layer"
+
+    @property
+    def experts_return(self) -> bool:
+        """Whether the experts run backward."""
+        return any(node.label == "experts" for node in self.tape.nodes)
 
     def moments(self, accumulating: bool) -> list[Moment]:
         """The fullest moment of each part of the layer. A checkpointed layer's forward pass runs again in backward."""
@@ -146,6 +164,10 @@ class LayerTape:
         self.tape.record(label, y, fresh=(a, b), saved=keeps)
         return y
 
+    def _keeps(self, part: str) -> bool:
+        """Whether gradients of a part stay until the optimizer's step."""
+        return part not in self.run.fused
+
     def _trains(self, name: str) -> bool:
         return name in self.plan.full
 
@@ -154,7 +176,7 @@ class LayerTape:
         weight, shape = x.shape.rpartition("·")[2], x.shape
         rows = shape.rpartition("·")[0]
         trains = self._trains(f"{path}.weight")
-        gradients = self.tape.numel(weight) * self.run.width * trains
+        gradients = self.tape.numel(weight) * self.run.width * trains * self._keeps("other")
         name = path.rpartition(".")[2]
         if kind == "layer":
             y, moments = self._new(name, shape), self._new(f"{name}: mean and rstd", f"2·{rows}", 4)
@@ -190,8 +212,8 @@ class LayerTape:
         tokens, _, into = x.shape.partition("·")
         y = self._new(name, f"{tokens}·{out}", b)
         trains = self._trains(f"{path}.weight")
-        gradients = linear.out * linear.into * b * trains
-        gradients += linear.out * b * (linear.bias and self._trains(f"{path}.bias"))
+        gradients = linear.out * linear.into * b * trains * self._keeps("other")
+        gradients += linear.out * b * (linear.bias and self._trains(f"{path}.bias")) * self._keeps("other")
         packed = linear.packable and not trains
         unpacked = self._unpacked(name, f"{out}·{into}") if packed else ()
         saved = (x,) if trains else ()
@@ -219,9 +241,9 @@ class LayerTape:
         if wide is None:
             wide = self._wide[parent, id(x)] = self._cast(x, 4, f"{name}: x in float32")
         low = self._new(f"{name}: A·x", f"{tokens}·r", 4)
-        self.tape.record("A", low, fresh=(wide,), saved=(wide,), gradients=4 * r * linear.into)
+        self.tape.record("A", low, fresh=(wide,), saved=(wide,), gradients=4 * r * linear.into * self._keeps("lora"))
         high = self._new(f"{name}: B·A·x", f"{tokens}·{out}", 4)
-        self.tape.record("B", high, fresh=(low,), saved=(low,), gradients=4 * r * linear.out)
+        self.tape.record("B", high, fresh=(low,), saved=(low,), gradients=4 * r * linear.out * self._keeps("lora"))
         high = self._map(high, f"{name}: s·B·A·x")
         total = self._new(name, base.shape, 4)
         same = base.width == 4
@@ -340,7 +362,7 @@ class LayerTape:
         shape, b = "B·h·S·S1", self.run.width
         joined = self._new("scores and sink", shape)
         sinks = self.facts.attention.heads * b * self._trains(f"{self.facts.attention_path}.sinks")
-        self.tape.record("cat", joined, passed=(scores,), gradients=sinks)
+        self.tape.record("cat", joined, passed=(scores,), gradients=sinks * self._keeps("other"))
         most = self._new("maximum", "h·T")
         zeros = (self._piece("zeros", shape),)
         index = self.tape.new("where the maximum is", "h·T", 8, external=self.run.checkpointed)
@@ -419,6 +441,7 @@ class LayerTape:
         trains = self._trains(f"{moe.router}.weight")
         shape = moe.shape
         gradients = shape.num_experts * (shape.hidden + self._trains(f"{moe.router}.bias")) * b * trains
+        gradients *= self._keeps("router")
         wide = self.family in ("deepseek_v2", "deepseek_v3")
         if wide:  # scores in float32 from a float32 copy of x and of the weight
             x = self._cast(x, 4, "router: x in float32")
@@ -463,7 +486,8 @@ class LayerTape:
         return weights
 
     def _experts(self, x: Value, weights: Value) -> Value:
-        """The bank's one node (docs/concepts/expert-bank.md): keeps its input and the routing, recomputes the rest."""
+        """The bank's one node (docs/concepts/expert-bank.md): keeps its input and the routing, and recomputes the
+        rest; without checkpointing it keeps the rows of gate_up too."""
         moe, plan, run = self.facts.experts, self.plan, self.run
         assert moe is not None
         out = self._new("experts' output", "T·H")
@@ -473,7 +497,7 @@ class LayerTape:
             "experts",
             out,
             fresh=(x, weights),
-            saved=(x, weights, order),
+            saved=(x, weights, order, self._new("gate_up", "T·K·O")) if run.keeps_rows else (x, weights, order),
             temporaries=back.temporaries,
             gradients=back.gradients,
             gradients_then=back.gradients_then,

@@ -43,8 +43,14 @@ def _candidates(config: RunConfig) -> Iterator[tuple[dict[str, object], str]]:
         yield {"model.base": "nf4"}, "4 bits for what stays frozen"
     if model.base == "nf4" and not model.double_quant:
         yield {"model.double_quant": True}, "8 bits for the scales of what stays frozen"
-    if train.checkpointing != "full":
+    if train.checkpointing == "none":
+        yield {"train.checkpointing": "experts_only"}, "computes the experts again in backward, and keeps all else"
+    if train.checkpointing in ("none", "experts_only"):
         yield {"train.checkpointing": "full"}, "keeps each layer's input, and computes the layer again in backward"
+    if train.checkpointing != "offload":
+        yield {"train.checkpointing": "offload"}, "as full, and the layers' inputs wait in host memory"
+    if model.experts_on != "host":
+        yield {"model.experts_on": "host"}, "packed experts come from host memory in time; wants many tokens a step"
     if train.micro_batch > 1:
         yield (
             {"train.micro_batch": 1, "train.accumulate": train.accumulate * train.micro_batch},

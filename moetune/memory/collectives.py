@@ -91,7 +91,9 @@ class Communication:
     def data_collectives(self, chain: Sequence[Unit]) -> Iterator[Collective]:
         """ZeRO's and DDP's: weights gathered, gradients reduced, once for every sharing."""
         p, steps = self.parallel, self.whole.accumulate
-        reductions = steps if self.whole.alone else 1  # a fused backward updates, so it reduces, in every micro-step
+        reductions = (
+            steps if self.whole.tensors.alone else 1
+        )  # a fused backward updates, so it reduces, in every micro-step
         for sharing in dict.fromkeys(sharing for unit in chain for sharing, _ in unit):
             groups = [total(t for s, t in unit if s == sharing) for unit in chain]
             n, axis, of = sharing.shards, sharing.axis, sharing.of
@@ -138,7 +140,7 @@ class Communication:
             ((sharing, _),) = embedding if place.pp == 0 else head
             size = part(w.embedding.trainable, sharing.shards, sharing.index)
             yield _ring(
-                "all-reduce", "pp", "gradients of the tied embedding", [size], 2, w.accumulate if w.alone else 1
+                "all-reduce", "pp", "gradients of the tied embedding", [size], 2, w.accumulate if w.tensors.alone else 1
             )
 
 

@@ -48,7 +48,8 @@ def expert_gradients(moe: Experts, plan: LayerPlan, run: Run) -> tuple[int, int]
     rows = shape.intermediate * (2 if shape.has_gate else 1)
     parts = 2 if run.split and shape.has_gate else 1
     factors = run.rank * (parts * shape.hidden + rows) + run.rank * (shape.intermediate + shape.hidden)
-    return shape.parameters_per_expert * run.width, 4 * factors
+    whole = shape.parameters_per_expert * run.width
+    return whole * ("experts" not in run.fused), 4 * factors * ("lora" not in run.fused)
 
 
 class _Expert:
@@ -80,10 +81,11 @@ class _Expert:
         self._unpack("down unpacked", "H·I")
         self._take("dact", "N·I")
         self._free("down unpacked")
-        self._unpack("gate_up unpacked", "O·H")
-        self._take("x_NH", "N·H")
-        self._take("gate_up", "N·O")
-        self._free("x_NH")
+        if not self.run.keeps_rows:
+            self._unpack("gate_up unpacked", "O·H")
+            self._take("x_NH", "N·H")
+            self._take("gate_up", "N·O")
+            self._free("x_NH")
         self._keep_activation()
         self._take("act", "N·I")
         if self.kind != "frozen":
@@ -95,12 +97,17 @@ class _Expert:
         self._free("act", "dy_NH")
         self._activation_backward()
         self._free("dact", "gate_up")
+        if needs_x:
+            if self.run.keeps_rows:
+                self._unpack("gate_up unpacked", "O·H")
+            self._take("dx_NH", "N·H")
+            self._free("dx_NH")
+            if self.run.keeps_rows:
+                self._free("gate_up unpacked")
         if self.kind != "frozen":
             self._take("x_NH", "N·H")
             self._made("O·H", self.tape.letters["O"])
             self._free("x_NH")
-        if needs_x:
-            self._take("dx_NH", "N·H")
 
     def _keep_activation(self) -> None:
         """What the activation's own graph keeps: silu(gate); for gpt-oss both halves clamped, sigmoid and glu."""
@@ -166,7 +173,7 @@ class _Expert:
 
     def _made(self, shape: str, rows: int) -> None:
         """Gradients of an expert's matrix: a trained one's stays, a factor's is written into its stack."""
-        if self.kind == "trained":
+        if self.kind == "trained" and "experts" not in self.run.fused:
             bias = rows * self.run.width if self.moe.shape.has_bias else 0
             self.gradients += self.tape.numel(shape) * self.run.width + bias
             self._look()

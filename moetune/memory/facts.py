@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,8 +47,12 @@ class Parameter:
 
     name: str
     component: Component
-    numel: int
+    shape: tuple[int, ...]
     width: int | None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,7 @@ def _read(name: str, model: PreTrainedModel, family: str) -> Facts:
         prefix = "" if part.layer is None else f"{stack}.{part.layer}."
         width = 4 if parameters[part.name].dtype == torch.float32 else None
         by_layer.setdefault(part.layer, []).append(
-            Parameter(part.name.removeprefix(prefix), part.component, part.numel, width)
+            Parameter(part.name.removeprefix(prefix), part.component, part.shape, width)
         )
     moe = {layer.index: layer for layer in anatomy.moe_layers}
     seen: dict[LayerFacts, LayerFacts] = {}

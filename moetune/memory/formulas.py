@@ -7,15 +7,17 @@ the layers' tapes (activations.py). docs/concepts/{weights,optimizer-states,acti
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from moetune.anatomy.selection import Selection, select
-from moetune.config import OptimizerConfig, RunConfig
+from moetune.config import RunConfig
 from moetune.experts.packed import BLOCK, NESTED_BLOCK
 from moetune.memory.activations import LayerPlan, LayerTape, Run
 from moetune.memory.facts import Experts, Facts, LayerFacts, Parameter
-from moetune.memory.head import Head
+from moetune.memory.head import Head, head_lora
+from moetune.memory.optimizers import PartOptimizers
 from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tape import Piece
@@ -51,38 +53,6 @@ def _linear_bytes(out: int, into: int, base: str, nested: bool) -> int:
     return packed_bytes(out, into, base, nested) + tables
 
 
-# --- What trains --------------------------------------------------------------------------------------------------
-
-
-def trained(numel: int, width: int, optimizer: OptimizerConfig, of: int | None = None) -> Tensors:
-    """What `numel` trained elements of `width` bytes take in all; they belong to a tensor of `of` elements.
-
-    Mixed-precision Adam is 2 + 2 + 4 + 4 + 4 = 16 bytes a parameter (ZeRO, arXiv 1910.02054, section 3.1): weight,
-    gradient, and in float32 master copy and two moments. Without a master copy torch keeps the moments in the
-    parameter's own dtype.
-    """
-    has_master = optimizer.master_weights == "fp32" and width < 4 and optimizer.name != "lomo"
-    return Tensors(
-        trainable=numel * width,
-        gradients=numel * width,
-        states=_state_bytes(numel, 4 if has_master else width, optimizer, numel if of is None else of),
-        master=4 * numel if has_master else 0,
-        numel=numel,
-    )
-
-
-def _state_bytes(numel: int, width: int, optimizer: OptimizerConfig, of: int) -> int:
-    match optimizer.name:
-        case "adamw":
-            return 2 * numel * width + (4 if numel == of else 0)  # and a step count
-        case "adamw8bit":
-            return 8 * numel if of < _SMALLEST_8BIT else 2 * (numel + 4 * -(-numel // _BLOCK_8BIT))
-        case "sgd":
-            return numel * width if optimizer.momentum else 0
-        case "lomo":
-            return 0
-
-
 # --- The run ------------------------------------------------------------------------------------------------------
 
 
@@ -100,12 +70,12 @@ class Setup:
 
     @property
     def accumulating(self) -> bool:
-        """Whether a gradient joins what is there as it comes. A fused backward uses it up as it comes."""
-        return self.config.train.accumulate > 1 or self.fused
+        """Whether a gradient joins what is there as it comes."""
+        return self.config.train.accumulate > 1
 
     @property
-    def fused(self) -> bool:
-        return self.config.optimizer.fused_backward or self.config.optimizer.name == "lomo"
+    def optimizers(self) -> PartOptimizers:
+        return PartOptimizers.of(self.config)
 
 
 def set_up(
@@ -126,7 +96,7 @@ def set_up(
     Raises:
         UserError: the run file asks for what the model does not have.
     """
-    width = width or {"bf16": 2, "fp32": 4, "auto": 2}[config.model.dtype]
+    width = width or {"bf16": 2, "fp16": 2, "fp32": 4, "auto": 2}[config.model.dtype]
     selection = select(config.adapt, facts.anatomy)
     lora = selection.lora
     run = Run(
@@ -138,7 +108,10 @@ def set_up(
         batch=config.train.micro_batch,
         sequence=config.train.sequence_length,
         eager=config.model.attention == "eager",
-        checkpointed=config.train.checkpointing == "full",
+        checkpointed=config.train.checkpointing in ("full", "offload"),
+        on_host=config.model.experts_on == "host",
+        keeps_rows=config.train.checkpointing == "none",
+        fused=PartOptimizers.of(config).fused(),
     )
     full, outside = _by_layer(selection.full, facts)
     factors, _ = _by_layer(selection.lora_linears, facts)
@@ -154,6 +127,8 @@ def set_up(
             lora_experts=len(selection.lora_experts.get(index, ())),
             input_needs=needs,
             rows=0 if moe is None else _rows(routing, index, run.batch * run.sequence, moe),
+            # A frozen embedding's output stays: autograd holds on to leaves.
+            offloads=config.train.checkpointing == "offload" and (index > 0 or facts.embedding in outside),
         )
         plans.append(plan)
         needs = needs or bool(plan.full or plan.lora or plan.experts or plan.lora_experts)
@@ -184,35 +159,38 @@ Group = tuple[str, Tensors]
 """What a tensor is part of, and what it takes."""
 
 
-def dense_groups(layer: LayerFacts, plan: LayerPlan, run: Run, optimizer: OptimizerConfig) -> list[Group]:
+def dense_groups(layer: LayerFacts, plan: LayerPlan, run: Run, optimizers: PartOptimizers) -> list[Group]:
     """The tensors of a layer but those of its routed experts."""
     groups: list[Group] = [("buffers", Tensors(frozen=layer.buffers))]
-    groups += [(p.component, _parameter(p, p.name in plan.full, layer, run, optimizer)) for p in layer.parameters]
+    groups += [(p.component, _parameter(p, p.name in plan.full, layer, run, optimizers)) for p in layer.parameters]
     for path in sorted(plan.lora):
         linear = layer.linears[path]
-        groups += [("lora", trained(run.rank * side, 4, optimizer)) for side in (linear.into, linear.out)]
+        groups += [("lora", optimizers.trained("lora", (run.rank, side), 4)) for side in (linear.into, linear.out)]
     if layer.experts is not None and run.base == "nf4" and run.nested:
         tables = 2 * _NESTED_CODE  # one a stack
-        groups.append(("experts", Tensors(frozen=tables, packed=tables)))
+        groups.append(("experts", Tensors(host=tables) if run.on_host else Tensors(frozen=tables, packed=tables)))
     return groups
 
 
 def outside_groups(setup: Setup) -> list[Group]:
     """The tensors before the first and after the last layer."""
-    run, optimizer = setup.run, setup.config.optimizer
+    run, optimizers = setup.run, setup.optimizers
     groups: list[Group] = [("buffers", Tensors(frozen=setup.facts.buffers))]
     for p in setup.facts.outside:
         width = p.width or run.width
         trains = p.name in setup.outside
         frozen = Tensors(frozen=p.numel * width, frozen_numel=p.numel)
-        groups.append((p.component, trained(p.numel, width, optimizer) if trains else frozen))
+        groups.append((p.component, optimizers.trained("other", p.shape, width) if trains else frozen))
+    for _ in head_lora(setup):
+        sides = (setup.facts.hidden, setup.facts.vocabulary)
+        groups += [("lora", optimizers.trained("lora", (run.rank, side), 4)) for side in sides]
     return groups
 
 
-def _parameter(p: Parameter, trains: bool, layer: LayerFacts, run: Run, optimizer: OptimizerConfig) -> Tensors:
+def _parameter(p: Parameter, trains: bool, layer: LayerFacts, run: Run, optimizers: PartOptimizers) -> Tensors:
     width = p.width or run.width
     if trains:
-        return trained(p.numel, width, optimizer)
+        return optimizers.trained("router" if p.component == "router" else "other", p.shape, width)
     path, _, end = p.name.rpartition(".")
     linear = layer.linears.get(path)
     if linear is not None and end == "weight" and is_packed(linear.packable, run):
@@ -227,20 +205,34 @@ def is_packed(packable: bool, run: Run) -> bool:
 
 
 def expert_tensors(
-    moe: Experts, plan: LayerPlan, run: Run, optimizer: OptimizerConfig
+    moe: Experts, plan: LayerPlan, run: Run, optimizers: PartOptimizers
 ) -> tuple[Tensors, Tensors, Tensors]:
     """(a frozen expert, one with LoRA, one that trains whole)."""
     shape = moe.shape
     rows = shape.intermediate * (2 if shape.has_gate else 1)
     matrices = ((rows, shape.hidden), (shape.hidden, shape.intermediate))
     biases = (rows, shape.hidden) if shape.has_bias else ()
-    nbytes = sum(packed_bytes(*matrix, run.base, run.nested) for matrix in matrices) + sum(biases) * run.width
-    frozen = Tensors(frozen=nbytes, packed=nbytes, frozen_numel=shape.parameters_per_expert)
-    sizes = [out * into for out, into in matrices] + list(biases)
-    whole = total(trained(size, run.width, optimizer) for size in sizes)
+    nbytes = sum(packed_bytes(*matrix, run.base, run.nested) for matrix in matrices)
+    here = sum(biases) * run.width + (0 if run.on_host else nbytes)
+    frozen = Tensors(
+        frozen=here,
+        packed=here,
+        frozen_numel=sum(biases) if run.on_host else shape.parameters_per_expert,
+        host=nbytes if run.on_host else 0,
+    )
+    sizes = (*matrices, *((size,) for size in biases))
+    whole = total(optimizers.trained("experts", size, run.width) for size in sizes)
     parts, n = (2 if run.split and shape.has_gate else 1), plan.lora_experts
-    factors = (parts * run.rank * shape.hidden, rows * run.rank, run.rank * shape.intermediate, shape.hidden * run.rank)
-    lora = total(trained(size, 4, optimizer, of=size * max(n, 1)) for size in factors)
+    factors = (
+        (parts, run.rank, shape.hidden),
+        (parts, rows // parts, run.rank),
+        (1, run.rank, shape.intermediate),
+        (1, shape.hidden, run.rank),
+    )
+    lora = total(optimizers.trained("lora", factor, 4, stacked=max(n, 1)) for factor in factors)
+    if lora.alone:  # the stacks of a layer come together
+        stacks = sum(4 * math.prod(factor) * n for factor in factors)
+        lora = replace(lora, alone=lora.alone + stacks - max(4 * math.prod(factor) * n for factor in factors))
     return frozen, frozen + lora, whole
 
 
@@ -249,20 +241,17 @@ def _layer(
     facts: LayerFacts,
     plan: LayerPlan,
     run: Run,
-    optimizer: OptimizerConfig,
+    optimizers: PartOptimizers,
     whole_ids: tuple[int, ...],
     lora_ids: tuple[int, ...],
-    fused: bool,
 ) -> Layer:
-    """The layer's tensors; a fused backward keeps no gradient."""
-    groups = dense_groups(facts, plan, run, optimizer)
+    """The layer's tensors."""
+    groups = dense_groups(facts, plan, run, optimizers)
     dense = total(tensors for component, tensors in groups if component not in _UNSPLIT)
     unsplit = total(tensors for component, tensors in groups if component in _UNSPLIT)
     kinds: tuple[Tensors, ...] = ()
     if facts.experts is not None:
-        kinds = expert_tensors(facts.experts, plan, run, optimizer)
-    if fused:
-        dense, unsplit, *kinds = (replace(tensors, gradients=0) for tensors in (dense, unsplit, *kinds))
+        kinds = expert_tensors(facts.experts, plan, run, optimizers)
     if facts.experts is None:
         return Layer(0, dense, (), 0, (), unsplit)
     frozen, lora, whole = kinds
@@ -278,6 +267,8 @@ def _layer(
 class _Activations:
     saved: int
     saved_split: int
+    offloaded: int
+    experts_return: bool
     moments: tuple[tuple[Transient, int], ...]
 
 
@@ -301,10 +292,13 @@ def _activations(
             split=layer.tape.nbytes(p for p in pieces if _splits(p) and not _is_row(p)),
             experts_split=layer.tape.nbytes(p for p in pieces if _splits(p) and _is_row(p)),
             saved=1.0 if run.checkpointed or not saved else m.saved / saved,
+            recomputes=run.checkpointed and m.node < 0,
+            has_input=m.node < 0 or layer.keeps_input,
         )
         moments.append((transient, m.gradients))
     split = layer.tape.nbytes(piece for piece in kept if _splits(piece))
-    return _Activations(saved, split, tuple(moments))
+    offloaded = layer.input.bytes if plan.offloads else 0
+    return _Activations(saved, split, offloaded, layer.experts_return, tuple(moments))
 
 
 _UNSPLIT = ("norm", "router")  # tensor parallelism leaves them whole
@@ -346,7 +340,7 @@ def quantities_of(setup: Setup) -> Quantities:
     layers = []
     for index, plan in enumerate(setup.plans):
         whole_ids, lora_ids = setup.selection.experts.get(index, ()), setup.selection.lora_experts.get(index, ())
-        layer = _layer(facts.layers[index], plan, run, config.optimizer, whole_ids, lora_ids, setup.fused)
+        layer = _layer(facts.layers[index], plan, run, setup.optimizers, whole_ids, lora_ids)
         kept = _activations(facts.layers[index], plan, run, facts.family, facts.hidden, setup.accumulating)
         own = layer.tensors.gradients
         transients = tuple(
@@ -355,7 +349,15 @@ def quantities_of(setup: Setup) -> Quantities:
             if run.checkpointed or "forward" not in moment.name or index == len(setup.plans) - 1
         )
         layers.append(
-            replace(layer, index=index, saved=kept.saved, saved_split=kept.saved_split, transients=transients)
+            replace(
+                layer,
+                index=index,
+                saved=kept.saved,
+                saved_split=kept.saved_split,
+                transients=transients,
+                offloaded=kept.offloaded,
+                returns=kept.experts_return,
+            )
         )
     hidden = run.batch * run.sequence * facts.hidden * run.width
     top_k = max((layer.experts.top_k for layer in facts.layers if layer.experts), default=0)
@@ -374,7 +376,6 @@ def quantities_of(setup: Setup) -> Quantities:
         logits=run.batch * run.sequence * facts.vocabulary * run.width,
         tied=facts.tied,
         evaluation=0 if (held_out := evaluation_of(setup)) is None else held_out.nbytes(held_out.evaluation()),
-        alone=_largest_gradient(setup) if setup.fused else 0,
     )
 
 
@@ -393,18 +394,4 @@ def _outside(setup: Setup) -> tuple[Tensors, Tensors]:
     groups = outside_groups(setup)
     before = total(tensors for component, tensors in groups if component in ("embedding", "buffers"))
     after = total(tensors for component, tensors in groups if component not in ("embedding", "buffers"))
-    return (replace(before, gradients=0), replace(after, gradients=0)) if setup.fused else (before, after)
-
-
-def _largest_gradient(setup: Setup) -> int:
-    """LOMO (arXiv 2306.09782, section 3.1): a gradient is used up before the next is made. An expert bank makes those
-    of its layer at once."""
-    run, sizes = setup.run, [0]
-    sizes += [p.numel * (p.width or run.width) for p in setup.facts.outside if p.name in setup.outside]
-    for layer, plan in set(zip(setup.facts.layers, setup.plans, strict=True)):
-        sizes += [p.numel * (p.width or run.width) for p in layer.parameters if p.name in plan.full]
-        sizes += [4 * run.rank * max(layer.linears[path].out, layer.linears[path].into) for path in plan.lora]
-        if layer.experts is not None:
-            _, lora, whole = expert_tensors(layer.experts, plan, run, setup.config.optimizer)
-            sizes.append(plan.experts * whole.gradients + plan.lora_experts * lora.gradients)
-    return max(sizes)
+    return before, after

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moetune.memory.tape import Piece, Tape
+from moetune.step.loss import block_tokens, chunk_tokens
 
 if TYPE_CHECKING:
     from moetune.memory.formulas import Setup
 
-LOSS_BLOCK = 2**23
-"""Elements of logits that the loss turns to float32 at once (step/loss.py)."""
+
+def head_lora(setup: Setup) -> tuple[str, ...]:
+    """Paths of linear layers with factors outside of decoder layers: that of the head, or none."""
+    return tuple(path for path in setup.selection.lora_linears if not path.startswith(setup.facts.prefix))
 
 
 class Head:
@@ -19,8 +22,14 @@ class Head:
     def __init__(self, setup: Setup) -> None:
         self.setup, facts, run = setup, setup.facts, setup.run
         tokens = run.batch * run.sequence
-        rows = min(tokens, max(1, LOSS_BLOCK // facts.vocabulary))
-        self.blocks = -(-tokens // rows)
+        width, vocabulary = run.width, facts.vocabulary
+        self.lora = bool(head_lora(setup))
+        # Of one token: logits; with LoRA also B·A·x, that scaled and the sum in float32, and the sum cast; scaled ones.
+        row = (12 + width * (1 + (width < 4)) if self.lora else width) + width * facts.scaled
+        chunk = chunk_tokens(setup.config.train.loss_bytes, vocabulary, width, vocabulary * row, tokens)
+        last = tokens % chunk
+        self.chunks = [("n", tokens >= 2 * chunk)] + ([("last n", True)] if last else [])
+        """Chunks that may be the fullest, a whole one and a shorter last one, and whether others are before them."""
         packed = setup.config.data is None or setup.config.data.packing
         self.tape = Tape(
             {
@@ -29,7 +38,11 @@ class Head:
                 "T": tokens,
                 "H": facts.hidden,
                 "V": facts.vocabulary,
-                "n": rows,
+                "n": chunk,
+                "last n": last,
+                "block(n)": min(chunk, block_tokens(vocabulary)),
+                "block(last n)": min(last, block_tokens(vocabulary)),
+                "r": run.rank,
                 "P": tokens if packed else run.sequence,
                 "a": setup.config.train.accumulate,
                 "R": facts.rotary,
@@ -63,7 +76,7 @@ class Head:
         if run.checkpointed:
             width = run.width if run.eager else 1
             pieces.append(Piece("batch", "attention masks", f"{facts.masks}·B·S·S", width))
-            if facts.scaled:
+            if facts.scaled and facts.embedding not in self.setup.outside:
                 pieces.append(Piece("batch", "embeddings before they are scaled", "T·H", run.width))
         return pieces
 
@@ -78,36 +91,86 @@ class Head:
 
     def evaluation(self) -> list[Piece]:
         """A batch without gradients, at its loss."""
-        block = [self._piece("block of logits in float32", "n·V", 4)] if self.setup.run.width < 4 else []
-        return [*self.batch(), self._piece("logits", "T·V"), *block]
+        kept = [*self.batch(), self._piece("targets", "T", 8), self._piece("normed", "T·H")]
+        return [*kept, *max(self._forward_of_chunk("n"), key=self.nbytes)]
 
     def loss(self) -> list[Piece]:
-        """The fullest of four moments: the loss backward, the logits scaled, the head's backward, the norm's."""
-        return max(self._moments(), key=self.nbytes)
+        """The fullest moment of the loss, of the head's backward, or of the final norm's."""
+        moments = self._moments() if self.setup.loss_width is None else self._moments_of_torch(self.setup.loss_width)
+        return max(moments, key=self.nbytes)
 
-    def _moments(self) -> list[list[Piece]]:
-        facts = self.setup.facts
-        kept = [self._piece("targets", "T", 8), self._piece("logsumexp", "T", 4)]
-        if self.norm_trains and facts.norm != "layer":
-            kept.append(self._piece("norm: x·rsqrt", "T·H"))
-        if self.head_trains:
-            kept.append(self._piece("normed", "T·H"))
-        logits = self._piece("logits, then their gradient", "T·V")
-        moments = [[*kept, logits, self._beside_logits()]]
-        if facts.scaled:
-            moments.append([*kept, logits, self._piece("logits scaled", "T·V"), self._piece("normed", "T·H")])
-        flows = [self._piece("gradient of normed", "T·H")] if self.needs or self.norm_trains else []
-        fused = self.setup.fused
-        table = [self._piece("gradient of the head", "V·H")] if self.head_trains and not fused else []
-        moments.append([*kept, logits, *flows, *table])
-        if facts.norm != "layer" and self.needs:
-            moments.append([*table, self._piece("norm backward", "5·T·H", 4)])
+    def _forward_of_chunk(self, n: str) -> list[list[Piece]]:
+        """The tail, and a block of logits in float32 if they are narrower."""
+        logits, narrow = self._piece("logits of a chunk", f"{n}·V"), self.setup.run.width < 4
+        moments = [[logits, self._piece("block of logits in float32", f"block({n})·V", 4)] if narrow else [logits]]
+        if self.lora:
+            both = self._piece("s·B·A·x of a chunk, and B·A·x or the sum", f"2·{n}·V", 4)
+            moments.append([logits, both, *self._low(n)])
+        if self.setup.facts.scaled:
+            moments.append([logits, self._piece("logits scaled", f"{n}·V")])
         return moments
 
-    def _beside_logits(self) -> Piece:
-        """moetune's loss has a block's float32 copy (if it is no float32 yet), the shifted block and the former one.
-        torch's has whole the log-softmax, its gradient and that of the logits, which themselves stay."""
-        if (width := self.setup.loss_width) is not None:
-            return self._piece("log-softmax, its gradient, the logits' gradient", "3·T·V", width)
-        copies = (self.setup.run.width < 4) + 1 + (self.blocks > 1)
-        return self._piece("blocks of logits in float32", f"{copies}·n·V", 4)
+    def _low(self, n: str) -> list[Piece]:
+        copy = [self._piece("normed of a chunk in float32", f"{n}·H", 4)] if self.setup.run.width < 4 else []
+        return [*copy, self._piece("A·x of a chunk", f"{n}·r", 4)]
+
+    def _moments(self) -> list[list[Piece]]:
+        flows = self.needs or self.norm_trains
+        inside = [*self._kept_by_norm(), self._piece("targets", "T", 8), self._piece("normed", "T·H")]
+        inside += [self._piece("gradient of normed", "T·H")] if flows else []
+        moments = []
+        for n, earlier in self.chunks:
+            around = [*inside, *(self._sums() if earlier else [])]
+            moments += [[*around, *pieces] for pieces in self._forward_of_chunk(n)]
+            moments.append([*around, *self._table(), *self._backward_of_chunk(n, flows)])
+        again = [self._piece(f"{piece.label}, in forward", piece.shape) for piece in self._table()]
+        passed = [self._piece("gradient of normed, in forward and in backward", "2·T·H")] if flows else []
+        moments.append([*self._kept_by_norm(), *self._table(), *again, *passed])
+        return moments + self._norm_backward()
+
+    def _sums(self) -> list[Piece]:
+        """What earlier chunks gave for what trains in the tail."""
+        sums = [self._piece("sum of the head's gradients", "V·H", 4)] if self.head_trains else []
+        if self.lora:
+            sums += [
+                self._piece(f"sum of {name}'s gradients", shape, 4) for name, shape in (("A", "r·H"), ("B", "V·r"))
+            ]
+        return sums
+
+    def _backward_of_chunk(self, n: str, flows: bool) -> list[Piece]:
+        pieces, narrow = [self._piece("gradient of a chunk's logits", f"{n}·V")], self.setup.run.width < 4
+        if self.setup.facts.scaled and not (self.lora and narrow):  # there it is gone when the most is alive
+            pieces.append(self._piece("gradient of logits before they are scaled", f"{n}·V"))
+        if self.lora:
+            pieces += [self._piece("gradient of B·A·x", f"{n}·V", 4), *self._low(n)]
+            if narrow:
+                wide = self._piece("gradient of the sum in float32", f"{n}·V", 4)
+                return [*pieces, wide, self._piece("gradient of the head's output", f"{n}·V")]
+            return [*pieces, self._piece("gradient of A·x", f"{n}·r", 4), self._piece("gradient of B", "V·r", 4)]
+        return [*pieces, self._piece("gradient of a chunk's normed", f"{n}·H")] if flows else pieces
+
+    def _moments_of_torch(self, width: int) -> list[list[Piece]]:
+        """torch's cross-entropy of all logits: log-softmax, its gradient and that of the logits, which stay."""
+        kept = [self._piece("normed", "T·H")] if self.head_trains else []
+        kept += self._kept_by_norm()
+        logits = self._piece("logits", "T·V")
+        flows = [self._piece("gradient of normed", "T·H")] if self.needs or self.norm_trains else []
+        wide = self._piece("log-softmax, its gradient, the logits' gradient", "3·T·V", width)
+        return [[*kept, logits, wide], [*kept, logits, *flows, *self._table()], *self._norm_backward()]
+
+    def _kept_by_norm(self) -> list[Piece]:
+        keeps = self.norm_trains and self.setup.facts.norm != "layer"
+        return [self._piece("norm: x·rsqrt", "T·H")] if keeps else []
+
+    def _norm_backward(self) -> list[list[Piece]]:
+        if self.setup.facts.norm == "layer" or not self.needs:
+            return []
+        return [[*self._table(), self._piece("norm backward", "5·T·H", 4)]]
+
+    def _table(self) -> list[Piece]:
+        """The head's gradient; used up as it comes, it counts with those of all layers."""
+        return (
+            [self._piece("gradient of the head", "V·H")]
+            if self.head_trains and "other" not in self.setup.run.fused
+            else []
+        )

@@ -151,7 +151,7 @@ def _cut(tensors: Tensors, ranks: int, index: int) -> Tensors:
 
 def _shard(tensors: Tensors, sharing: Sharing, zero: int) -> Tensors:
     """One rank's part under ZeRO 1 (optimizer), 2 (and gradients) or 3 (and weights); packed weights stay whole."""
-    cut = _cut(tensors, sharing.shards, sharing.index)
+    cut = replace(_cut(tensors, sharing.shards, sharing.index), host=tensors.host)
     if zero < 3:
         plain = replace(cut, frozen=tensors.frozen, trainable=tensors.trainable, packed=tensors.packed)
         return plain if zero == 2 else replace(plain, gradients=tensors.gradients)

@@ -15,7 +15,9 @@ from moetune.experts.packed import BLOCK
 from moetune.memory.report import LoadPeaks
 
 
-def load_peaks(anatomy: Anatomy, config: RunConfig, banks: Mapping[int, int], static: int) -> LoadPeaks:
+def load_peaks(
+    anatomy: Anatomy, config: RunConfig, banks: Mapping[int, int], static: int, on_host: int = 0
+) -> LoadPeaks:
     """What loading takes at most.
 
     A checkpoint: the banks are there from the start, and tensor by tensor the rest arrives. Where it holds experts one
@@ -28,14 +30,15 @@ def load_peaks(anatomy: Anatomy, config: RunConfig, banks: Mapping[int, int], st
     its way is taken to be no larger than they are.
 
     Args:
-        banks: by layer, the bytes of its experts as they stay.
-        static: the bytes of all that stays.
+        banks: by layer, the bytes of its experts as they stay on the GPU.
+        static: the bytes of all that stays on the GPU.
+        on_host: the bytes of what stays on the host.
     """
     width = compute_dtype(config, torch.device("meta")).itemsize
     layers = [layer for layer in anatomy.moe_layers if layer.index in banks]
     outside = max(part.numel for part in anatomy.parts if part.layer is None)
     if config.model.weights == "random":
-        return LoadPeaks(host=0, gpu=max(static + outside, _drawn(layers, config.model.base, width, banks)))
+        return LoadPeaks(host=on_host, gpu=max(static + outside, _drawn(layers, config.model.base, width, banks)))
     host, on_the_way = outside * width, 0
     if layers:
         shape = layers[0].shape
@@ -43,7 +46,7 @@ def load_peaks(anatomy: Anatomy, config: RunConfig, banks: Mapping[int, int], st
         pieces = 3 if merges_experts(anatomy.model_type) else shape.num_experts
         host = max(host, matrix * width * (1 if pieces == 3 else pieces))
         on_the_way = pieces * matrix * width + _temporaries(shape, matrix, config.model.base, width)
-    return LoadPeaks(host=host, gpu=static + on_the_way)
+    return LoadPeaks(host=host + on_host, gpu=static + on_the_way)
 
 
 def _drawn(layers: Iterable[MoeLayer], base: str, width: int, banks: Mapping[int, int]) -> int:

@@ -13,9 +13,9 @@ from moetune.memory.allocator import Event, simulate
 from moetune.memory.changes import best_changes
 from moetune.memory.facts import NoClosedForm, read_facts
 from moetune.memory.formulas import Setup, quantities_of, set_up
-from moetune.memory.layout import divide
+from moetune.memory.layout import RankShare, divide, model_states
 from moetune.memory.loading import load_peaks
-from moetune.memory.quantities import Quantities, Tensors, total
+from moetune.memory.quantities import Tensors, total
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import terms as terms_of
@@ -99,7 +99,7 @@ def _by_formula(setup: Setup, routing: Routing, card: Gpu, common: dict[str, Any
     shares = divide(
         quantities_of(setup),
         config.parallel,
-        checkpointing=config.train.checkpointing == "full",
+        checkpointing=config.train.checkpointing in ("full", "offload"),
         load=dict(routing.load) or None,
         kv_heads=min(layer.attention.kv_heads for layer in setup.facts.layers),
     )
@@ -109,8 +109,8 @@ def _by_formula(setup: Setup, routing: Routing, card: Gpu, common: dict[str, Any
     report = MemoryReport(
         **common,
         method="formula",
-        ranks=tuple(_formula_rank(share.rank, share.quantities, card) for share in shares),
-        load=load_peaks(setup.facts.anatomy, config, banks, _stays(kept.tensors)),
+        ranks=tuple(_formula_rank(share, card) for share in shares),
+        load=load_peaks(setup.facts.anatomy, config, banks, _stays(kept.tensors), kept.tensors.host),
         collectives=fullest.collectives,
     )
     if config.train.router_aux_loss or config.train.router_z_loss:
@@ -154,11 +154,13 @@ def _traced_rank(traced: Trace, card: Gpu) -> RankMemory:
         parts=replace(parts, transient_peak=parts.transient_peak + beside),
         outside_allocator=card.context.value,
         peak_reserved=played.peak_reserved,
+        host_bytes=traced.host_peak,
     )
 
 
-def _formula_rank(rank: int, share: Quantities, card: Gpu) -> RankMemory:
-    _, parts = share.peak()
+def _formula_rank(share: RankShare, card: Gpu) -> RankMemory:
+    _, parts = share.quantities.peak()
     parts = replace(parts, transient_peak=parts.transient_peak + _WORKSPACES * card.cublas_workspace.value)
     reserved = -(-parts.total // _PAGE) * _PAGE + _SMALL_PAGE
-    return RankMemory(rank, parts, card.context.value, reserved)
+    host = share.quantities.host_bytes + model_states(share.host)
+    return RankMemory(share.rank, parts, card.context.value, reserved, host)

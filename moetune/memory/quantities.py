@@ -8,7 +8,7 @@ A step has four kinds of moments that can be the peak, an evaluation one; everyt
     optimizer  static + gradients + update
     evaluation static + logits + loss, if a held-out batch has more rows than one that trains
 
-static is weights, optimizer states and master weights. G is zero in the first micro-step and all gradients in later
+static is weights, optimizer states and master weights; what is fetched from the host comes on top (`Fetched`). G is zero in the first micro-step and all gradients in later
 ones; G' is the gradients of what backward has passed, in later micro-steps all of them and those of the layer twice:
 the new ones are whole before they are added.
 """
@@ -26,8 +26,10 @@ from moetune.memory.report import Parts
 class Tensors:
     """What a group of parameters takes, in bytes; `numel` counts those that train, `frozen_numel` the others.
 
-    `update` is what the optimizer takes and gives back while it updates the group. `packed` is the part of `frozen`
-    that lies in buffers (packed experts and linear layers), which `fsdp` never shards.
+    `update` is what the optimizer takes and gives back while it updates the group. `alone` is, of a group whose
+    gradients are used up as they come, the largest of them with what its update takes; `gradients` is 0 then.
+    `packed` is the part of `frozen` that lies in buffers (packed experts and linear layers), which `fsdp` never shards.
+    `host` (packed weights) and `host_update` (updates) stay in host memory and are no part of any of these.
     """
 
     frozen: int = 0
@@ -39,6 +41,9 @@ class Tensors:
     update: int = 0
     packed: int = 0
     frozen_numel: int = 0
+    host: int = 0
+    alone: int = 0
+    host_update: int = 0
 
     def __add__(self, other: Tensors) -> Tensors:
         return total((self, other))
@@ -48,10 +53,12 @@ def total(groups: Iterable[Tensors]) -> Tensors:
     """All groups together; their updates run one after the other, so the largest one counts."""
     groups = tuple(groups)
     sums = {name: sum(getattr(group, name) for group in groups) for name in _SUMMED}
-    return Tensors(**sums, update=max((group.update for group in groups), default=0))
+    most = {name: max((getattr(group, name) for group in groups), default=0) for name in _ONE_AT_A_TIME}
+    return Tensors(**sums, **most)
 
 
-_SUMMED = tuple(field.name for field in fields(Tensors) if field.name != "update")
+_ONE_AT_A_TIME = ("update", "alone")
+_SUMMED = tuple(field.name for field in fields(Tensors) if field.name not in _ONE_AT_A_TIME)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Transient:
     `experts` is the share that grows with the tokens a rank's experts receive, `dense` all the rest. `split` and
     `experts_split` are the activations in them that tensor parallelism divides (heads, intermediates); rows of hidden
     size and unpacked matrices are not among them. `gradients` and `saved` are the shares of the layer's gradients and
-    of what its forward pass kept that exist at this moment.
+    of what its forward pass kept that exist at this moment. `recomputes`: it is before the layer's backward begins.
+    `has_input`: the layer's input, if it was brought back from the host, is still there.
     """
 
     name: str
@@ -71,6 +79,16 @@ class Transient:
     experts_split: int = 0
     gradients: float = 1.0
     saved: float = 1.0
+    recomputes: bool = False
+    has_input: bool = True
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Copies on the device of what stays on the host: packed experts, and layers' inputs."""
+
+    experts: int = 0
+    inputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,8 @@ class Layer:
         unsplit: norms and router, which tensor parallelism leaves whole.
         saved_split: the part of `saved` that tensor parallelism divides.
         saved_experts: the part of `saved` that grows with the tokens a rank's experts receive.
+        offloaded: its input, where that waits for backward on the host; no part of `saved` then.
+        returns: whether its experts run backward.
     """
 
     index: int
@@ -95,6 +115,8 @@ class Layer:
     unsplit: Tensors = Tensors()
     saved_split: int = 0
     saved_experts: int = 0
+    offloaded: int = 0
+    returns: bool = True
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -119,7 +141,6 @@ class Quantities:
         in_flight: activations of micro-batches that wait in a pipeline for their backward.
         gradients_stay: gradients live from the first micro-step on, in DDP's buckets.
         evaluation: what a larger batch of held-out data takes at its loss; 0 if it is no larger.
-        alone: the largest gradient, where a fused backward leaves one at a time; `gradients` of tensors are then 0.
     """
 
     embedding: Tensors
@@ -137,11 +158,33 @@ class Quantities:
     in_flight: int = 0
     gradients_stay: bool = False
     evaluation: int = 0
-    alone: int = 0
 
     @cached_property
     def tensors(self) -> Tensors:
         return self.embedding + total(layer.tensors for layer in self.layers) + self.head
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """What is in host memory when the forward pass is through."""
+        everything = self.tensors
+        return everything.host + everything.host_update + sum(layer.offloaded for layer in self.layers)
+
+    @cached_property
+    def _on_host(self) -> tuple[Layer, ...]:
+        """The layers whose experts are on the host and run backward."""
+        return tuple(layer for layer in self.layers if layer.tensors.host and layer.returns)
+
+    def fetched(self, layer: Layer, moment: Transient) -> Fetched:
+        """What has been brought at a moment of a layer's backward: the experts in use and those that are next, which
+        change when a layer's experts begin; and the layer's input and that of the layer before."""
+        used = [one for one in self._on_host if one.index >= layer.index + moment.recomputes]
+        current = used[0] if used else None
+        before = [one for one in self._on_host if current is None or one.index < current.index][-1:]
+        earlier = [one.offloaded for one in self.layers if one.index < layer.index][-1:]
+        return Fetched(
+            experts=sum(one.tensors.host for one in before + ([] if current is None else [current])),
+            inputs=sum(earlier) + (layer.offloaded if moment.has_input else 0),
+        )
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         """Every moment that may be the peak, in the order of the last micro-step."""
@@ -154,19 +197,33 @@ class Quantities:
         )
         again = self.accumulate > 1 or self.gradients_stay
         saved = self.batch + self.in_flight + self.saved + sum(layer.saved for layer in self.layers)
-        gradients = self.alone + (everything.gradients if again else 0)
-        yield "loss", replace(static, gradients=gradients, saved_activations=saved, transient_peak=self.loss)
+        gradients = everything.gradients if again else 0
+        left = sum(layer.tensors.host for layer in self._on_host[-1:])
+        yield (
+            "loss",
+            replace(
+                static,
+                frozen_weights=static.frozen_weights + left,
+                gradients=gradients,
+                saved_activations=saved,
+                transient_peak=self.loss,
+            ),
+        )
         gradients += 0 if again else self.head.gradients
         saved -= self.saved
+        if self.head.alone:
+            yield "head", replace(static, gradients=gradients + self.head.alone, saved_activations=saved)
         for layer in reversed(self.layers):
             own = layer.tensors.gradients
             for moment in layer.transients:
+                fetched = self.fetched(layer, moment)
                 yield (
                     f"layer {layer.index}: {moment.name}",
                     replace(
                         static,
-                        gradients=gradients + round(own * moment.gradients),
-                        saved_activations=saved - round(layer.saved * (1 - moment.saved)),
+                        frozen_weights=static.frozen_weights + fetched.experts,
+                        gradients=gradients + round(own * moment.gradients) + layer.tensors.alone,
+                        saved_activations=saved - round(layer.saved * (1 - moment.saved)) + fetched.inputs,
                         transient_peak=moment.dense + moment.experts,
                     ),
                 )
@@ -177,7 +234,8 @@ class Quantities:
                 "embedding",
                 replace(
                     static,
-                    gradients=gradients + self.embedding.gradients,
+                    frozen_weights=static.frozen_weights + sum(layer.tensors.host for layer in self._on_host[:1]),
+                    gradients=gradients + self.embedding.gradients + self.embedding.alone,
                     saved_activations=self.batch + self.in_flight,
                     transient_peak=self.embedding_backward,
                 ),
@@ -186,7 +244,7 @@ class Quantities:
             "optimizer",
             replace(
                 static,
-                gradients=everything.gradients + self.alone,
+                gradients=everything.gradients,
                 saved_activations=self.batch,
                 transient_peak=everything.update,
             ),

@@ -18,18 +18,23 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moetune.memory.tracker import Tracker
+from moetune.step.fused import FusedBackward
+
+Entry = tuple[int, int, str, bool]
 
 
 @dataclass
 class Recording:
     """What one real layer did: its part of the log in forward and in backward, by position of birth.
 
-    An entry (position, bytes, op) is a birth, (position, -1, "") a death. `keeps_input` says whether the layer's input
-    stays alive for backward; `logits` what its router shows of itself, shape and dtype, if losses are computed of it.
+    An entry (position, bytes, op, on_host) is a birth, (position, -1, "", False) a death. `keeps_input` says whether the
+    layer's input stays alive for backward; `logits` what its router shows of itself, shape and dtype, if losses are
+    computed of it. What was fetched from the host is left out: it is the same for neighbours that are alike, and the
+    copies that a real layer has fetched stand until the next real one asks for its own.
     """
 
-    forward: list[tuple[int, int, str]] = field(default_factory=list)
-    backward: list[tuple[int, int, str]] = field(default_factory=list)
+    forward: list[Entry] = field(default_factory=list)
+    backward: list[Entry] = field(default_factory=list)
     keeps_input: bool = False
     logits: tuple[torch.Size, torch.dtype] | None = None
 
@@ -42,6 +47,7 @@ class StandIn(nn.Module):
         self.path, self.recording, self.tracker = path, Recording(), tracker
         self.trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         self.show: Callable[[Tensor], None] | None = None  # where the router's logits go
+        self.fused: FusedBackward | None = None
         object.__setattr__(self, "_layer", layer)  # not a submodule
 
     def __getattr__(self, name: str) -> Any:
@@ -75,14 +81,22 @@ class _Replay(torch.autograd.Function):
         tracker.enter("backward", ctx.stand_in.path)
         _play(ctx.stand_in.recording.backward, ctx.blocks, tracker)
         _end(ctx.blocks, tracker)
-        gradients = (torch.empty_like(parameter) for parameter in ctx.stand_in.trained)
+        gradients = [_gradient(ctx.stand_in, parameter) for parameter in ctx.stand_in.trained]
         return None, torch.empty_like(gradient) if ctx.needs_input_grad[1] else None, *gradients
 
 
-def _play(entries: list[tuple[int, int, str]], blocks: dict[int, int], tracker: Tracker) -> None:
-    for position, size, op in entries:
+def _gradient(stand_in: StandIn, parameter: nn.Parameter) -> Tensor | None:
+    """A gradient to hand on; None where it is used up as it comes."""
+    if stand_in.fused is not None and parameter in stand_in.fused.updaters:
+        stand_in.fused.take(parameter, torch.empty_like(parameter))
+        return None
+    return torch.empty_like(parameter)
+
+
+def _play(entries: list[Entry], blocks: dict[int, int], tracker: Tracker) -> None:
+    for position, size, op, on_host in entries:
         if size >= 0:
-            blocks[position] = tracker.birth(size, "transient_peak", op)
+            blocks[position] = tracker.birth(size, "transient_peak", op, on_host=on_host)
         elif position in blocks:
             tracker.death(blocks.pop(position))
 
@@ -227,17 +241,17 @@ def _fill(recording: Recording, watched: _Watched, tracker: Tracker, logits: int
     start, stop = watched.forward
     positions: dict[int, int] = {}
 
-    def read(start: int, stop: int) -> Iterator[tuple[int, int, str]]:
+    def read(start: int, stop: int) -> Iterator[Entry]:
         for entry in tracker.log[start:stop]:
             if entry >= 0:
                 block = tracker.blocks[entry]
                 outlives = block.died is None or block.died >= stop
                 is_boundary = entry in (watched.output, logits) or (start != watched.forward[0] and outlives)
-                if not is_boundary and block.part != "gradients":
+                if not is_boundary and block.part != "gradients" and not block.fetched:
                     positions[entry] = len(positions)
-                    yield positions[entry], block.bytes, block.op
+                    yield positions[entry], block.bytes, block.op, block.on_host
             elif ~entry in positions:
-                yield positions[~entry], -1, ""
+                yield positions[~entry], -1, "", False
 
     recording.forward = list(read(start, stop))
     if watched.backward:
@@ -245,7 +259,7 @@ def _fill(recording: Recording, watched: _Watched, tracker: Tracker, logits: int
         ended = rest[-1] if rest else max(tracker.blocks[number].died or began for number in positions)
         # What died between the two, such as what the layer's call itself held, is not kept for backward.
         gone = [number for number in positions if stop <= (tracker.blocks[number].died or ended) < began]
-        recording.forward += [(positions[number], -1, "") for number in gone]
+        recording.forward += [(positions[number], -1, "", False) for number in gone]
         recording.backward = list(read(began, ended))
         kept = None if watched.input is None else tracker.blocks[watched.input]
         recording.keeps_input = kept is not None and (kept.died is None or kept.died > began)

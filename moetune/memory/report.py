@@ -106,13 +106,15 @@ class RankMemory:
     """One rank's bytes at its peak.
 
     `peak_allocated` is the sum of `parts`; `peak_reserved` what the caching allocator then holds; `outside_allocator`
-    what the driver, libraries and communication take beside it; `peak_process` the last two together.
+    what the driver, libraries and communication take beside it; `peak_process` the last two together. `host_bytes` is
+    the most that its tensors take in host memory.
     """
 
     rank: int
     parts: Parts
     outside_allocator: int
     peak_reserved: int
+    host_bytes: int = 0
 
     @property
     def peak_allocated(self) -> int:
@@ -130,6 +132,7 @@ class RankMemory:
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
             "peak_process": self.peak_process,
+            "host_bytes": self.host_bytes,
         }
 
 

@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from moetune.memory.activations import LayerTape
+from moetune.memory.activations import LayerTape, Run
 from moetune.memory.formulas import Setup, dense_groups, evaluation_of, expert_tensors, outside_groups, quantities_of
 from moetune.memory.head import Head
+from moetune.memory.optimizers import STATE_FORMULAS
 from moetune.memory.quantities import Quantities, Tensors
 from moetune.memory.report import PartName, Term
 from moetune.memory.tape import Piece, Tape
 
-_WEIGHTS, _STATES, _ACTIVATIONS = (
-    f"concepts/{page}.md" for page in ("weights", "optimizer-states", "activations")
+_WEIGHTS, _STATES, _ACTIVATIONS, _LOSS = (
+    f"concepts/{page}.md" for page in ("weights", "optimizer-states", "activations", "loss")
 )  # fmt: skip
+
+_OFFLOAD = "concepts/offload.md"
 
 _PACKED = {
     "nf4": "n/2 + 4·⌈n/64⌉ a matrix of n weights",
@@ -23,12 +26,6 @@ _PACKED = {
     "int8": "n + 4·rows a matrix of n weights",
     "bf16": "2·n",
     "fp32": "4·n",
-}
-_STATE = {
-    "adamw": "2·b·n: two moments in the dtype that is updated",
-    "adamw8bit": "2·(n + 4·⌈n/256⌉); 8·n for tensors below 4,096 elements",
-    "sgd": "b·n: momentum",
-    "lomo": "0",
 }
 
 
@@ -47,8 +44,10 @@ def terms(setup: Setup) -> tuple[Term, ...]:
     where, parts = q.peak()
     lines: Counter[_Line] = Counter()
     _weights(setup, lines)
-    _gradients(setup, q, parts.gradients, lines)
+    _gradients(setup, q, where, parts.gradients, lines)
     _activations(setup, q, where, lines)
+    copies = _Line("frozen_weights", "experts in use and next, from the host", _PACKED[_base(setup.run)], "", _OFFLOAD)
+    lines[copies] += parts.frozen_weights - q.tensors.frozen
     made = tuple(Term(k.part, k.name, k.formula, k.numbers, n, k.page) for k, n in lines.items() if n)
     assert all(sum(t.bytes for t in made if t.part == name) == value for name, value in parts.items()), where
     return made
@@ -58,27 +57,36 @@ def terms(setup: Setup) -> tuple[Term, ...]:
 
 
 def _weights(setup: Setup, lines: Counter[_Line]) -> None:
-    run, config = setup.run, setup.config
-    base = "nf4, double-quantized" if run.base == "nf4" and run.nested else run.base
+    run = setup.run
+    base = _base(run)
     groups: Counter[tuple[str, Tensors]] = Counter()
     for component, tensors in outside_groups(setup):
         groups[component, tensors] += 1
     for (layer, plan), count in Counter(zip(setup.facts.layers, setup.plans, strict=True)).items():
-        for component, tensors in dense_groups(layer, plan, run, config.optimizer):
+        for component, tensors in dense_groups(layer, plan, run, setup.optimizers):
             groups[component, tensors] += count
         if layer.experts is not None:
-            kinds = expert_tensors(layer.experts, plan, run, config.optimizer)
+            kinds = expert_tensors(layer.experts, plan, run, setup.optimizers)
             frozen = layer.experts.shape.num_experts - plan.experts - plan.lora_experts
             for tensors, n in zip(kinds, (frozen, plan.lora_experts, plan.experts), strict=True):
                 groups["experts", tensors] += n * count
-    optimizer = config.optimizer.name
+    named = setup.config.optimizers
     numels: Counter[_Line] = Counter()
     for (component, t), count in groups.items():
+        owner = component if component in ("router", "experts", "lora") else "other"
+        optimizer = named[owner].name if owner in named else ""
         how, stored = (_PACKED[base], base) if t.packed else ("width·n", "not packed")
         lines_of: tuple[tuple[PartName, str, str, str, int, int], ...] = (
             ("frozen_weights", f"{component}, {stored}", how, _WEIGHTS, t.frozen, t.frozen_numel),
             ("trainable_weights", f"{component}, trained", "width·n", _WEIGHTS, t.trainable, t.numel),
-            ("optimizer_states", f"{component}: {optimizer}", _STATE[optimizer], _STATES, t.states, t.numel),
+            (
+                "optimizer_states",
+                f"{component}: {optimizer}",
+                STATE_FORMULAS.get(optimizer, ""),
+                _STATES,
+                t.states,
+                t.numel,
+            ),
             ("master_weights", f"{component}: float32 copies", "4·n", _STATES, t.master, t.numel),
         )
         for part, name, formula, page, nbytes, numel in lines_of:
@@ -90,13 +98,27 @@ def _weights(setup: Setup, lines: Counter[_Line]) -> None:
             lines[replace(line, numbers=f"n = {numel:,}")] += lines.pop(line)
 
 
-def _gradients(setup: Setup, q: Quantities, there: int, lines: Counter[_Line]) -> None:
+def _base(run: Run) -> str:
+    return "nf4, double-quantized" if run.base == "nf4" and run.nested else run.base
+
+
+def _gradients(setup: Setup, q: Quantities, where: str, there: int, lines: Counter[_Line]) -> None:
     """With accumulation all gradients are there from the second micro-step on, beside those that are being made."""
-    earlier = q.tensors.gradients if setup.config.train.accumulate > 1 and not setup.fused else 0
+    earlier = q.tensors.gradients if setup.config.train.accumulate > 1 else 0
     n = f"n = {q.tensors.numel:,}"
     lines[_Line("gradients", "gradients of earlier micro-steps", "Σ width·n", n, _STATES)] += earlier
+    alone = _Line("gradients", "the largest gradient, in its update", "width·n, and what the update takes", "", _STATES)
+    lines[alone] += _alone(q, where)
+    earlier += lines[alone]
     made = _Line("gradients", "gradients made so far", "Σ width·n", f"of {n}", _STATES)
     lines[made] += there - earlier
+
+
+def _alone(q: Quantities, where: str) -> int:
+    """What of the peak is a gradient that is used up as it comes, with its update."""
+    if where.startswith("layer"):
+        return q.layers[int(where.removeprefix("layer ").partition(":")[0])].tensors.alone
+    return {"head": q.head.alone, "embedding": q.embedding.alone}.get(where, 0)
 
 
 # --- Activations --------------------------------------------------------------------------------------------------
@@ -112,6 +134,11 @@ def _activations(setup: Setup, q: Quantities, where: str, lines: Counter[_Line])
         _add(lines, "saved_activations", head.saved(), head.tape, 1)
         _add(lines, "transient_peak", head.loss(), head.tape, 1)
         _add_layers(setup, len(q.layers), lines)
+    elif where == "head":
+        _add_layers(setup, len(q.layers), lines)
+    elif where == "optimizer":
+        update = _Line("transient_peak", "one update: float32 copies, blocks", "4·n or 8·n of one tensor", "", _STATES)
+        lines[update] += q.tensors.update
     elif where == "embedding":
         lines[_Line("transient_peak", "the embedding's backward", "T·H·b", "", _ACTIVATIONS)] += q.embedding_backward
     elif where.startswith("layer"):
@@ -135,6 +162,9 @@ def _add_peak_layer(setup: Setup, q: Quantities, index: int, part: str, lines: C
     kept, others = layer.alive_at(moment, setup.accumulating)
     _add(lines, "saved_activations", layer.saved() if setup.run.checkpointed else kept, layer.tape, 1)
     _add(lines, "transient_peak", others, layer.tape, 1)
+    at = next(t for t in q.layers[index].transients if t.name == part)
+    back = _Line("saved_activations", "layers' inputs, back from the host", "T·H·b each", "", _OFFLOAD)
+    lines[back] += q.fetched(q.layers[index], at).inputs
     if facts.tied and q.embedding.gradients:
         tied = _Line("transient_peak", "the tied table's gradient, which waits", "V·H·b", "", _ACTIVATIONS)
         lines[tied] += q.embedding.gradients
@@ -145,5 +175,6 @@ def _add(lines: Counter[_Line], part: PartName, pieces: Iterable[Piece], tape: T
         times = f"{layers} layers × " if layers > 1 else ""
         values = "·".join(str(tape.letters.get(factor, factor)) for factor in piece.shape.split("·"))
         name = f"{piece.where or 'layer'}: {piece.label}"
-        line = _Line(part, name, f"{piece.shape}·{piece.width}", f"{times}{values}·{piece.width}", _ACTIVATIONS)
+        page = _LOSS if piece.where == "head" else _ACTIVATIONS
+        line = _Line(part, name, f"{piece.shape}·{piece.width}", f"{times}{values}·{piece.width}", page)
         lines[line] += layers * tape.nbytes([piece])

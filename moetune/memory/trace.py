@@ -21,6 +21,7 @@ from moetune.adapt.fake import build_fake, tensors_of
 from moetune.anatomy.moe import MoeLayer
 from moetune.config import RunConfig, refuse_untrainable
 from moetune.errors import UserError
+from moetune.experts.host import stays_on_host
 from moetune.experts.mlp import Counting, counting_by
 from moetune.memory.loading import load_peaks
 from moetune.memory.replay import Recording, Shown, decoder_layers, find_alike, recording
@@ -30,7 +31,8 @@ from moetune.memory.tracker import Block, Mark, Tracker
 from moetune.step.loss import IGNORED
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import Batch, count_loss_tokens, held_out_loss, micro_step, update
+from moetune.step.step import Batch, count_loss_tokens, held_out_loss
+from moetune.step.stepper import Stepper
 
 STEPS = 2
 """Optimizer states appear in the first step; the second is like all that follow."""
@@ -44,8 +46,11 @@ class NotTraceable(UserError):
 class Trace:
     """Every storage of the first steps, in order of birth, and what happened when; see `Tracker`.
 
+    What is on the host is among the blocks, and counts in `host_peak` only.
+
     Attributes:
-        peak: place in the log after which the most is alive.
+        peak: place in the log after which the most is alive on the device.
+        host_peak: the most bytes that are on the host at once.
         load: the peaks before the first step; None for a trace of real steps.
     """
 
@@ -53,21 +58,32 @@ class Trace:
     log: list[int]
     marks: list[Mark]
     peak: int
+    host_peak: int = 0
     load: LoadPeaks | None = None
 
     @classmethod
     def of(cls, tracker: Tracker, begin: int = 0) -> Trace:
         """What the tracker saw, its peak looked for from place `begin` of the log on."""
-        alive = most = peak = 0
+        alive = most = peak = on_host = host_peak = 0
         for at, entry in enumerate(tracker.log):
-            alive += tracker.blocks[entry].bytes if entry >= 0 else -tracker.blocks[~entry].bytes
+            block = tracker.blocks[entry if entry >= 0 else ~entry]
+            change = block.bytes if entry >= 0 else -block.bytes
+            if block.on_host:
+                on_host += change
+                host_peak = max(host_peak, on_host)
+                continue
+            alive += change
             if alive > most and at >= begin:
                 most, peak = alive, at
-        return cls(tracker.blocks, tracker.log, tracker.marks, peak)
+        return cls(tracker.blocks, tracker.log, tracker.marks, peak, host_peak)
 
     def alive(self, at: int) -> Iterator[Block]:
-        """What is alive after this place of the log."""
-        return (block for block in self.blocks if block.born <= at and (block.died is None or block.died > at))
+        """What is alive on the device after this place of the log."""
+        return (
+            block
+            for block in self.blocks
+            if block.born <= at and (block.died is None or block.died > at) and not block.on_host
+        )
 
     def parts(self, at: int) -> Parts:
         """The bytes alive after this place of the log, by part."""
@@ -104,7 +120,8 @@ class Trace:
         for at in range(begin, len(self.log)):
             entry = self.log[at]
             block = self.blocks[entry if entry >= 0 else ~entry]
-            alive[block.part] += block.bytes if entry >= 0 else -block.bytes
+            if not block.on_host:
+                alive[block.part] += block.bytes if entry >= 0 else -block.bytes
             label = labels.get(at, label)
             if sum(alive.values()) > sum(fullest.values()):
                 fullest = dict(alive)
@@ -114,9 +131,12 @@ class Trace:
         return tuple(samples)
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """Births (block, bytes) and deaths (block, -1), in order, as the allocator simulation takes them."""
+        """Births (block, bytes) and deaths (block, -1) on the device, in order, as the allocator simulation takes
+        them."""
         for entry in self.log:
-            yield (entry, self.blocks[entry].bytes) if entry >= 0 else (~entry, -1)
+            number = entry if entry >= 0 else ~entry
+            if not self.blocks[number].on_host:
+                yield number, self.blocks[number].bytes if entry >= 0 else -1
 
 
 def trace(
@@ -160,11 +180,13 @@ def trace(
 
 
 def _load_peaks(adapted: Adapted, config: RunConfig) -> LoadPeaks:
-    def size(model: nn.Module) -> int:
-        return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_of(model)}.values())
+    def size(model: nn.Module, *, on_host: bool = False) -> int:
+        storages = [t.untyped_storage() for t in tensors_of(model) if stays_on_host(t) == on_host]
+        return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
     banks = {layer.index: size(adapted.model.get_submodule(layer.experts)) for layer in adapted.anatomy.moe_layers}
-    return load_peaks(adapted.anatomy, config, banks, size(adapted.model))
+    there = size(adapted.model, on_host=True)
+    return load_peaks(adapted.anatomy, config, banks, size(adapted.model), there)
 
 
 def vocabulary_of(adapted: Adapted) -> int:
@@ -199,8 +221,9 @@ class Steps:
     def __init__(self, adapted: Adapted, config: RunConfig, batch_of: Callable[[int], Batch]) -> None:
         self.adapted, self.config, self.batch_of = adapted, config, batch_of
         self.trained = list(adapted.trainable().values())
-        self.optimizer = make_optimizer(self.trained, config.optimizer)
+        self.optimizer = make_optimizer(adapted, config)
         self.watch = RouterWatch(adapted)
+        self.stepper = Stepper(adapted, config, self.optimizer, self.watch)
         self.held = list(tensors_of(adapted.model))
         self.named = named_modules(adapted)
         self.layer_of = {layer.experts: layer.index for layer in adapted.anatomy.moe_layers}
@@ -233,6 +256,7 @@ class Steps:
         for alike, kind in zip(kinds, routers, strict=True):
             for stand_in, router in zip(alike.stand_ins, kind, strict=True):
                 stand_in.show = None if router is None else partial(self._show, router)
+                stand_in.fused = self.stepper.fused
 
         def saw(layer: int, logits: Tensor) -> None:
             shown[layer] = Shown(before.block_of(logits), logits.shape, logits.dtype)
@@ -249,8 +273,9 @@ class Steps:
             recording(last, before, of_last) as recordings,
         ):
             batch = self.batch_of(self.config.train.micro_batch)
-            self._micro_step(batch, count_loss_tokens(batch), before)
-            self.optimizer.zero_grad(set_to_none=True)
+            with self.stepper.nothing_fused():
+                self._micro_step(batch, count_loss_tokens(batch), before)
+            self.optimizer.zero_grad()
             of_last += [None if kind[-1] is None else shown.get(kind[-1].index) for kind in routers]
         self.watch.on_logits = None
         for alike, recorded in zip(kinds, recordings, strict=True):
@@ -287,6 +312,10 @@ class Steps:
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
         for tensor in self.held:
             tracker.add(tensor, "trainable_weights" if tensor.requires_grad else "frozen_weights")
+        for tensor in self.optimizer.masters():
+            tracker.add(tensor, "master_weights")
+        if self.stepper.fused is not None:
+            self.stepper.fused.on_gradient = lambda gradient: tracker.tag([gradient], "gradients")
         with tracker.following(self.trained), tracker if tracking else nullcontext():
             yield
 
@@ -299,9 +328,8 @@ class Steps:
             self._micro_step(batch, count_loss_tokens(batch) * micro_steps, tracker)
             del batch
         tracker.enter("optimizer")
-        update(self.trained, self.optimizer, self.config.train.max_grad_norm)
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        tracker.tag((value for value in states if isinstance(value, Tensor)), "optimizer_states")
+        self.stepper.update()
+        tracker.tag(self.optimizer.states(), "optimizer_states")
 
     def _evaluate(self, tracker: Tracker) -> None:
         """One batch of an evaluation, if it has more rows than those that train; it takes less otherwise."""
@@ -312,19 +340,24 @@ class Steps:
         batch = self.batch_of(rows)
         tracker.tag(batch.values(), "saved_activations")
         self.adapted.model.eval()
-        held_out_loss(self.adapted.model, batch)
+        held_out_loss(self.adapted.model, batch, self.config.train.loss_bytes)
         self.adapted.model.train()
 
     def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker) -> None:
         tracker.enter("forward")
-        began = len(tracker.log)
+        began, passed = len(tracker.log), list[bool]()
 
         def backward(loss: Tensor) -> None:
+            nonlocal began
             tracker.saved_since(began)
             tracker.enter("backward")
             loss.backward()
+            if self.stepper.measures_first and not passed:
+                passed.append(True)
+                tracker.enter("forward")  # of the second pass: the first one only measured
+                began = len(tracker.log)
 
-        micro_step(self.adapted.model, batch, tokens, self.watch, self.config.train, backward)
+        self.stepper.micro_step(batch, tokens, backward)
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:

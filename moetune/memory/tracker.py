@@ -20,13 +20,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moetune.experts.host import moving, stays_on_host
 from moetune.memory.report import PartName, Phase
 
 
 @dataclass(slots=True)
 class Block:
     """One storage. `born` and `died` are places in the tracker's log; `died` is None if it outlived the trace. `part`
-    is settled only when the trace ends: a gradient is known as one after its birth."""
+    is settled only when the trace ends: a gradient is known as one after its birth. `on_host` says that it is the
+    host's memory, which counts apart, and `fetched` that it is a copy of such a one on the device."""
 
     bytes: int
     part: PartName
@@ -35,6 +37,8 @@ class Block:
     op: str
     born: int
     died: int | None = None
+    on_host: bool = False
+    fetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Tracker(TorchDispatchMode):
         blocks: every storage, in order of birth.
         log: births and deaths in order: the number of a block, or ~number when it dies.
         marks: where in the log phases and modules begin.
+        alive_bytes, peak_bytes: on the device.
     """
 
     def __init__(self, modules: dict[nn.Module, str]) -> None:
@@ -84,16 +89,23 @@ class Tracker(TorchDispatchMode):
         key = id(storage)
         if key in self._alive:
             return
-        block = self.birth(storage.nbytes(), part, op)
+        move = moving()
+        on_host = stays_on_host(tensor) or (move is not None and move.source is None)
+        block = self.birth(storage.nbytes(), part, op, on_host=on_host)
+        if move is not None and move.source is not None:
+            self.blocks[block].fetched = True
+            if (source := self.block_of(move.source)) is not None:
+                self.blocks[block].part = self.blocks[source].part  # a copy is what its original is
         self._alive[key] = block
         self._references[key] = weakref.ref(storage, partial(self._died, key))
 
-    def birth(self, size: int, part: PartName, op: str) -> int:
+    def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
         """Notes that `size` bytes are alive from now on; returns the number of their block."""
-        self.blocks.append(Block(size, part, self.phase, self.module, op, len(self.log)))
+        self.blocks.append(Block(size, part, self.phase, self.module, op, len(self.log), on_host=on_host))
         self.log.append(len(self.blocks) - 1)
-        self.alive_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        if not on_host:
+            self.alive_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         return len(self.blocks) - 1
 
     def death(self, number: int) -> None:
@@ -101,7 +113,8 @@ class Tracker(TorchDispatchMode):
         block = self.blocks[number]
         block.died = len(self.log)
         self.log.append(~number)
-        self.alive_bytes -= block.bytes
+        if not block.on_host:
+            self.alive_bytes -= block.bytes
 
     def _died(self, key: int, _: object) -> None:
         del self._references[key]
@@ -141,6 +154,11 @@ class Tracker(TorchDispatchMode):
             self.phase, self.module = phase, module
             self.marks.append(Mark(len(self.log), self.step, self.micro_step, phase, module))
 
+    def _enter_backward(self, module: str) -> None:
+        """Gradients that the loss makes of its head in forward are part of forward."""
+        if self.phase in ("backward", "recompute"):
+            self.enter("backward", module)
+
     @contextmanager
     def following(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
         """Follows inside what happens, by hooks: modules in forward by their calls, in backward by the
@@ -157,7 +175,7 @@ class Tracker(TorchDispatchMode):
                 outer, phase = self._stack.pop()
                 first = output[0] if isinstance(output, tuple) else output
                 if isinstance(first, Tensor) and first.requires_grad and first.grad_fn is not None:
-                    first.register_hook(lambda gradient: self.enter("backward", path))
+                    first.register_hook(lambda gradient: self._enter_backward(path))
                 self.enter(phase, outer)
 
         hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]

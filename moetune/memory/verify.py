@@ -11,6 +11,7 @@ from moetune.adapt.build import compute_dtype
 from moetune.catalog.gpus import find_gpu
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.experts.packed import dtype_name
 from moetune.memory.measure import measure
 from moetune.memory.predict import predict
 from moetune.memory.routing import Routing
@@ -45,7 +46,7 @@ class Outcome:
 
 def resolved(config: RunConfig, device: torch.device) -> RunConfig:
     """The run file with `dtype: auto` as it is on this device."""
-    dtype = "fp32" if compute_dtype(config, device) == torch.float32 else "bf16"
+    dtype = dtype_name(compute_dtype(config, device))
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 

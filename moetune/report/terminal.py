@@ -63,6 +63,12 @@ def most(report: MemoryReport) -> str:
     return f"{who} takes {gib(report.peak_process)} {moment}."
 
 
+def on_host(report: MemoryReport) -> str:
+    """How much of what the run needs is in host memory; nothing if nothing is."""
+    most = max(rank.host_bytes for rank in report.ranks)
+    return f"Beside that {gib(most)} of tensors are in pinned host memory." if most else ""
+
+
 def peak(report: MemoryReport) -> str:
     """Which rank's peak it is, and when it comes."""
     whose = f" on rank {report.fullest.rank}" if len(report.ranks) > 1 else ""
@@ -97,7 +103,7 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
     """Ranks of equal memory as one of them, under all their numbers as in `0-3,6`."""
     groups: dict[tuple[object, ...], list[RankMemory]] = {}
     for rank in ranks:
-        groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved), []).append(rank)
+        groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes), []).append(rank)
     return [(_ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
 
 
@@ -149,6 +155,8 @@ def _sections(report: MemoryReport) -> Iterator[RenderableType]:
     colour = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
     yield Text(verdict(report), style=colour)
     yield Text(most(report))
+    if said := on_host(report):
+        yield Text(said)
     yield Text(f"{report.model}; {METHODS[report.method]}", style="dim")
     if report.fits is False and report.changes:
         changes = [f"{flags(change)}\n{effect(change)}; {change.why}" for change in biggest(report.changes)]

@@ -1,61 +1,148 @@
-"""Cross-entropy that keeps nothing but the logits, and turns them into their own gradient.
+"""Cross-entropy that never holds all logits: chunk by chunk they are made, turned into their gradient, and used up.
 
-For a token with logits z [V] and target t, and the step's gradient g:
+For a token with logits z [V] and target t, and the tokens D of a whole step,
 
-    loss = logsumexp(z) - z_t            ∂loss/∂z = g · (softmax(z) - onehot(t))
+    loss = (logsumexp(z) - z_t) / D            ∂loss/∂z = (softmax(z) - onehot(t)) / D
 
-torch's own keeps float32 copies of z and of softmax(z), and makes two gradients of that size: about 12 bytes beside
-each 16-bit logit. Here float32 exists for a block of tokens at a time, and the gradient is written over the logits.
+A chunk's logits come from the model's own tail (tail.py). Float32 exists for a block of them at a time; their gradient
+is written over them, rounded once, and at once goes back through the tail. What is left of a chunk is the gradient of
+its hidden states and that of what trains in the tail, so forward does all the work: backward hands these on.
 
-Shapes: N tokens, V vocabulary.
+Every token is computed, also those without a loss: which these are is known on the GPU alone, so leaving them out
+would make the host wait, and the memory unpredictable.
+
+Shapes: N tokens of a batch, n of a chunk or block; H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from moetune.step.tail import Tail
 
 IGNORED = -100
 """The label of a token that carries no loss."""
 
-_BLOCK_ELEMENTS = 2**23  # of logits in float32 at once: 32 MiB
+BLOCK_ELEMENTS = 2**23
+"""Logits in float32 at once, where the compute dtype is narrower: 32 MiB."""
 
 
-def summed_cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """The sum over tokens, float32, of the cross-entropy of each whose target is not `IGNORED`.
+def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int, tokens: int) -> int:
+    """n, the tokens of a chunk: as many as `memory` bytes hold, at least one, and at most all `tokens`.
 
-    Backward overwrites the logits; whatever else needs them in backward, or a second backward, raises torch's error
-    that a variable was modified in place.
+    A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·min(n, 2²³/V) for a block.
+
+    Args:
+        memory: None if all tokens are one chunk.
+        width: bytes of a logit.
+        row_bytes: of one token in the tail, as `Tail.row_bytes`.
     """
-    return _CrossEntropy.apply(logits_NV, targets_N)
+    if memory is None:
+        return tokens
+    block = min(tokens, block_tokens(vocabulary)) if width < 4 else 0
+    fits = (memory - 4 * vocabulary * block) // row_bytes
+    if fits < block:  # then a block has the whole chunk
+        fits = memory // (row_bytes + 4 * vocabulary)
+    return max(1, min(fits, tokens))
+
+
+def block_tokens(vocabulary: int) -> int:
+    """Tokens whose logits are in float32 at once."""
+    return max(1, BLOCK_ELEMENTS // vocabulary)
+
+
+def summed_cross_entropy(
+    tail: Tail, hidden_NH: Tensor, targets_N: Tensor, *, divisor: Tensor | float = 1, memory: int | None
+) -> Tensor:
+    """The sum over tokens, float32, of the cross-entropy of each whose target is not `IGNORED`, over `divisor`.
+
+    Gradients are made in forward, before backward says what the result is multiplied by: give a step's tokens as the
+    `divisor` here. A power of two, such as float16's loss scale, may come later: it costs nothing, in any dtype.
+
+    Args:
+        memory: bytes that a chunk's logits may take; None computes all of them at once.
+    """
+    tokens = len(hidden_NH)
+    n = chunk_tokens(memory, tail.vocabulary, tail.width, tail.row_bytes, tokens)
+    chunks = [slice(start, start + n) for start in range(0, tokens, n)]
+    if torch.is_grad_enabled() and (hidden_NH.requires_grad or tail.trained):
+        return _CrossEntropy.apply(tail, targets_N, divisor, chunks, hidden_NH, *tail.trained)
+    with torch.no_grad():
+        losses = [_loss_of_chunk(tail(hidden_NH[rows]), targets_N[rows]) for rows in chunks]
+        return torch.stack(losses).sum() / divisor
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits_NV, targets_N):
-        logsumexp_N = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
-        for rows in _blocks(logits_NV):
-            torch.logsumexp(logits_NV[rows].float(), -1, out=logsumexp_N[rows])
-        counts_N = targets_N != IGNORED
-        target_logits_N = logits_NV.gather(-1, targets_N.clamp_min(0)[:, None])[:, 0].float()
-        ctx.save_for_backward(logits_NV, targets_N, logsumexp_N)
-        return (logsumexp_N - target_logits_N).mul_(counts_N).sum()
+    def forward(ctx, tail, targets_N, divisor, chunks, hidden_NH, *trained):
+        needs_hidden, wanted = hidden_NH.requires_grad, list(trained)
+        # divisor = fraction·2^exponent: over a fraction in [½, 1) float16 has room for the gradients, at any length.
+        fraction, exponent = torch.frexp(torch.as_tensor(divisor, dtype=torch.float32, device=hidden_NH.device))
+        gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        gradients: list[Tensor] = []
+        losses = []
+        for rows in chunks:
+            with torch.enable_grad():
+                hidden_nH = hidden_NH[rows].detach().requires_grad_(needs_hidden)
+                logits_nV = tail(hidden_nH)
+            edge = get_gradient_edge(logits_nV)  # as they were made: torch would look at overwritten ones anew
+            gradient_nV = logits_nV.detach()
+            del logits_nV
+            losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], fraction))
+            found = torch.autograd.grad(edge, [hidden_nH, *wanted] if needs_hidden else wanted, gradient_nV)
+            del edge, gradient_nV
+            if gradient_NH is not None:
+                gradient_NH[rows], found = found[0], found[1:]
+            gradients = _added(gradients, found, alone=len(chunks) == 1)
+            del found
+        ctx.needs_hidden = needs_hidden
+        gradients = [gradient.to(parameter.dtype) for gradient, parameter in zip(gradients, trained, strict=True)]
+        ctx.save_for_backward(exponent, *(() if gradient_NH is None else (gradient_NH,)), *gradients)
+        return torch.stack(losses).sum() / divisor
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
-        logits_NV, targets_N, logsumexp_N = ctx.saved_tensors
-        for rows in _blocks(logits_NV):
-            counts_n1 = (targets_N[rows] != IGNORED)[:, None]
-            block_nV = logits_NV[rows].float() - logsumexp_N[rows, None]
-            block_nV.exp_()
-            block_nV.scatter_add_(-1, targets_N[rows].clamp_min(0)[:, None], -counts_n1.float())
-            logits_NV[rows] = block_nV.mul_(counts_n1).mul_(gradient)
-        return logits_NV, None
+        exponent, *gradients = ctx.saved_tensors
+        factor = torch.ldexp(gradient, -exponent)
+        gradients = [saved * factor for saved in gradients]
+        return None, None, None, None, *(() if ctx.needs_hidden else (None,)), *gradients
 
 
-def _blocks(logits_NV: Tensor) -> Iterator[slice]:
-    tokens, vocabulary = logits_NV.shape
-    size = max(1, _BLOCK_ELEMENTS // vocabulary)
+def _added(sums: list[Tensor], more: Sequence[Tensor], *, alone: bool) -> list[Tensor]:
+    """Sums of what the chunks give, in float32, so that many chunks round no more often than one does."""
+    if not sums:
+        return list(more) if alone else [gradient.float() for gradient in more]
+    return [total.add_(gradient) for total, gradient in zip(sums, more, strict=True)]
+
+
+def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, divisor: Tensor | None = None) -> Tensor:
+    """The summed loss. The logits are used up: with a `divisor`, they become the gradient of the loss over it."""
+    losses = []
+    for rows in _blocks(logits_nV):
+        counts_b = (targets_n[rows] != IGNORED).float()
+        targets_b1 = targets_n[rows].clamp_min(0)[:, None]
+        block_bV = logits_nV[rows].float()  # float32 logits themselves, or a copy
+        block_bV -= block_bV.amax(-1, keepdim=True)
+        chosen_b = block_bV.gather(-1, targets_b1)[:, 0]
+        sums_b = block_bV.exp_().sum(-1)
+        losses.append((sums_b.log() - chosen_b).mul_(counts_b).sum())
+        if divisor is not None:
+            weights_b = counts_b / divisor
+            block_bV *= (weights_b / sums_b)[:, None]
+            block_bV.scatter_add_(-1, targets_b1, -weights_b[:, None])
+            if logits_nV.dtype != torch.float32:
+                logits_nV[rows] = block_bV
+        del block_bV  # before the next is made
+    return torch.stack(losses).sum()
+
+
+def _blocks(logits_nV: Tensor) -> Iterator[slice]:
+    tokens, vocabulary = logits_nV.shape
+    size = tokens if logits_nV.dtype == torch.float32 else block_tokens(vocabulary)
     return (slice(start, start + size) for start in range(0, tokens, size))

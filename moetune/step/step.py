@@ -5,21 +5,24 @@ A step is `accumulate` micro-steps (forward and backward), one clip, one optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from moetune.config import TrainConfig
 from moetune.step.loss import IGNORED, summed_cross_entropy
 from moetune.step.router_losses import RouterWatch
+from moetune.step.tail import split
 
 Batch = Mapping[str, Tensor]
 """`input_ids` and `labels` [B, S], and either `attention_mask` or `position_ids` and `is_token`, [B, S] too."""
+
+LOSS_MEMORY = TrainConfig().loss_bytes
+"""`train.loss_memory` where a run file leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +40,21 @@ def count_loss_tokens(batch: Batch) -> Tensor:
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
-def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """The summed cross-entropy of every predicted token, in float32."""
+def token_loss(
+    model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | None = LOSS_MEMORY
+) -> Tensor:
+    """The summed cross-entropy of every predicted token over `divisor`, in float32; logits by chunks of `memory` bytes
+    (None: all at once)."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
-    logits = model(**inputs, use_cache=False).logits
-    targets = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]  # a view of the labels, not a copy of the logits
-    return summed_cross_entropy(logits.flatten(0, 1), targets.flatten())
+    targets = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()
+    with split(model, inputs) as (hidden, tail):
+        return summed_cross_entropy(tail, hidden.flatten(0, 1), targets, divisor=divisor, memory=memory)
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+def held_out_loss(model: PreTrainedModel, batch: Batch, memory: int | None = LOSS_MEMORY) -> tuple[Tensor, Tensor]:
     """(the summed loss, the predicted tokens) of a batch that nothing is learned from."""
-    return token_loss(model, batch), count_loss_tokens(batch)
+    return token_loss(model, batch, memory=memory), count_loss_tokens(batch)
 
 
 def micro_step(
@@ -68,7 +74,7 @@ def micro_step(
     """
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)
     with watch.recording(logits=shape_routing) as routed:
-        loss = token_loss(model, batch) / total_tokens
+        loss = token_loss(model, batch, total_tokens, config.loss_bytes)
     mask = batch.get("attention_mask", batch.get("is_token"))
     router_loss = None
     if shape_routing:
@@ -79,12 +85,3 @@ def micro_step(
     del routed
     backward(loss if router_loss is None else loss + router_loss)
     return MicroStep(loss.detach(), None if router_loss is None else router_loss.detach(), load)
-
-
-def update(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, max_grad_norm: float) -> Tensor:
-    """Clips the gradients to a total norm (0: not at all), updates, and frees them, as `Trainer` does after the last
-    micro-step. Returns the norm before clipping."""
-    norm = clip_grad_norm_(parameters, max_grad_norm or torch.inf)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm

@@ -20,12 +20,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 @contextmanager
-def reading(console: Console, folder: str | None) -> Iterator[Callable[[float], None] | None]:
-    """A bar of the bytes of a checkpoint that have been read, on a terminal; what to tell the share read so far."""
+def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[Callable[[float], None] | None]:
+    """A bar of the bytes of a checkpoint that have been read, on a terminal; what to tell the share read so far.
+
+    Args:
+        passes: how often it is read.
+    """
     if folder is None or not console.is_terminal:
         yield None
         return
-    size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    size = passes * sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     with Progress(TextColumn("reading weights"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
         task = bar.add_task("read", total=size or None)
         yield lambda share: bar.update(task, completed=share * size)

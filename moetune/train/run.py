@@ -12,16 +12,22 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from moetune.adapt.base import noting_base
 from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable
+from moetune.adapt.start import Start, open_start
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, refuse_untrainable, require
 from moetune.errors import UserError, suggest
+from moetune.experts.packed import dtype_name
+from moetune.hub.fingerprint import Base
+from moetune.memory.optimizers import PartOptimizers
+from moetune.memory.quantities import total
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.isolation import refuse_leaky_packing
 from moetune.train.memory_record import MemoryRecord
 from moetune.train.progress import ProgressBar, reading
-from moetune.train.run_folder import RunFolder, step_of
+from moetune.train.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.train.trainer import MoeTrainer, check_checkpoint
 
 
@@ -67,27 +73,43 @@ def train(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = _with_dtype(config, device)
     folder = RunFolder(Path(config.output))
-    checkpoint, _, counts, (data, padding) = _all_of(
+    # A run that is resumed has its values from a checkpoint, so that what it started from may be gone.
+    checkpoint, start, _, counts, (data, padding) = _all_of(
         lambda: folder.check(config, resume, overwrite),
+        lambda: _start(config, overwrite) if resume == "never" else None,
         lambda: _check_reporters(config.train.report_to),
         lambda: count_trainable(config),
         lambda: _data(config),
     )
     tokens = sum(len(row) for row in data.train["input_ids"])
     _announce(console, config, counts, tokens)
+    if checkpoint is None and resume != "never":
+        start = _start(config, overwrite)
     if dry_run:
         return TrainResult(config.output, 0, counts, tokens, None, None)
     if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
         console.print(
             f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False, soft_wrap=True
         )
+        if config.model.weights == "pretrained" and folder.base() is None:
+            with noting_base(config.model) as noted:
+                base = noted()
+            _refuse_other_base(folder, config, base, console)
+            folder.write_base(base)
+        folder.remove_leftovers()
         return TrainResult(config.output, step_of(checkpoint), counts, tokens, *_held_out(folder))
 
     if checkpoint is not None:
         check_checkpoint(checkpoint)
+        folder.base()  # a damaged one is named before the weights are read
     weights = resolve(config.model.path).folder if config.model.weights == "pretrained" else None
-    with reading(console, weights) as on_read:
+    with noting_base(config.model) as noted, reading(console, weights) as on_read:
         adapted = build(config, device, on_read)
+        base = noted()
+    if checkpoint is not None and base is not None:
+        _refuse_other_base(folder, config, base, console)
+    for note in start.load(adapted, base) if start is not None else ():
+        console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
     # A new one is whole before an old one goes.
     folder.refuse_full_disk(_checkpoint_bytes(adapted, config) * (2 if checkpoint is None else 1))
     if config.data.packing:
@@ -95,7 +117,7 @@ def train(
         refuse_leaky_packing(adapted.model, rows)
     if config.train.router_aux_loss or config.train.router_z_loss:
         refuse_silent_routers(adapted)
-    folder.create(config, checkpoint, overwrite)
+    folder.create(config, checkpoint, overwrite, base)
     progress = ProgressBar(console)
     memory = MemoryRecord(adapted, config, folder, console)
     trainer = MoeTrainer(adapted, config, data, folder, padding, callbacks=[progress, memory])
@@ -113,12 +135,44 @@ def train(
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
 
+def _start(config: RunConfig, overwrite: bool) -> Start | None:
+    """What the run begins with, checked; None for the base as it is."""
+    if config.adapt.start_from is not None and overwrite:
+        start, output = (Path(path).expanduser().resolve() for path in (config.adapt.start_from, str(config.output)))
+        if output in (start, *start.parents):
+            raise UserError(
+                f"adapt.start_from: {config.adapt.start_from!r} is in output {config.output!r}, which --overwrite "
+                "empties; choose another output"
+            )
+    return open_start(config)
+
+
+def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console: Console) -> None:
+    """Refuses to resume on a base that is not what the run began with. One that was not noted is said to be taken."""
+    before = folder.base()
+    if before is None:
+        console.print(
+            f"{folder.path / BASE_FILE} is missing: whether {config.model.path} is what the run was trained on cannot "
+            "be known; it is taken to be, and noted now",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    difference = before.fingerprint.difference(now.fingerprint)
+    if difference is not None:
+        raise UserError(
+            f"the run in {str(folder.path)!r} cannot be resumed: model.path {config.model.path!r} has changed since it "
+            f"began: {difference}. Put back what it was, or choose another output"
+        )
+
+
 def _checkpoint_bytes(adapted: Adapted, config: RunConfig) -> int:
-    """What trains, and the optimizer's states of it."""
-    widths = {"adamw": None, "sgd": None, "adamw8bit": 1}  # None: that of the weight
-    moments = 2 if config.optimizer.name.startswith("adamw") else int(bool(config.optimizer.momentum))
-    width = widths.get(config.optimizer.name)
-    return sum(p.nbytes + moments * p.numel() * (width or p.itemsize) for p in adapted.trainable().values())
+    """What trains, its master weights and its optimizer's states."""
+    optimizers = PartOptimizers.of(config)
+    taken = total(
+        optimizers.trained(adapted.part_of(name), tuple(p.shape), p.itemsize) for name, p in adapted.trainable().items()
+    )
+    return taken.trainable + taken.master + taken.states
 
 
 def _held_out(folder: RunFolder) -> tuple[float | None, float | None]:
@@ -154,7 +208,7 @@ def _all_of(*checks: Callable[[], Any]) -> list[Any]:
 
 def _with_dtype(config: RunConfig, device: torch.device) -> RunConfig:
     """The run file with `dtype: auto` resolved: a run that is continued elsewhere keeps its precision or is refused."""
-    dtype = "fp32" if compute_dtype(config, device) == torch.float32 else "bf16"
+    dtype = dtype_name(compute_dtype(config, device))
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 

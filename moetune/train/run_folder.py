@@ -1,18 +1,19 @@
-"""The run folder: `run.yaml`, `metrics.jsonl` and `checkpoints/step-N/`, and the rules for writing to it.
+"""The run folder: `run.yaml`, `base.json`, `metrics.jsonl` and `checkpoints/step-N/`, and the rules for writing to it.
 
 A checkpoint is written aside and renamed, and renamed before it is removed, so that one with its final name is whole.
-`metrics.jsonl` holds one line a logged step; on resume the lines after the checkpoint are dropped, because those steps
-run again.
+It holds `run.yaml` and `metrics.jsonl` as they were, under its seal: damage to the folder's own is found by them.
+`metrics.jsonl` holds one line a logged step; on resume it is what the checkpoint has, because later steps run again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from safetensors import SafetensorError
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.hub.fingerprint import Base
 from moetune.train.seal import damage, seal
 
-RUN_FILE = "run.yaml"
-_OWN = (RUN_FILE, "metrics.jsonl", "memory.json", "checkpoints", "runs", "delta", "adapter", "report.html")
+RUN_FILE, BASE_FILE = "run.yaml", "base.json"
+_OWN = (RUN_FILE, BASE_FILE, "metrics.jsonl", "memory.json", "checkpoints", "runs", "delta", "adapter", "report.html")
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
     "output", "hardware", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
     "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
 }  # fmt: skip
+_FREE_ON_EXPORT = _FREE_ON_RESUME | {"model.path", "model.weights"}
+"""The base may have moved since."""
+_MOST_PROBLEMS = 10
 
 
 class RunFolder:
@@ -56,6 +61,11 @@ class RunFolder:
             raise UserError("--resume and --overwrite exclude each other")
         self._check_writable()
         occupied, is_run = self._is_occupied(), self._is_run()
+        if occupied and not is_run and (checkpoints := self.checkpoints()):
+            raise UserError(
+                f"output {str(self.path)!r} has checkpoints and no {RUN_FILE}: copy it back from "
+                f"{str(checkpoints[-1])!r}, or choose another output"
+            )
         if occupied and not is_run:
             raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
         if occupied and resume == "never" and not overwrite:
@@ -65,11 +75,12 @@ class RunFolder:
             )
         if resume == "never":
             return None
+        newest = self.newest_whole() if resume == "auto" else None
         if is_run:
             self._check_same_run(config)
         checkpoints = self.checkpoints()
         if resume == "auto":
-            return self.newest_whole()
+            return newest
         wanted = Path(resume).expanduser().absolute()
         chosen = [checkpoint for checkpoint in checkpoints if checkpoint.absolute() == wanted]
         if not chosen:
@@ -80,8 +91,8 @@ class RunFolder:
             )
         return chosen[0]
 
-    def create(self, config: RunConfig, checkpoint: Path | None, overwrite: bool) -> None:
-        """Makes the folder and writes the resolved run file.
+    def create(self, config: RunConfig, checkpoint: Path | None, overwrite: bool, base: Base | None = None) -> None:
+        """Makes the folder and writes the resolved run file, and the base unless the weights are random.
 
         On resume, what came after the checkpoint goes: those steps run again. So does what a kill left half-written.
         """
@@ -92,14 +103,20 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror}") from None
         step = 0 if checkpoint is None else step_of(checkpoint)
-        for leftover in self.checkpoints_path.glob(".step-*"):
-            shutil.rmtree(leftover)
+        self.remove_leftovers()
         for later in self.checkpoints():
             if step_of(later) > step:
                 _discard(later)
         _write_atomically(self.path / RUN_FILE, config.to_yaml())
-        kept = [] if checkpoint is None else self._metrics_until(step)
-        _write_atomically(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        if base is not None:
+            self.write_base(base)
+        kept = "" if checkpoint is None else (checkpoint / self.metrics_file.name).read_text(encoding="utf-8")
+        _write_atomically(self.metrics_file, kept)
+
+    def remove_leftovers(self) -> None:
+        """Removes checkpoints that a kill left half-written, or half-removed."""
+        for leftover in self.checkpoints_path.glob(".step-*"):
+            shutil.rmtree(leftover)
 
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
@@ -110,12 +127,13 @@ class RunFolder:
         """The newest checkpoint of which every byte is as it was written; None if there is none.
 
         Raises:
-            UserError: there are some, and all are damaged.
+            UserError: there are some, and all are damaged; or the run file is not the one that it was written with.
         """
         self.damaged = []
         for checkpoint in reversed(self.checkpoints()):
             reason = damage(checkpoint)
             if reason is None:
+                self._check_run_file(checkpoint)
                 return checkpoint
             self.damaged.append(f"{checkpoint}: {reason}")
         if self.damaged:
@@ -150,14 +168,16 @@ class RunFolder:
         try:
             aside.mkdir(parents=True)
             yield aside
+            for file in (self.path / RUN_FILE, self.metrics_file):
+                shutil.copyfile(file, aside / file.name)
             seal(aside, step)
             for file in (*aside.iterdir(), self.metrics_file):
                 sync(file)
             sync(aside)
             aside.rename(final)
         except (OSError, RuntimeError, SafetensorError) as error:
-            free = shutil.disk_usage(self.path).free
             shutil.rmtree(aside, ignore_errors=True)
+            free = shutil.disk_usage(self.path).free
             if free > needed:
                 raise
             last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]
@@ -170,26 +190,61 @@ class RunFolder:
             _discard(old)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{str(self.metrics_file)!r} cannot be written: {error.strerror}; then go on with --resume auto"
+            ) from error
+
+    def write_base(self, base: Base) -> None:
+        """Writes `base.json`: the base's name and fingerprint, and a digest of what the file says."""
+        _write_atomically(self.path / BASE_FILE, _base_text(base))
+
+    def base(self) -> Base | None:
+        """What the run noted of its base; None if the file is missing.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        file = self.path / BASE_FILE
+        try:
+            text = file.read_text(encoding="utf-8")
+            base = Base.from_json(json.loads(text))
+            if text != _base_text(base):
+                raise UserError("it was changed after it was written")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, UserError) as error:
+            raise UserError(
+                f"{str(file)!r} is damaged: {error}. It says what the run was trained on; put back what it was, or, if "
+                f"model.path is that still, delete it: moetune train {self.path / RUN_FILE} --resume auto notes it anew"
+            ) from None
+        return base
 
     def write_memory(self, record: dict[str, Any]) -> None:
         """Writes `memory.json`: predicted beside measured, and how many tokens each expert received."""
-        _write_atomically(self.path / "memory.json", json.dumps(record) + "\n")
+        with suppress(OSError):  # a run can do without it, and on a full disk another error says so
+            _write_atomically(self.path / "memory.json", json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out."""
-        lines = []
-        if self.metrics_file.is_file():
-            for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
-                try:
-                    lines.append(json.loads(text))
-                except json.JSONDecodeError:
-                    break
-        return lines
+        """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out.
 
-    def _metrics_until(self, step: int) -> list[dict[str, Any]]:
-        return [line for line in self.metrics() if line["step"] <= step]
+        A file that does not begin as the newest checkpoint has it was damaged: then the lines are the checkpoint's.
+        """
+        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
+        for checkpoint in self.checkpoints()[-1:]:
+            known = checkpoint / self.metrics_file.name
+            if known.is_file() and not text.startswith(whole := known.read_bytes()):
+                text = whole
+        lines = []
+        for line in text.splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+        return lines
 
     def _is_occupied(self) -> bool:
         """Whether anything is in the folder, beyond what a run leaves that was killed in its first instant."""
@@ -223,31 +278,43 @@ class RunFolder:
                 f"output {str(self.path)!r} cannot be written: {error.strerror} ({where}); choose another output"
             ) from None
 
-    def _check_same_run(self, config: RunConfig) -> None:
-        try:
-            before = _flatten(yaml.safe_load((self.path / RUN_FILE).read_text(encoding="utf-8")))
-        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    def _check_run_file(self, checkpoint: Path) -> None:
+        """Compares the run file with the checkpoint's own, which is sealed. What may change on resume may differ."""
+        if not (checkpoint / RUN_FILE).is_file() or not (self.path / RUN_FILE).is_file():
+            return
+        before = _flatten(yaml.safe_load((checkpoint / RUN_FILE).read_text(encoding="utf-8")))
+        if changed := _changes(before, self._read_run_file(), _FREE_ON_EXPORT):
             raise UserError(
-                f"the run in {str(self.path)!r} cannot be resumed: its {RUN_FILE} cannot be read: {error}"
-            ) from None
-        now = _flatten(yaml.safe_load(config.to_yaml()))
-        changed = [
-            f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key)
-            and not any(key == free or key.startswith(f"{free}.") for free in _FREE_ON_RESUME)
-        ]
-        if changed:
+                f"{str(self.path / RUN_FILE)!r} was changed after {checkpoint.name} was written:\n  "
+                + "\n  ".join(changed)
+                + f"\nCopy it back from {str(checkpoint)!r}"
+            )
+
+    def _check_same_run(self, config: RunConfig) -> None:
+        if changed := _changes(self._read_run_file(), _flatten(yaml.safe_load(config.to_yaml())), _FREE_ON_RESUME):
             raise UserError(
                 f"the run in {str(self.path)!r} cannot be resumed with another run file:\n  "
                 + "\n  ".join(changed)
                 + "\nSet these back, or choose another output"
             )
 
+    def _read_run_file(self) -> dict[str, Any]:
+        try:
+            return _flatten(yaml.safe_load((self.path / RUN_FILE).read_text(encoding="utf-8")))
+        except (yaml.YAMLError, OSError, ValueError) as error:
+            raise UserError(
+                f"the run in {str(self.path)!r} cannot be resumed: its {RUN_FILE} cannot be read: {error}"
+            ) from None
+
 
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _base_text(base: Base) -> str:
+    body = {"schema": 1, **base.to_json()}
+    return json.dumps({**body, "seal": hashlib.sha256(json.dumps(body).encode()).hexdigest()}, indent=2) + "\n"
 
 
 def _discard(checkpoint: Path) -> None:
@@ -263,6 +330,17 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
     return flat
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], free: set[str]) -> list[str]:
+    """One line for each setting that differs and is not free to; beyond some, how many more there are."""
+    changed = [
+        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
+    ]
+    more = len(changed) - _MOST_PROBLEMS
+    return [*changed[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -33,7 +33,8 @@ from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import count_loss_tokens, held_out_loss, micro_step
+from moetune.step.step import count_loss_tokens, held_out_loss
+from moetune.step.stepper import Stepper
 from moetune.train.data import Datasets, collate
 from moetune.train.run_folder import RunFolder
 from moetune.train.seal import damage
@@ -61,6 +62,7 @@ class MoeTrainer(Trainer):
         self._load: dict[int, Tensor] = {}
         self.total_load: dict[int, Tensor] = {}
         self._router_loss: Tensor | None = None
+        self._step_loss, self._losses = torch.zeros((), device=adapted.model.device), list[Tensor]()
         self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
         super().__init__(
             model=adapted.model,
@@ -75,7 +77,8 @@ class MoeTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = make_optimizer(list(self.adapted.trainable().values()), self.config.optimizer)
+            self.optimizer = make_optimizer(self.adapted, self.config)
+            self.stepper = Stepper(self.adapted, self.config, self.optimizer, self.watch)
         return self.optimizer
 
     def get_batch_samples(
@@ -92,28 +95,46 @@ class MoeTrainer(Trainer):
         model.train()
         batch = self._prepare_inputs(inputs)
         assert num_items_in_batch is not None
-        done = micro_step(
-            self.adapted.model,
-            batch,
-            num_items_in_batch,
-            self.watch,
-            self.config.train,
-            self.accelerator.backward,
-        )
+        with self._at_this_step():
+            done = self.stepper.micro_step(batch, num_items_in_batch, self.accelerator.backward)
+        self._step_loss = self._step_loss + done.loss
         for layer, load in done.load.items():
             for loads in (self._load, self.total_load):
                 loads[layer] = loads[layer] + load if layer in loads else load
         if done.router_loss is not None:
             self._router_loss = done.router_loss if self._router_loss is None else self._router_loss + done.router_loss
         self._tokens += batch["input_ids"].numel()
-        return done.loss
+        return done.loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # Trainer would add it to all later ones
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        """Trainer asks before each update, and clips then; here the optimizer's step does."""
+        if grad_norm is not None:
+            return grad_norm
+        with self._at_this_step():
+            norm = self.stepper.look()
+        if not self.stepper.optimizer.skips:
+            self._losses.append(self._step_loss)
+        self._step_loss = torch.zeros_like(norm)
+        return norm
+
+    @contextmanager
+    def _at_this_step(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"step {self.state.global_step + 1}: {error}") from None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Held-out loss: the mean over every predicted token of the set, whatever the batches."""
         self.model.eval()
         total, tokens = 0.0, 0
         for batch in self.get_eval_dataloader():
-            loss, predicted = held_out_loss(self.adapted.model, self._prepare_inputs(batch))
+            loss, predicted = held_out_loss(
+                self.adapted.model, self._prepare_inputs(batch), self.config.train.loss_bytes
+            )
             total += loss.item()
             tokens += int(predicted)
         self.model.train()
@@ -126,12 +147,12 @@ class MoeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """One line of `metrics.jsonl`, and the same numbers to every reporter."""
         step = self.state.global_step
-        if not math.isfinite(logs.get("loss", 0.0)):
-            raise UserError(
-                f"step {step}: the loss is {logs['loss']}. Lower optimizer.lr or train.max_grad_norm; "
-                "--resume PATH goes on from a checkpoint before it went wrong"
-            )
         if "loss" in logs:
+            del logs["loss"]  # Trainer's, which counts steps that were skipped
+            if self._losses:
+                logs["loss"] = torch.stack(self._losses).mean().item()
+            if skipped := self._updates - len(self._losses):
+                logs["skipped_steps"] = skipped
             seconds = time.perf_counter() - self._since
             logs["tokens_per_second"] = round(self._tokens / seconds, 1)
             if self.args.device.type == "cuda":
@@ -142,17 +163,18 @@ class MoeTrainer(Trainer):
             self.folder.append_metrics(
                 {
                     "step": step,
-                    "loss": logs["loss"],
+                    "loss": logs.get("loss"),
                     "router_loss": logs.get("router_loss"),
                     "lr": logs["learning_rate"],
-                    "grad_norm": logs.get("grad_norm"),
+                    "grad_norm": _or_none(logs.get("grad_norm")),
+                    "skipped_steps": skipped,
                     "tokens_per_second": logs["tokens_per_second"],
                     "peak_allocated": logs.get("peak_allocated"),
                     "expert_load": summary,
                 }
             )
             logs |= {f"expert_load_{key}": value for key, value in summary.items()}
-            self._load, self._router_loss = {}, None
+            self._load, self._router_loss, self._losses = {}, None, []
             self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
         elif "eval_loss" in logs:
             self.folder.append_metrics({"step": step, **logs})
@@ -279,6 +301,11 @@ def training_arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # one process drives one device; DataParallel would wrap the model
     return arguments
+
+
+def _or_none(number: float | None) -> float | None:
+    """JSON has no NaN."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def load_summary(load: dict[int, Tensor]) -> dict[str, float]:

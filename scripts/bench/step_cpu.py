@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from moetune.adapt.build import build
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.experts.bank import ExpertBank
-from moetune.step.optimizers import make_optimizer
+from moetune.step.optimizers import make_optimizer, optimizer_over
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import Batch, count_loss_tokens, micro_step, token_loss
 
@@ -125,7 +125,7 @@ def moetune_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkp
     adapted = build(config, "cpu")
     adapted.model.train()
     watch, tokens = RouterWatch(adapted), count_loss_tokens(batch)
-    optimizer = make_optimizer(list(adapted.trainable().values()), config.optimizer)
+    optimizer = make_optimizer(adapted, config)
     banks = [module for module in adapted.model.modules() if isinstance(module, ExpertBank)]
     # B starts at zero, and then A has no gradient to compare.
     torch.manual_seed(2)
@@ -168,7 +168,7 @@ def peft_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkpoin
 
     return Side(
         step=step,
-        optimizer=make_optimizer(trained, OptimizerConfig(name="adamw")),
+        optimizer=optimizer_over(trained, OptimizerConfig(name="adamw")),
         module=model,
         gradients=lambda: {key: view(factor.grad) for key, (factor, view) in peft_factors(model, sizes).items()},
     )

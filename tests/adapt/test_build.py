@@ -21,7 +21,7 @@ from moetune.adapt.build import Adapted, build, count_trainable
 from moetune.config import OptimizerConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.step.optimizers import make_optimizer
+from moetune.step.optimizers import optimizer_over
 from tests.reference import (
     assert_close,
     excite_,
@@ -169,7 +169,7 @@ def test_frozen_bytes_are_identical_after_training_and_evaluation(name: str, bas
     adapted = built(checkpoints("qwen2_moe"), ADAPT[name], base=base, checkpointing="full")
     before = frozen_digest(adapted)
     trained = {key: parameter.detach().clone() for key, parameter in adapted.trainable().items()}
-    optimizer = make_optimizer(list(adapted.trainable().values()), OptimizerConfig(name="adamw", lr=1e-2))
+    optimizer = optimizer_over(list(adapted.trainable().values()), OptimizerConfig(name="adamw", lr=1e-2))
     losses = []
     for seed in (5, 5, 5):
         step(adapted, optimizer, seed)
@@ -269,7 +269,7 @@ def test_what_is_not_selected_has_neither_gradient_nor_optimizer_state(
     assert adapted.trainable().keys() == names
     before = frozen_digest(adapted)
     momentum = {"momentum": 0.9} if optimizer_name == "sgd" else {}  # without it SGD keeps no state
-    optimizer = make_optimizer(
+    optimizer = optimizer_over(
         list(adapted.trainable().values()), OptimizerConfig(name=optimizer_name, lr=1e-2, **momentum)
     )
     step(adapted, optimizer, seed=7)

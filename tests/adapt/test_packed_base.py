@@ -1,5 +1,7 @@
 """A packed base on disk: the same model, bit for bit, and nothing of a damaged one is used."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from moetune.adapt import packed_base
 from moetune.adapt.build import build, write_packed_base
 from moetune.errors import UserError
+from moetune.hub.fingerprint import take_fingerprint
 from tests.adapt.test_quantizer import write
 from tests.reference import run_config, small_linears_are_packed
 
@@ -55,10 +58,17 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(first) == 2
     with pytest.raises(UserError, match="begun for another model or precision"):
         write_packed_base(str(tmp_path / "plain"), packed, "int8", True)
+    source = tmp_path / "plain" / "model.safetensors"
+    times = source.stat().st_atime_ns, source.stat().st_mtime_ns
+    os.utime(source)
+    with pytest.raises(UserError, match="or the model changed; choose another"):
+        write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
+    os.utime(source, ns=times)
     monkeypatch.setattr(packed_base, "write_bank", write_bank)
     write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
     assert {file: file.stat().st_mtime_ns for file in first} == first
     write_packed_base(str(tmp_path / "plain"), tmp_path / "at once", "nf4", True)
+    assert packed_base.read_manifest(packed) == packed_base.read_manifest(tmp_path / "at once")
     for file in packed.glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "at once" / file.name).read_bytes()
 
@@ -71,17 +81,39 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "rest"])
+@pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "rest"])
 def test_a_damaged_one_is_refused_by_name(packed: Path, damage: str, tmp_path: Path) -> None:
     for file in packed.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     victim = "rest.safetensors" if damage == "rest" else "model.layers.1.mlp.experts.safetensors"
     if damage == "truncate":
         (tmp_path / victim).write_bytes((tmp_path / victim).read_bytes()[:-8])
+    elif damage == "flip":
+        data = bytearray((tmp_path / victim).read_bytes())
+        data[-9] ^= 1
+        (tmp_path / victim).write_bytes(data)
     else:
         (tmp_path / victim).unlink()
     with pytest.raises(UserError, match=victim):
         states(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["fingerprint", "files", "source"])
+def test_a_manifest_that_lacks_something_is_named(packed: Path, key: str, tmp_path: Path) -> None:
+    for file in packed.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    manifest = json.loads((packed / "packed.json").read_text())
+    del manifest[key]
+    (tmp_path / "packed.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"packed\.json' is damaged, or of an earlier version"):
+        states(tmp_path)
+
+
+def test_it_says_what_was_packed(packed: Path) -> None:
+    """Also when it was written in two goes, which read only the rest of the source the second time."""
+    manifest = packed_base.read_manifest(packed)
+    assert (manifest.source, manifest.packed.name) == ((packed.parent / "plain").resolve(), "plain")
+    assert manifest.packed.fingerprint == take_fingerprint(packed.parent / "plain")
 
 
 def test_it_serves_only_runs_that_it_can(packed: Path) -> None:

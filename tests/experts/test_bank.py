@@ -218,3 +218,30 @@ def test_routing_groups_every_row_under_its_expert() -> None:
     assert tokens_per_expert(ids_TK, 5) == [2, 3, 0, 3, 0]
     groups = {expert: flat.tolist() for expert, flat in Routing.of(ids_TK, 5).groups()}
     assert groups == {0: [3, 5], 1: [1, 2, 6], 3: [0, 4, 7]}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_kept_rows_spare_a_product_and_change_no_bit(model_type: str, plan: BankPlan) -> None:
+    bank = bank_of(stock_experts(model_type), plan)
+    trained = dict(bank.named_parameters())
+    expected = run(bank, trained, *routed())
+    bank.keep_rows = True
+    found = run(bank, trained, *routed())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_bank_that_keeps_rows_keeps_those_of_gate_up() -> None:
+    bank = bank_of(stock_experts("mixtral"), PLANS["frozen"])
+    bank.keep_rows = True
+    x_TH, ids_TK, weights_TK = routed()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):
+        bank(x_TH.requires_grad_(), ids_TK, weights_TK)
+        rows = saved[3:]
+        with torch.no_grad():
+            bank(x_TH, ids_TK, weights_TK)
+    assert saved[3:] == rows
+    assert {tensor.shape[1] for tensor in rows} == {bank.gate_up.shape[0]}
+    assert sum(len(tensor) for tensor in rows) == ids_TK.numel()

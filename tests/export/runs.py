@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
-from moetune.export.tensor_files import weight_files
+from moetune.hub.fingerprint import Base, take_fingerprint
+from moetune.hub.tensor_files import weight_files
 from moetune.train.run_folder import RunFolder
 from moetune.train.trainer import TRAINED_FILE
 from tests.reference import run_config
@@ -71,7 +72,7 @@ def write_run(
     adapted = build(config, "cpu")
     adapted.model.eval()
     folder = RunFolder(path)
-    folder.create(config, None, overwrite=False)
+    folder.create(config, None, overwrite=False, base=Base(base.name, take_fingerprint(base)))
     generator = torch.Generator().manual_seed(4)
     for step in steps:
         with torch.no_grad():

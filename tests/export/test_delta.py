@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from moetune.errors import UserError
-from moetune.export.delta import apply_delta
+from moetune.export.apply import apply_delta
 from moetune.export.export import export_run
-from moetune.export.fingerprint import take_fingerprint
+from moetune.hub.fingerprint import take_fingerprint
 from tests.export.runs import ADAPT, FULL, LORA, tensors_of, write_base, write_run
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
@@ -90,8 +90,7 @@ def test_applied_to_its_base_it_is_the_merged_checkpoint(
     run = write_run(tmp_path / "run", base(model_type), ADAPT[adapt])
     export_run(run.path, "delta", tmp_path / "delta")
     export_run(run.path, "merged", tmp_path / "merged")
-    (tmp_path / "applied").mkdir()
-    apply_delta(run.base, tmp_path / "delta", tmp_path / "applied")
+    apply_delta(tmp_path / "delta", run.base, tmp_path / "applied")
     assert take_fingerprint(tmp_path / "applied") == take_fingerprint(tmp_path / "merged")
     assert take_fingerprint(tmp_path / "applied") != take_fingerprint(run.base)
 
@@ -112,25 +111,25 @@ def test_another_base_is_refused_unless_forced_by_name(base: Callable[[str], Pat
     run, delta = write_run(tmp_path / "run", base("mixtral"), FULL), tmp_path / "delta"
     export_run(run.path, "delta", delta)
     out = tmp_path / "out"
-    out.mkdir()
     other = write_base(tmp_path / "other", "mixtral", num_hidden_layers=2, seed=1)
     for force in (None, "mixtral"):
         with pytest.raises(
-            UserError, match=r"was made for another base .*the same tensors with other values .*'other'"
+            UserError, match=r"was made for another base .*the same tensors with other values .*--force other"
         ):
-            apply_delta(other, delta, out, force)
+            apply_delta(delta, other, out, force=force)
     larger = write_base(tmp_path / "larger", "mixtral", num_hidden_layers=3)
     with pytest.raises(UserError, match=r"model\.layers\.2\..* is F32 .*, not no such tensor"):
-        apply_delta(larger, delta, out)
+        apply_delta(delta, larger, out)
     wider = write_base(tmp_path / "wider", "mixtral", num_hidden_layers=2, intermediate_size=64)
     with pytest.raises(UserError, match=r"experts\.\d\.w\d\.weight of the delta is \[.*\] and \[.*\] in"):
-        apply_delta(wider, delta, out, force="wider")
-    assert list(out.iterdir()) == []
+        apply_delta(delta, wider, out, force="wider")
+    assert not out.exists()
 
-    count = apply_delta(other, delta, out, force="other")
+    applied = apply_delta(delta, other, out, force="other")
     changed, before = tensors_of(out), tensors_of(other)
     trained = load_file(delta / "delta.safetensors")
-    assert count == len(trained)
+    assert applied.tensors == len(trained)
+    assert applied.forced == "the same tensors with other values (model.safetensors)"
     assert all(torch.equal(tensor, trained.get(name, before[name])) for name, tensor in changed.items())
 
 
@@ -162,9 +161,9 @@ def test_a_damaged_delta_is_named(damage: str, base: Callable[[str], Path], tmp_
         file.unlink()
     messages = {
         "manifest": r"is not a delta: no valid manifest\.json in it",
-        "digest": "the fingerprint in the manifest is damaged",
+        "digest": r"manifest\.json': its fingerprint of the base is damaged",
         "tensors": r"delta\.safetensors' cannot be read",
         "no file": r"delta\.safetensors' cannot be read: No such file",
     }
     with pytest.raises(UserError, match=messages[damage]):
-        apply_delta(run.base, delta, tmp_path / "out")
+        apply_delta(delta, run.base, tmp_path / "out")

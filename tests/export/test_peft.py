@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moetune.adapt.build import Adapted, build
+from moetune.adapt.peft_adapter import load_peft
+from moetune.adapt.peft_layout import join_experts, split_experts
 from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.export.peft import export_peft, join_experts, load_peft, split_experts
+from moetune.export.peft import export_peft
+from moetune.hub.fingerprint import Base, take_fingerprint
 from moetune.train.run import train
+from moetune.train.run_folder import RunFolder
 from moetune.train.seal import seal
 from tests import small
 from tests.reference import excite_, run_config, token_ids
@@ -90,6 +94,7 @@ def write_run(folder: Path, config: RunConfig, adapted: Adapted, step: int = 3) 
     checkpoint = folder / "checkpoints" / f"step-{step}"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(config.to_yaml())
+    RunFolder(folder).write_base(Base("model", take_fingerprint(Path(config.model.path))))
     tensors = {name: p.detach().contiguous() for name, p in adapted.trainable().items()}
     save_file(tensors, checkpoint / "trained.safetensors")
     seal(checkpoint, step)

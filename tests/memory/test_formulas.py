@@ -131,6 +131,7 @@ QUICK = [
     ("qwen2_moe", "lora", "full", 1),
     ("deepseek_v2", "mixed", "none", 1),
     ("llama", "everything", "full", 2),
+    ("mixtral", "mixed", "offload", 2),
 ]
 
 

@@ -74,3 +74,16 @@ def test_the_host_never_holds_a_checkpoint() -> None:
     assert read.host == 32000 * 4096 * 2
     assert read.gpu < drawn.gpu
     assert drawn.host == 0
+
+
+def test_experts_that_stay_on_the_host_are_never_all_on_the_gpu(tmp_path: Path) -> None:
+    folder = write_toy(tmp_path, "mixtral", **SIZES)
+    on_gpu = toy_run(folder, "mixtral", LORA, model={"dtype": "bf16"})
+    config = toy_run(folder, "mixtral", LORA, model={"dtype": "bf16", "experts_on": "host"})
+    with Tracker({}) as tracker:
+        build(config, "cpu")
+    peaks = load(config)
+    assert peaks.gpu == pytest.approx(tracker.peak_bytes, rel=0.01)
+    assert peaks.host == predict(config, method="formula", gpu="44GiB").fullest.host_bytes
+    assert peaks.gpu + peaks.host == pytest.approx(load(on_gpu).gpu, rel=0.6)
+    assert peaks.gpu < load(on_gpu).gpu

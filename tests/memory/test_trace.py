@@ -30,6 +30,11 @@ ADAPT: dict[str, dict[str, Any]] = {
 }
 DENSE = {"router": {"also": ["norm"]}, "experts": {"also": ["embedding"]}, "everything": {"also": ["*"]}}
 DENSE |= {name: {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}} for name in ("lora", "mixed")}
+LOSS: dict[str, dict[str, Any]] = {
+    "router": ADAPT["router"],
+    "head": {"also": ["lm_head"]},
+    "head_lora": {"lora": {"rank": 4, "alpha": 8, "targets": ["lm_head"]}},
+}
 
 
 def peak(traced: Trace) -> int:
@@ -47,13 +52,17 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
     model_type = draw(st.sampled_from(sorted(LAYOUTS)))
     adapt = draw(st.sampled_from(sorted(ADAPT)))
     sections = {
-        "model": {"base": draw(st.sampled_from(["nf4", "int8", "bf16", "fp32"])), "double_quant": draw(st.booleans())},
+        "model": {
+            "base": draw(st.sampled_from(["nf4", "int8", "bf16", "fp32"])),
+            "double_quant": draw(st.booleans()),
+            "experts_on": draw(st.sampled_from(["gpu", "host"])),
+        },
         "optimizer": {"name": draw(st.sampled_from(["adamw", "adamw8bit", "sgd"]))},
         "train": {
             "micro_batch": draw(st.integers(1, 3)),
-            "sequence_length": draw(st.integers(2, 96)),
+            "sequence_length": draw(st.integers(3, 96)),
             "accumulate": draw(st.integers(1, 3)),
-            "checkpointing": draw(st.sampled_from(["none", "full"])),
+            "checkpointing": draw(st.sampled_from(["none", "experts_only", "full", "offload"])),
             "max_grad_norm": draw(st.sampled_from([0.0, 1.0])),
         },
         "data": {"packing": model_type != "gpt_oss" and draw(st.booleans())},
@@ -77,22 +86,30 @@ def test_a_prediction_is_what_is_measured(
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "llama"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("checkpointing", "experts_on"), [("none", "gpu"), ("none", "host"), ("full", "gpu"), ("offload", "host")]
+)
 def test_fake_steps_take_byte_for_byte_what_real_ones_take(
-    toys: dict[str, Path], model_type: str, checkpointing: str
+    toys: dict[str, Path], model_type: str, checkpointing: str, experts_on: str
 ) -> None:
     adapt = DENSE["everything"] if model_type == "llama" else MIXED
-    sections = {"train": {"accumulate": 2, "checkpointing": checkpointing}}
+    sections = {
+        "model": {"experts_on": experts_on},
+        "train": {"accumulate": 2, "checkpointing": checkpointing},
+    }
     config = toy_run(toys[model_type], model_type, adapt, **sections)
     measured = measure(config, "cpu", steps=2)
     answers = iter(measured.counts)
     fake = trace(config, lambda ids, num_experts: next(answers), compose=False)
     assert measured.trace is not None
     assert fake.parts(fake.peak) == measured.trace.parts(measured.trace.peak)
+    assert fake.host_peak == measured.trace.host_peak
     assert next(answers, None) is None
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("checkpointing", "experts_on"), [("none", "gpu"), ("full", "gpu"), ("full", "host"), ("offload", "host")]
+)
 @pytest.mark.parametrize(
     ("model_type", "adapt", "layers"),
     [
@@ -103,13 +120,17 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
     ],
 )
 def test_replayed_layers_take_what_run_ones_take(
-    tmp_path: Path, model_type: str, adapt: str, layers: int, checkpointing: str
+    tmp_path: Path, model_type: str, adapt: str, layers: int, checkpointing: str, experts_on: str
 ) -> None:
     model = write_toy(tmp_path, model_type, num_hidden_layers=layers)
-    sections = {"train": {"accumulate": 2, "checkpointing": checkpointing}}
+    sections = {
+        "model": {"experts_on": experts_on},
+        "train": {"accumulate": 2, "checkpointing": checkpointing},
+    }
     config = toy_run(model, model_type, ADAPT[adapt], **sections)
     composed, full = trace(config), trace(config, compose=False)
     assert peak(composed) == pytest.approx(peak(full), rel=2e-3)  # a few int64 counts a layer, of a small toy
+    assert composed.host_peak == full.host_peak
 
 
 @pytest.mark.slow
@@ -149,6 +170,45 @@ def test_mixtral_takes_no_more_than_the_prototype(
     parts = traced.parts(traced.peak)
     assert (parts.frozen_weights + parts.trainable_weights) / GiB == pytest.approx(static, abs=0.02)
     assert parts.total / GiB <= most
+
+
+def test_mixtral_8x22b_fits_with_its_experts_on_the_host() -> None:
+    model = {"path": "mixtral-8x22b", "experts_on": "host"}
+    train = {"micro_batch": 1, "sequence_length": 1024, "accumulate": 2}
+    config = RunConfig.model_validate({"model": model, "adapt": LORA, "train": train})
+    q = quantities(read_facts("mixtral-8x22b"), config)
+    _, parts = q.peak()
+    assert parts.total / GiB < 12
+    assert q.host_bytes / GiB == pytest.approx(65.0, abs=0.1)
+    layer = q.layers[-1].tensors.host
+    assert parts.frozen_weights == q.tensors.frozen + 2 * layer
+    assert q.host_bytes == len(q.layers) * layer
+
+
+@pytest.mark.slow
+def test_mixtral_8x22b_with_its_experts_on_the_host_is_traced_to_what_the_formula_says() -> None:
+    model = {"path": "mixtral-8x22b", "experts_on": "host"}
+    train = {"micro_batch": 1, "sequence_length": 1024, "accumulate": 2, "checkpointing": "offload"}
+    config = RunConfig.model_validate({"model": model, "adapt": LORA, "train": train})
+    traced, q = trace(config), quantities(read_facts("mixtral-8x22b"), config)
+    assert peak(traced) / GiB < 12
+    assert q.peak()[1].total == pytest.approx(peak(traced), rel=5e-3)
+    assert q.host_bytes == traced.host_peak
+
+
+def test_inputs_on_the_host_leave_the_device_but_for_two(toys: dict[str, Path]) -> None:
+    """After forward a frozen embedding's output is left, which autograd holds; in backward one input and the next."""
+    config = toy_run(toys["mixtral"], "mixtral", ADAPT["router"], train={"checkpointing": "offload", "accumulate": 2})
+    measured = measure(config, "cpu", steps=1).trace
+    assert measured is not None
+    hidden = 2 * 32 * 64 * 4
+    begins = next(mark.at for mark in measured.marks if mark.phase == "backward") - 1
+    left = [b for b in measured.alive(begins) if b.phase == "forward" and b.bytes == hidden]
+    assert {b.module for b in left if b.op in ("add.Tensor", "embedding.default")} == {"model.embed_tokens", "model"}
+    inputs = [b for b in measured.blocks if b.fetched]
+    assert {b.bytes for b in inputs} == {hidden}
+    for at in range(len(measured.log)):
+        assert sum(b.born <= at and (b.died is None or b.died > at) for b in inputs) <= 2
 
 
 def test_parts_sum_to_the_peak_and_the_timeline_reaches_it(toys: dict[str, Path]) -> None:

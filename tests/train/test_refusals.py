@@ -24,7 +24,7 @@ def listing(folder: Path) -> list[str]:
 def test_a_loss_that_is_no_number(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     settings = {"steps": 9, "save_every": 1, "max_grad_norm": 0}
     optimizer = {"name": "sgd", "lr": 1e30}
-    with pytest.raises(UserError, match=r"step \d: the loss is (nan|inf)\. Lower optimizer\.lr"):
+    with pytest.raises(UserError, match=r"step \d: the gradient of model\..* is not finite.*Lower optimizer\.lr"):
         train(
             small.run_config(small_model, small_data, tmp_path / "run", "experts", train=settings, optimizer=optimizer)
         )

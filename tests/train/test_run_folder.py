@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.config import RunConfig
+from moetune.config import RunConfig, load_run_config
 from moetune.errors import UserError
 from moetune.train.run_folder import RunFolder
 
@@ -161,12 +161,61 @@ def test_resume_of_a_checkpoint_undoes_what_came_after(tmp_path: Path) -> None:
 
 def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=3)
-    whole = folder.metrics_file.read_bytes()
-    folder.metrics_file.write_bytes(whole[:-9])
-    assert [line["step"] for line in folder.metrics()] == [1, 2]
+    folder.append_metrics({"step": 4, "loss": 0.25})
+    folder.metrics_file.write_bytes(folder.metrics_file.read_bytes()[:-9])
+    assert [line["step"] for line in folder.metrics()] == [1, 2, 3]
     folder.create(config(), folder.checkpoints_path / "step-3", overwrite=False)
     folder.append_metrics({"step": 4})
-    assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == [1, 2, 4]
+    assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b'{"step": 1, "loss": 2.0}\n'])
+def test_metrics_that_were_damaged_are_those_of_the_checkpoint(tmp_path: Path, damage: bytes) -> None:
+    folder = started(tmp_path / "run", steps=3)
+    whole, lines = folder.metrics_file.read_bytes(), folder.metrics()
+    folder.metrics_file.write_bytes(damage + whole[len(damage) + 1 :])
+    assert folder.metrics() == lines
+    folder.create(config(), folder.checkpoints_path / "step-3", overwrite=False)
+    assert folder.metrics_file.read_bytes() == whole
+
+
+def test_a_flipped_byte_of_the_run_file_is_named_or_changes_nothing(tmp_path: Path) -> None:
+    """Nothing but what may change on resume, and where the base is, can differ from what trained."""
+    folder = started(tmp_path / "run", steps=1)
+    file = folder.path / "run.yaml"
+    whole = file.read_bytes()
+    named, refused, same = 0, 0, 0
+    for place in range(0, len(whole), 3):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            folder.newest_whole()
+            found = load_run_config(file)
+        except UserError as error:
+            named += "run.yaml" in str(error)
+            refused += 1
+            continue
+        for part in ("adapt", "optimizer", "data"):
+            assert getattr(found, part) == getattr(config(), part), place
+        free = {"path": "tiny-mixtral", "weights": "pretrained"}
+        assert found.model.model_copy(update=free) == config().model, place
+        same += 1
+    assert named == refused
+    assert same < refused
+
+
+def test_a_lost_run_file_is_named(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    (folder.path / "run.yaml").unlink()
+    with pytest.raises(UserError, match=r"has checkpoints and no run\.yaml: copy it back from '.*step-1'"):
+        folder.check(config(), "auto", overwrite=False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_without_room_for_a_line(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run")
+    folder.metrics_file = Path("/dev/full")
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device; then go on with --resume"):
+        folder.append_metrics({"step": 1})
 
 
 def test_another_run_file_is_refused(tmp_path: Path) -> None:

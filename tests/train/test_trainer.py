@@ -18,7 +18,10 @@ from moetune.train.run import train
 from moetune.train.trainer import load_summary
 from tests import small
 
-KEYS = ["step", "loss", "router_loss", "lr", "grad_norm", "tokens_per_second", "peak_allocated", "expert_load"]
+KEYS = [
+    "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "peak_allocated",
+    "expert_load",
+]  # fmt: skip
 TIMES = ("tokens_per_second",)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from moetune.adapt.pack import stacks
 from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.export.hub_names import find_homes
-from moetune.export.tensor_files import read_checkpoint
+from moetune.hub.names import find_homes
+from moetune.hub.tensor_files import read_checkpoint
 from tests.export.runs import make_toy
 from tests.toys import expert_model_types
 

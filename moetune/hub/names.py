@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moetune.adapt.quantizer import STACKS
 from moetune.errors import UserError
+
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""What transformers calls the stacks of a layer's experts."""
 
 
 @dataclass(frozen=True)

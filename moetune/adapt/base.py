@@ -1,0 +1,89 @@
+"""The checkpoint that a model's frozen weights come from: where it is, and which one exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from moetune.adapt.packed_base import is_packed_base, read_manifest
+from moetune.anatomy.source import ModelSource, resolve
+from moetune.config import ModelConfig
+from moetune.errors import UserError
+from moetune.hub.fingerprint import Base, headers, take_fingerprint, taking_fingerprint
+from moetune.hub.snapshot import download, downloaded
+
+
+def checkpoint_of(path: str) -> Path:
+    """The folder of the checkpoint behind a `model.path`: of a packed base, the one that was packed; of one on the hub,
+    where it was downloaded to, now or before.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    source = resolve(path)
+    if source.folder is None:
+        raise UserError(f"model {source.name!r} has no weights that could be loaded")
+    if is_packed_base(source.folder):
+        original = read_manifest(Path(source.folder)).source
+        if not original.is_dir():
+            raise UserError(
+                f"model.path: {source.folder!r} is a packed base; an export needs the checkpoint that was packed, and "
+                f"{str(original)!r} is gone"
+            )
+        return original
+    return Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
+
+
+@contextmanager
+def noting_base(model: ModelConfig) -> Iterator[Callable[[], Base | None]]:
+    """Takes the fingerprint of the base while the body of the `with` loads it.
+
+    What is yielded waits for the fingerprint, and is to be called when the weights have been loaded, which may have
+    downloaded them. It gives None for random weights. That of a packed base was taken when it was packed.
+    """
+    source = resolve(model.path)
+    if model.weights == "random":
+        yield lambda: None
+        return
+    if is_packed_base(source.folder):
+        packed = read_manifest(Path(str(source.folder))).packed
+        yield lambda: packed
+        return
+    before = _folder_of(source)
+    with ExitStack() as stack:
+        taken = None if before is None else stack.enter_context(taking_fingerprint(before))
+
+        def noted() -> Base:
+            folder = _folder_of(source)
+            if folder is None:
+                raise UserError(f"the weights of {source.name!r} were loaded and cannot be found: no folder holds them")
+            if taken is not None and folder == before:
+                return Base(source.name, taken())
+            return Base(source.name, take_fingerprint(folder))
+
+        yield noted
+
+
+def refuse_other_headers(made_for: Base, model: ModelConfig, what: str) -> None:
+    """Compares as much of the base as can be read before it is loaded: all of it, if it is packed.
+
+    Raises:
+        UserError: it is another checkpoint than `what` was made for.
+    """
+    source = resolve(model.path)
+    difference = None
+    if is_packed_base(source.folder):
+        difference = made_for.fingerprint.difference(read_manifest(Path(str(source.folder))).packed.fingerprint)
+    elif (folder := _folder_of(source)) is not None:
+        difference = made_for.fingerprint.difference_of_tensors(headers(folder))
+    if difference is not None:
+        raise UserError(f"{what} was made for another base than {model.path!r}: {difference}")
+
+
+def _folder_of(source: ModelSource) -> Path | None:
+    """Where a model's weights are on this machine."""
+    if source.folder is None:
+        return None
+    folder = Path(source.folder)
+    return folder if folder.is_dir() else downloaded(source.folder)

@@ -1,0 +1,232 @@
+"""A PEFT adapter folder, of moetune or of stock PEFT, read into an adapted model. A pickle is never opened."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.peft_layout import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    expert_keys,
+    lora_layers,
+    lora_of,
+    lora_stacks,
+    one_line,
+    plain_number,
+    rows_of_parts,
+    split_experts,
+    split_parts,
+)
+from moetune.anatomy.anatomy import MoeLayer
+from moetune.errors import UserError
+
+_OF_OTHERS = (
+    "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
+    "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
+    "megatron_config",
+)  # fmt: skip
+"""Settings of a PEFT adapter that make it more, or other, than A and B."""
+_MOST_PROBLEMS = 10
+
+Tensors = Mapping[str, Tensor]
+
+
+def load_peft(adapted: Adapted, folder: Path) -> None:
+    """Copies a PEFT adapter's factors and saved modules into an adapted model of the same selection.
+
+    Raises:
+        UserError: the folder holds no adapter in safetensors, one that is more than LoRA, or one that differs from the
+            model's selection in rank, alpha or targets. The model is unchanged then.
+    """
+    values = _values(adapted, folder)
+    with torch.no_grad():
+        for name, parameter in adapted.trainable().items():
+            parameter.copy_(values[name])
+
+
+def check_peft(adapted: Adapted, folder: Path) -> None:
+    """Raises what `load_peft` would, as far as a model on the meta device tells: frozen weights are not compared."""
+    _values(adapted, folder)
+
+
+def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
+    settings, tensors = _read_adapter(folder)
+    reading = _Reading(adapted, settings, tensors)
+    values = reading.values()
+    if reading.problems:
+        shown = reading.problems[:_MOST_PROBLEMS]
+        more = len(reading.problems) - len(shown)
+        lines = "\n  ".join([*shown, f"and {more} more"] if more else shown)
+        raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
+    return values
+
+
+class _Reading:
+    """An adapter read against a selection. Each tensor is taken once; what is left over was not asked for."""
+
+    def __init__(self, adapted: Adapted, settings: dict[str, Any], tensors: Tensors) -> None:
+        self.adapted, self.settings = adapted, settings
+        self.left = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        self.problems: list[str] = []
+        self.trainable = adapted.trainable()
+
+    def values(self) -> dict[str, Tensor]:
+        """A value for each trained parameter, unless there are problems."""
+        values: dict[str, Tensor] = {}
+        for path in self.adapted.selection.lora_linears:
+            values |= self._linear(path)
+        for layer in lora_layers(self.adapted):
+            values |= self._experts(layer)
+        wanted = self.trainable.keys() - values.keys()
+        values |= self._full({name for name in wanted if self.adapted.part_of(name) != "lora"})
+        self._refuse_rest()
+        return values
+
+    def _linear(self, path: str) -> dict[str, Tensor]:
+        names = {factor: f"{path}.lora_{factor}.default.weight" for factor in "AB"}
+        rank, into = self.trainable[names["A"]].shape
+        factors = self._factors(path, path, rank, into, outputs=len(self.trainable[names["B"]]))
+        return {} if factors is None else {names[factor]: factors[factor] for factor in "AB"}
+
+    def _experts(self, layer: MoeLayer) -> dict[str, Tensor]:
+        lora, shape = lora_of(self.adapted, layer), layer.shape
+        values: dict[str, Tensor] = {}
+        for (projection, path), stack in zip(expert_keys(layer).items(), lora_stacks(layer), strict=True):
+            A, B = (getattr(lora, f"{projection}_{factor}") for factor in "AB")
+            _, parts, rank, into = A.shape
+            where = f"{layer.experts}.{stack}"
+            found = self._factors(path, where, parts * rank, into, parts * B.shape[2], shape.num_experts)
+            if found is None:
+                continue
+            A_all, B_all = split_experts(found["A"], found["B"], shape.num_experts)
+            self._check_ids(where, A_all, B_all, tuple(lora.slots))
+            chosen = list(lora.slots)
+            B_parts, shared = split_parts(B_all[chosen], rank, rows_of_parts(lora, projection))
+            if shared:
+                self.problems.append(
+                    f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {parts * rank} and "
+                    f"alpha: {plain_number(parts * rank * lora.scale)}"
+                )
+            name = f"{layer.experts}.lora.{projection}"
+            values |= {f"{name}_A": A_all[chosen].unflatten(1, (parts, rank)), f"{name}_B": B_parts}
+        return values
+
+    def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
+        """Notes experts that have factors on one side only."""
+        for expert in range(len(A)):
+            has_A, has_B = bool(A[expert].any()), bool(B[expert].any())
+            if expert in ids and not has_A and not has_B:
+                self.problems.append(f"{where}: expert {expert} has no factors; leave it out of adapt.lora.ids")
+            if expert not in ids and has_A and has_B:
+                self.problems.append(f"{where}: expert {expert} has factors; adapt.lora leaves it out")
+
+    def _factors(
+        self, path: str, target: str, rank: int, into: int, outputs: int, experts: int = 1
+    ) -> dict[str, Tensor] | None:
+        """lora_A and lora_B under `path` if they are there in the size and with the scale that are asked for."""
+        found = {factor: self.left.pop(f"{path}.lora_{factor}.weight", None) for factor in "AB"}
+        A, B = found["A"], found["B"]
+        if A is None or B is None:
+            self.problems.append(f"{target}: has no factors; leave it out of adapt.lora")
+            return None
+        if A.ndim != 2 or (A.shape[1], *B.shape) != (into, outputs, len(A)) or len(A) % experts:
+            self.problems.append(
+                f"{target}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {into} features to {outputs}"
+            )
+            return None
+        if len(A) != rank * experts:
+            self.problems.append(f"{target}: rank {len(A) // experts}, and adapt.lora asks for {rank}")
+            return None
+        lora = self.adapted.selection.lora
+        assert lora is not None
+        scale, wanted = self._scale(target, rank), lora.alpha / lora.rank
+        if not math.isclose(scale, wanted, rel_tol=1e-9):
+            self.problems.append(f"{target}: alpha / rank is {scale:g}, and adapt.lora asks for {wanted:g}")
+        return {"A": A, "B": B}
+
+    def _scale(self, target: str, rank: int) -> float:
+        """What PEFT multiplies B·A with."""
+        alphas = self.settings.get("alpha_pattern") or {}
+        as_parameters = self.settings.get("target_parameters") or ()
+        if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
+            target = f"{target}.weight"
+        alpha = alphas.get(get_pattern_key(list(alphas), target), self.settings["lora_alpha"])
+        return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+
+    def _full(self, wanted: set[str]) -> dict[str, Tensor]:
+        """Parameters that train in full precision, under their own names or those that they are tied to."""
+        values: dict[str, Tensor] = {}
+        tied = self.adapted.anatomy.tied
+        for stored in list(self.left):
+            name = tied.get(stored, stored)
+            if name not in wanted:
+                continue
+            tensor = self.left.pop(stored)
+            if tensor.shape != self.trainable[name].shape:
+                expected = [*self.trainable[name].shape]
+                self.problems.append(f"{stored} is {[*tensor.shape]}, and the model's is {expected}")
+            elif name in values and not tensor.equal(values[name]):
+                self.problems.append(f"{stored} differs from {name}, and the model ties them")
+            values[name] = tensor
+        for name in sorted(wanted - values.keys()):
+            self.problems.append(f"{name}: is not in the adapter, and trains in full precision here")
+        return values
+
+    def _refuse_rest(self) -> None:
+        """Notes what the selection does not have; a frozen tensor with the value that it has here may be there."""
+        model = self.adapted.model
+        frozen: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers()),
+        }
+        for name, tensor in sorted(self.left.items()):
+            here = frozen.get(name)
+            if here is not None and here.shape == tensor.shape and (here.is_meta or tensor.to(here).equal(here)):
+                continue
+            if ".lora_" in name:
+                problem = f"{name.partition('.lora_')[0]}: has factors; adapt.lora leaves it out"
+            else:
+                problem = f"{name}: is in the adapter; it is frozen here"
+            if problem not in self.problems:
+                self.problems.append(problem)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{str(file)!r} cannot be read: {one_line(error)}") from error
+
+
+def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors of an adapter folder. A pickle is never opened."""
+    if not (folder / WEIGHTS_FILE).is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
+        raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it'}")
+    try:
+        settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} cannot be read: {one_line(error)}") from error
+    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
+        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
+    others = [f"{key}: {settings[key]}" for key in _OF_OTHERS if settings.get(key)]
+    if settings.get("bias", "none") != "none":
+        others.append(f"bias: {settings['bias']}")
+    if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        others.append(f"init_lora_weights: {settings['init_lora_weights']}, which changes the base weights")
+    if others:
+        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")
+    return settings, _read(folder / WEIGHTS_FILE)

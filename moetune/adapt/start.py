@@ -1,0 +1,94 @@
+"""Where training starts: `adapt.start_from`, a PEFT adapter or a delta, checked without weights and then copied in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from moetune.adapt.base import refuse_other_headers
+from moetune.adapt.build import Adapted, build
+from moetune.adapt.peft_adapter import check_peft, load_peft
+from moetune.adapt.peft_layout import CONFIG_FILE, WEIGHTS_FILE
+from moetune.adapt.start_delta import check_delta, load_delta
+from moetune.anatomy.anatomy import meta_model
+from moetune.anatomy.source import resolve
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
+from moetune.hub.fingerprint import Base
+
+_ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
+
+
+class Start(Protocol):
+    """Values for what trains, checked as far as that needs no weights."""
+
+    def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
+        """Copies the values into the adapted model; says what a user should know.
+
+        Raises:
+            UserError: they were made for other frozen weights.
+        """
+
+
+def open_start(config: RunConfig) -> Start | None:
+    """What `adapt.start_from` names; None if it names nothing.
+
+    Raises:
+        UserError: the folder is missing, is neither adapter nor delta, is damaged, or does not fit the run.
+    """
+    if config.adapt.start_from is None:
+        return None
+    folder = Path(config.adapt.start_from).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"adapt.start_from: folder {str(folder)!r} does not exist")
+    manifest, adapted = read_manifest(folder), build(config, "meta")
+    try:
+        if any((folder / name).exists() for name in _ADAPTER_FILES):
+            check_peft(adapted, folder)
+            return _FromAdapter(folder)
+        if (folder / DELTA_FILE).exists() or (manifest is not None and manifest.get("format") == FORMAT):
+            return _open_delta(config, adapted, folder)
+    except UserError as error:
+        raise UserError(f"adapt.start_from: {error}") from None
+    if manifest is not None and manifest.get("format") in ("merged", "applied"):
+        raise UserError(f"adapt.start_from: {str(folder)!r} is a whole checkpoint; give it as model.path")
+    raise UserError(
+        f"adapt.start_from: {str(folder)!r} holds no PEFT adapter ({CONFIG_FILE}, {WEIGHTS_FILE}) and no delta "
+        f"({DELTA_FILE}, manifest.json)"
+    )
+
+
+def _open_delta(config: RunConfig, adapted: Adapted, folder: Path) -> Start:
+    delta = read_delta(folder)
+    if config.model.weights == "random":
+        raise UserError(f"the delta in {str(folder)!r} belongs to a checkpoint, and model.weights is random")
+    refuse_other_headers(delta.base, config.model, f"the delta in {str(folder)!r}")
+    check_delta(adapted, meta_model(resolve(config.model.path).config), delta)
+    return _FromDelta(config.model.path, delta)
+
+
+@dataclass(frozen=True)
+class _FromAdapter:
+    folder: Path
+
+    def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
+        load_peft(adapted, self.folder)
+        return ()
+
+
+@dataclass(frozen=True)
+class _FromDelta:
+    model: str
+    delta: Delta
+
+    def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
+        assert base is not None
+        difference = self.delta.base.fingerprint.difference(base.fingerprint)
+        if difference is not None:
+            raise UserError(
+                f"adapt.start_from: the delta in {str(self.delta.folder)!r} was made for another base than "
+                f"{self.model!r}: {difference}"
+            )
+        return load_delta(adapted, meta_model(resolve(self.model).config), self.delta)

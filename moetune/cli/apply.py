@@ -1,0 +1,42 @@
+"""`moetune apply`: a delta and its base become a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetune.cli.options import Json
+
+
+def apply(
+    delta: Annotated[Path, typer.Argument(metavar="DELTA_DIR", help="The folder of a delta.", show_default=False)],
+    to: Annotated[
+        Path, typer.Option(metavar="MODEL_FOLDER", help="The checkpoint that it was made for.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new or empty folder.", show_default=False)],
+    force: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The name of MODEL_FOLDER: apply although it is another checkpoint."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is in DIR.")] = False,
+    json_: Json = False,
+) -> None:
+    """Write a copy of a checkpoint with what a delta changed; another checkpoint than the delta's own is refused."""
+    import json
+    import sys
+
+    from rich.console import Console
+
+    from moetune.export.apply import apply_delta
+    from moetune.train.progress import reading
+
+    with reading(Console(stderr=True), str(to), passes=2) as on_read:
+        result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
+    if result.forced is not None:
+        print(f"note: applied to another base than it was made for: {result.forced}", file=sys.stderr)
+    if json_:
+        print(json.dumps(result.to_json()))
+    else:
+        print(f"applied {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")

@@ -1,0 +1,49 @@
+"""A model on the hub: the folder that it was downloaded to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+from moetune.errors import UserError
+from moetune.hub.tensor_files import INDEX_FILE, SINGLE_FILE, weight_files
+
+CARRIED = (
+    "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+"""What belongs to a checkpoint beside its weights."""
+
+
+def downloaded(hub_id: str) -> Path | None:
+    """The snapshot that loading takes, if all of its weights are on this machine."""
+    for name in (SINGLE_FILE, INDEX_FILE):
+        found = try_to_load_from_cache(hub_id, name)
+        if isinstance(found, str):
+            folder = Path(found).parent
+            try:
+                weight_files(folder)
+            except UserError:  # some shards are not there yet
+                return None
+            return folder
+    return None
+
+
+def download(hub_id: str) -> Path:
+    """The snapshot with its weights, from this machine or else from the hub, and all that belongs to them.
+
+    Raises:
+        UserError: it is not here and cannot be had: no network, no such model, or no right to it.
+    """
+    folder = downloaded(hub_id)
+    try:
+        if folder is None:
+            patterns = ["*.safetensors", *CARRIED]
+            return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
+        snapshot_download(hub_id, revision=folder.name, allow_patterns=list(CARRIED))
+    except Exception as error:  # no network, gated, removed: all end here
+        if folder is None:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"the weights of {hub_id!r} cannot be had from the hub: {reason}") from None
+    assert folder is not None
+    return folder

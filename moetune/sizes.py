@@ -1,0 +1,16 @@
+"""Sizes of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(B|MB|GB|MiB|GiB)", re.IGNORECASE | re.ASCII)
+HOW_TO_WRITE_A_SIZE = "A size is written like 44GiB (2^30 bytes), 48GB (10^9 bytes) or 45056MiB."
+
+
+def parse_size(text: str) -> int | None:
+    """The bytes that `44GiB`, `48 GB` or `45056MiB` stands for; None if the text is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    return None if match is None else int(Decimal(match[1]) * _UNITS[match[2].upper()])

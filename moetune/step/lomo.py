@@ -1,0 +1,145 @@
+"""LOMO and AdaLomo: updates so small in memory that they can run inside the backward pass.
+
+    LOMO     w ← (1 - η·λ)·w - η·g                                         arXiv 2306.09782, algorithm 1
+    AdaLomo  û = g / √v, v factored by rows and columns                    arXiv 2310.10195, algorithm 1
+             w ← (1 - η'·λ)·w - η'·û / max(1, RMS(û) / d),   η' = η · max(ε, RMS(w))
+
+Both compute in float32, whatever the weights are, and round once. What is fused here is the arithmetic: float32 copies
+exist for a block of a matrix at a time. When they run is the business of step/fused.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
+
+
+class Lomo(torch.optim.Optimizer):
+    """Gradient descent without any state. In float32 it is `torch.optim.SGD`, bit for bit.
+
+    Attributes:
+        grad_scale: what gradients are multiplied with, in float32.
+    """
+
+    grad_scale = 1.0
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, decay = group["lr"], group["weight_decay"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                for where in _blocks(parameter):
+                    weight, step = parameter[where].float(), parameter.grad[where].float()
+                    if self.grad_scale != 1.0:
+                        step = step * self.grad_scale
+                    if decay:
+                        step = step.add(weight, alpha=decay)
+                    parameter[where] = weight.add(step, alpha=-lr)
+
+
+class AdaLomo(torch.optim.Optimizer):
+    """Each matrix has its own step size, from the mean squares of its gradient's rows and columns.
+
+    A tensor of more dimensions is a stack of matrices, each by itself. State of a matrix [R, C]: R + C float32 numbers;
+    of a vector one for each element.
+
+    Args:
+        decay_rate: v's decay at step t is 1 - t^-decay_rate.
+        threshold: d above, the largest RMS of an update before η'.
+        eps: added to g², and the least RMS(w) that counts.
+
+    Attributes:
+        grad_scale: what gradients are multiplied with, in float32.
+    """
+
+    grad_scale = 1.0
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float = 0.0,
+        decay_rate: float = 0.8,
+        threshold: float = 1.0,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate, "threshold": threshold}
+        super().__init__(params, defaults | {"eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        is_vector = parameter.dim() < 2
+        if not state:
+            state["step"] = 0
+            rows, columns = parameter.shape[:-1], (*parameter.shape[:-2], parameter.shape[-1])
+            shapes = {"square": parameter.shape} if is_vector else {"rows": rows, "columns": columns}
+            for name, shape in shapes.items():
+                state[name] = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+        state["step"] += 1
+        keep = 1 - state["step"] ** -group["decay_rate"]
+        floor = group["eps"][0]
+        if is_vector:
+            gradient = parameter.grad.float() * self.grad_scale
+            state["square"].mul_(keep).add_(gradient.square().add_(floor), alpha=1 - keep)
+            by_element = state["square"].rsqrt()
+            _descend(parameter, lambda where: gradient[where] * by_element[where], group)
+            return
+        matrices = zip(
+            parameter.flatten(0, -3) if parameter.dim() > 2 else parameter[None],
+            parameter.grad.flatten(0, -3) if parameter.dim() > 2 else parameter.grad[None],
+            state["rows"].view(-1, parameter.shape[-2]),
+            state["columns"].view(-1, parameter.shape[-1]),
+            strict=True,
+        )
+        for weight, gradient, rows, columns in matrices:
+            rows.mul_(keep)
+            columns.mul_(keep)
+            for where in _blocks(weight):
+                square = (gradient[where].float() * self.grad_scale).square_().add_(floor)
+                rows[where].add_(square.mean(-1), alpha=1 - keep)
+                columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
+            by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(self.grad_scale)
+            by_column = columns.rsqrt()
+            _descend(weight, partial(_scaled, gradient, by_row, by_column), group)
+
+
+def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -> Tensor:
+    return gradient[where].float() * by_row[where] * by_column
+
+
+def _descend(weight: Tensor, update: Callable[[slice], Tensor], group: dict[str, Any]) -> None:
+    """Grouped update normalization and the step, block by block; `update` gives û of some rows, as often as asked."""
+    blocks = list(_blocks(weight))
+    of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
+    of_weight = torch.stack([weight[where].float().square().sum() for where in blocks]).sum()
+    lr = group["lr"] * (of_weight / weight.numel()).sqrt_().clamp_(min=group["eps"][1])
+    step = lr / ((of_update / weight.numel()).sqrt_() / group["threshold"]).clamp_(min=1.0)
+    for where in blocks:
+        new = weight[where].float()
+        if group["weight_decay"]:
+            new = new * (1 - lr * group["weight_decay"])
+        weight[where] = new - update(where).mul_(step)
+
+
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    """Slices of the first axis with at most `BLOCK` elements each, but one row at least."""
+    rows = max(1, BLOCK * len(weight) // max(1, weight.numel()))
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))

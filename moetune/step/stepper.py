@@ -1,0 +1,175 @@
+"""A whole optimizer step: micro-steps, the look at their gradients, the update.
+
+The trainer runs it; whatever predicts or verifies its memory runs it too. Three kinds of step:
+
+    plain                  forward and backward of each micro-batch; norm; update of everything
+    fused                  forward and backward, which updates what is fused; update of the rest
+    fused, with a norm     forward and backward that only measures the norm of all gradients; then the same again, from
+                           the same random numbers, which updates (LOMO, arXiv 2306.09782, section 3.3)
+
+No gradient that is not finite touches a weight. Where one turns up before anything was updated (plain steps, and fused
+ones with a norm) nothing is; in a fused step without norm, what backward passed before it has been updated by then, and
+nothing after it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from moetune.adapt.build import Adapted
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.step.fused import FusedBackward
+from moetune.step.loss_scale import LossScale
+from moetune.step.optimizers import CombinedOptimizer
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import Batch, MicroStep, micro_step
+from moetune.step.values import as_float, generator_states, set_generator_states
+
+
+class Stepper:
+    """Takes the steps of one run.
+
+    Attributes:
+        skipped: steps that were not taken, because a gradient was not finite.
+    """
+
+    def __init__(
+        self, adapted: Adapted, config: RunConfig, optimizer: CombinedOptimizer, watch: RouterWatch | None = None
+    ) -> None:
+        self.adapted, self.config, self.optimizer = adapted, config, optimizer
+        self.watch = watch or RouterWatch(adapted)
+        self.skipped = 0
+        self.loss_scale = optimizer.loss_scale = LossScale() if adapted.model.dtype == torch.float16 else None
+        self.fused = None
+        if any(updater.fused or updater.on_host for updater in optimizer.updaters):
+            self.fused = FusedBackward(adapted, optimizer)
+        self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
+        self._norm: Tensor | None = None  # of all gradients, where a pass has measured it
+        self._broken: list[str] = []
+        self._loss = torch.zeros((), device=adapted.model.device)
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether a fused step needs a pass that only measures."""
+        return self._updates_in_backward and (self.config.train.max_grad_norm > 0 or self.loss_scale is not None)
+
+    def micro_step(
+        self, batch: Batch, total_tokens: Tensor | int, backward: Callable[[Tensor], None] = torch.Tensor.backward
+    ) -> MicroStep:
+        """Forward and backward of one micro-batch (step.py), twice where a norm must be known first."""
+        done = self._micro_step(batch, total_tokens, backward)
+        self._loss = self._loss + done.loss
+        return done
+
+    def _micro_step(self, batch: Batch, total_tokens: Tensor | int, backward: Callable[[Tensor], None]) -> MicroStep:
+        model, train, device = self.adapted.model, self.config.train, self.adapted.model.device
+        if self.loss_scale is not None:
+            plain, scale = backward, self.loss_scale.value
+
+            def backward(loss: Tensor) -> None:
+                plain(loss * scale)
+
+        run = partial(micro_step, model, batch, total_tokens, self.watch, train, backward)
+        if self.fused is None:
+            return run()
+        self.fused.max_value = train.max_grad_value * self._scale
+        if not self.measures_first:
+            with self.fused.updating(1.0, checked=False):
+                done = run()
+            self._broken, self._norm = self.fused.broken(), self.fused.norm()
+            return done
+        states = generator_states(device)
+        with self.fused.measuring():
+            done = run()
+        norm = self.fused.norm()
+        assert norm is not None, "nothing trains"
+        self._broken, self._norm = self.fused.broken(), norm / self._scale
+        if self._broken:
+            return done
+        set_generator_states(states, device)
+        with self.fused.updating(self._clip_by(self._norm) / self._scale, checked=True):
+            return run()
+
+    @contextmanager
+    def nothing_fused(self) -> Iterator[None]:
+        """Inside, gradients stay where they come, whatever the run file says."""
+        fused, self.fused = self.fused, None
+        try:
+            yield
+        finally:
+            self.fused = fused
+
+    def look(self) -> Tensor:
+        """Looks at the gradients of all micro-steps; the optimizer's next `step` then clips, or does nothing.
+
+        Returns:
+            Their norm before clipping.
+
+        Raises:
+            UserError: one is not finite, under `train.on_nonfinite: stop`.
+        """
+        left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None}
+        norm, self._norm = self._norm, None
+        if not self.measures_first:
+            if self.config.train.max_grad_value:
+                bound = self.config.train.max_grad_value * self._scale
+                for gradient in left.values():
+                    gradient.clamp_(-bound, bound)
+            norms = [] if norm is None else [norm]
+            norms += [get_total_norm(left.values()) / self._scale] if left else []
+            of_host = [n for u in self.optimizer.on_host() if (n := u.norm()) is not None]
+            norms += [get_total_norm(of_host).to(self.adapted.model.device) / self._scale] if of_host else []
+            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+        assert norm is not None, "no micro-step came before"
+        loss, self._loss = self._loss, torch.zeros_like(self._loss)
+        if math.isfinite(as_float(norm + 0 * loss)) and not self._broken:
+            self.optimizer.scale = self._clip_by(norm) / self._scale
+            if self.loss_scale is not None:
+                self.loss_scale.went_well()
+        else:
+            self._refuse(self._broken or self._broken_among(left))
+            self.optimizer.zero_grad()
+            self.optimizer.skips = True
+            self.skipped += 1
+        self._broken = []
+        return norm
+
+    def update(self) -> Tensor:
+        """What the trainer does after the last micro-step; returns the norm before clipping."""
+        norm = self.look()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _clip_by(self, norm: Tensor) -> float:
+        bound = self.config.train.max_grad_norm
+        return min(1.0, bound / (as_float(norm) + 1e-6)) if bound else 1.0
+
+    def _broken_among(self, gradients: dict[Tensor, Tensor]) -> list[str]:
+        """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
+        trained = reversed(self.adapted.trainable().items())
+        there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host()}
+        return [name for name, p in trained if p in there and not there[p].isfinite().all()]
+
+    def _refuse(self, broken: list[str]) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.overflowed()
+        elif self.config.train.on_nonfinite == "stop":
+            others = f" and of {len(broken) - 1} others" if len(broken) > 1 else ""
+            raise UserError(
+                f"the gradient of {broken[0] if broken else 'some parameter'}{others} is not finite. No weight was "
+                "updated with it. Lower optimizer.lr or train.max_grad_norm; --resume PATH goes on from a checkpoint "
+                "before it went wrong. train.on_nonfinite: skip leaves such steps out"
+            )

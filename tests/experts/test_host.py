@@ -1,0 +1,141 @@
+"""What stays on the host comes in time, two layers at a time at most, and changes no gradient."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetune.adapt.build import Adapted
+from moetune.experts.host import Shuttle, stays_on_host
+from moetune.experts.packed import PackedStack
+from tests.reference import build_toy, loss_and_gradients, token_ids
+from tests.toys import LAYERS, toy_config
+
+ADAPT: dict[str, dict[str, Any]] = {
+    "router": {"router": "all"},
+    "lora": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}},
+    "all three ways": {
+        "router": "all",
+        "experts": {"ids": [0, 3]},
+        "lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"], "ids": [1, 2]},
+    },
+    "upper layers": {"router": "2-3", "experts": {"layers": "3", "ids": [1]}},
+}
+TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss"]
+
+
+def toy(
+    folder: Path, model_type: str, adapt: str, *, experts_on: str = "host", base: str = "nf4", checkpointing: str
+) -> Adapted:
+    model, train = {"experts_on": experts_on, "base": base}, {"checkpointing": checkpointing}
+    adapted = build_toy(toy_config(model_type), folder, ADAPT[adapt], model=model, train=train)
+    adapted.model.train()
+    return adapted
+
+
+def shuttle_of(adapted: Adapted) -> Shuttle:
+    return next(module.shuttle for module in adapted.model.modules() if isinstance(module, PackedStack))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
+@pytest.mark.parametrize("adapt", ADAPT)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_gradients_are_those_of_experts_on_the_gpu(
+    tmp_path: Path, model_type: str, adapt: str, checkpointing: str
+) -> None:
+    expected_loss, expected = loss_and_gradients(
+        toy(tmp_path, model_type, adapt, experts_on="gpu", checkpointing="none"), token_ids()
+    )
+    adapted = toy(tmp_path, model_type, adapt, checkpointing=checkpointing)
+    for _ in range(2):
+        loss, found = loss_and_gradients(adapted, token_ids())
+        assert torch.equal(loss, expected_loss)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        assert not shuttle_of(adapted)._here
+
+
+@pytest.mark.parametrize("base", ["int8", "bf16", "fp32"])
+def test_every_base_precision_travels(tmp_path: Path, base: str) -> None:
+    _, expected = loss_and_gradients(
+        toy(tmp_path, "mixtral", "lora", experts_on="gpu", base=base, checkpointing="full"), token_ids()
+    )
+    _, found = loss_and_gradients(toy(tmp_path, "mixtral", "lora", base=base, checkpointing="full"), token_ids())
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+class Watched:
+    """Notes which layers are on the device after each turn, and how often one was fetched when it was needed."""
+
+    def __init__(self, shuttle: Shuttle, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turns: list[tuple[int, bool, list[int]]] = []
+        self.late: list[tuple[int, bool]] = []
+        stock = shuttle._turn_to
+
+        def turn_to(number: int, in_backward: bool) -> None:
+            if number not in shuttle._here:
+                self.late.append((number, in_backward))
+            stock(number, in_backward)
+            self.turns.append((number, in_backward, sorted(shuttle._here)))
+
+        monkeypatch.setattr(shuttle, "_turn_to", turn_to)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+def test_two_layers_at_most_and_the_next_in_time(
+    tmp_path: Path, model_type: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = toy(tmp_path, model_type, "lora", checkpointing=checkpointing)
+    shuttle = shuttle_of(adapted)
+    watched = Watched(shuttle, monkeypatch)
+    loss_and_gradients(adapted, token_ids())
+    last = LAYERS - 1
+    forward = [(n, False, [n, n + 1] if n < last else [n]) for n in range(LAYERS)]
+    backward = [(n, True, [n - 1, n] if n else [n]) for n in reversed(range(LAYERS))]
+    assert watched.turns == forward + backward
+    assert watched.late == [(0, False)]  # the last layer is still there when backward begins
+    assert not shuttle._here
+
+
+def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = toy(tmp_path, "mixtral", "upper layers", checkpointing="none")
+    watched = Watched(shuttle_of(adapted), monkeypatch)
+    loss_and_gradients(adapted, token_ids())
+    assert [turn for turn in watched.turns if turn[1]] == [(3, True, [2, 3]), (2, True, [2])]
+
+
+def test_nothing_is_left_after_an_evaluation_nor_by_a_forward_pass_without_backward(tmp_path: Path) -> None:
+    adapted = toy(tmp_path, "mixtral", "lora", checkpointing="full")
+    shuttle = shuttle_of(adapted)
+    with torch.no_grad():
+        adapted.model(input_ids=token_ids(), use_cache=False)
+    assert not shuttle._here
+    adapted.model(input_ids=token_ids(), use_cache=False)
+    assert shuttle._backward_of == list(range(LAYERS))
+    loss_and_gradients(adapted, token_ids())
+    assert not shuttle._here
+    assert not shuttle._backward_of
+
+
+def test_a_graph_that_is_kept_goes_backward_twice(tmp_path: Path) -> None:
+    adapted = toy(tmp_path, "mixtral", "lora", checkpointing="offload")
+    loss = adapted.model(input_ids=token_ids(), use_cache=False).logits.square().mean()
+    trained = list(adapted.trainable().values())
+    first = torch.autograd.grad(loss, trained, retain_graph=True)
+    again = torch.autograd.grad(loss, trained)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_copies_are_not_the_hosts_memory() -> None:
+    stack = PackedStack(2, (4, 64), "fp32", on_host=True)
+    stack.pack_(0, torch.ones(4, 64))
+    stack.shuttle = Shuttle([[stack]], torch.device("cpu"))
+    matrix: Tensor = stack.matrix(0, torch.float32)
+    assert torch.equal(matrix, torch.ones(4, 64))
+    assert not stays_on_host(matrix)
+    assert stays_on_host(stack.data)
