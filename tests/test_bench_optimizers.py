@@ -1,4 +1,4 @@
-"""The benchmark of optimizers at its smallest: it runs, its JSON has its keys, its bytes add up. No time is asserted."""
+"""The benchmark of optimizers at its smallest: it runs, its JSON has its keys, its bytes add up. No time."""
 
 from __future__ import annotations
 

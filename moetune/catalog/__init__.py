@@ -83,7 +83,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def recipes() -> dict[str, str]:
     """Returns recipe name -> what it does (the first line of the file)."""
-    files = sorted(_RECIPES.glob("*.yaml"))
+    files = sorted(_RECIPES.glob("*.yaml"), key=lambda file: file.stem)
     return {file.stem: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in files}
 
 

@@ -64,7 +64,7 @@ def stays_on_host(tensor: Tensor) -> bool:
 
 def mark_on_host(tensor: Tensor) -> Tensor:
     """Says that this tensor's memory is the host's by design."""
-    tensor.untyped_storage().stays_on_host = True  # type: ignore[attr-defined]
+    tensor.untyped_storage().stays_on_host = True
     return tensor
 
 
@@ -89,7 +89,7 @@ def _pinned_in_place(nbytes: int) -> Tensor:
     cudart, address = torch.cuda.cudart(), tensor.data_ptr()
     if (code := int(cudart.cudaHostRegister(address, nbytes, 0))) != 0:
         raise UserError(
-            f"model.experts_on: host: {nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); "
+            f"{nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); "
             "free some, or raise the limit of locked memory (ulimit -l)"
         )
     weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False

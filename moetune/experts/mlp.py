@@ -7,7 +7,8 @@ For a token row x sent to expert e with routing weight w:
 and each W may carry low-rank factors: W·x + s·B·(A·x).
 
 What backward needs is recomputed, one expert at a time, from x and the packed weights: no dequantized weight and no row
-of act is kept, and rows of gate_up only if the bank's `keep_rows` says so, which spares backward a product. The down projection does not run again: with dact = W_dᵀ·dy (which backward needs anyway),
+of act is kept, and rows of gate_up only if the bank's `keep_rows` says so, which spares backward a product. The down
+projection does not run again: with dact = W_dᵀ·dy (which backward needs anyway),
 
     ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
 

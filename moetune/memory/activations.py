@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moetune.memory.experts import experts_backward
 from moetune.memory.facts import LayerFacts, Linear
+from moetune.memory.optimizers import NO_OPTIMIZERS, PartOptimizers
 from moetune.memory.tape import Moment, Piece, Tape, Value
 
 Needs = frozenset[str]
@@ -30,6 +31,7 @@ class Run:
         on_host: whether packed experts stay on the host.
         keeps_rows: whether the experts' rows of gate_up are kept for backward.
         fused: parts whose gradients are used up as they come, and so do not count here.
+        optimizers: of each part.
     """
 
     width: int
@@ -44,6 +46,7 @@ class Run:
     on_host: bool = False
     keeps_rows: bool = False
     fused: frozenset[str] = frozenset()
+    optimizers: PartOptimizers = NO_OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class LayerTape:
 
     def __init__(self, facts: LayerFacts, plan: LayerPlan, run: Run, family: str, hidden: int) -> None:
         self.facts, self.plan, self.run, self.family = facts, plan, run, family
-        self.tape = Tape(_letters(facts, plan, run, hidden))
+        self.tape = Tape(_letters(facts, plan, run, hidden), run.fused)
         self._wide: dict[tuple[str, int], Value] = {}  # copies of inputs in float32, by module and input
         self.input = self.tape.new(
             "input of the layer", "T·H", run.width, needs=plan.input_needs, external=run.checkpointed
@@ -164,10 +167,6 @@ class LayerTape:
         self.tape.record(label, y, fresh=(a, b), saved=keeps)
         return y
 
-    def _keeps(self, part: str) -> bool:
-        """Whether gradients of a part stay until the optimizer's step."""
-        return part not in self.run.fused
-
     def _trains(self, name: str) -> bool:
         return name in self.plan.full
 
@@ -176,7 +175,7 @@ class LayerTape:
         weight, shape = x.shape.rpartition("·")[2], x.shape
         rows = shape.rpartition("·")[0]
         trains = self._trains(f"{path}.weight")
-        gradients = self.tape.numel(weight) * self.run.width * trains * self._keeps("other")
+        gradients = self.tape.numel(weight) * self.run.width * trains
         name = path.rpartition(".")[2]
         if kind == "layer":
             y, moments = self._new(name, shape), self._new(f"{name}: mean and rstd", f"2·{rows}", 4)
@@ -212,8 +211,8 @@ class LayerTape:
         tokens, _, into = x.shape.partition("·")
         y = self._new(name, f"{tokens}·{out}", b)
         trains = self._trains(f"{path}.weight")
-        gradients = linear.out * linear.into * b * trains * self._keeps("other")
-        gradients += linear.out * b * (linear.bias and self._trains(f"{path}.bias")) * self._keeps("other")
+        gradients = linear.out * linear.into * b * trains
+        gradients += linear.out * b * (linear.bias and self._trains(f"{path}.bias"))
         packed = linear.packable and not trains
         unpacked = self._unpacked(name, f"{out}·{into}") if packed else ()
         saved = (x,) if trains else ()
@@ -241,9 +240,9 @@ class LayerTape:
         if wide is None:
             wide = self._wide[parent, id(x)] = self._cast(x, 4, f"{name}: x in float32")
         low = self._new(f"{name}: A·x", f"{tokens}·r", 4)
-        self.tape.record("A", low, fresh=(wide,), saved=(wide,), gradients=4 * r * linear.into * self._keeps("lora"))
+        self.tape.record("A", low, fresh=(wide,), saved=(wide,), gradients=4 * r * linear.into, part="lora")
         high = self._new(f"{name}: B·A·x", f"{tokens}·{out}", 4)
-        self.tape.record("B", high, fresh=(low,), saved=(low,), gradients=4 * r * linear.out * self._keeps("lora"))
+        self.tape.record("B", high, fresh=(low,), saved=(low,), gradients=4 * r * linear.out, part="lora")
         high = self._map(high, f"{name}: s·B·A·x")
         total = self._new(name, base.shape, 4)
         same = base.width == 4
@@ -362,7 +361,7 @@ class LayerTape:
         shape, b = "B·h·S·S1", self.run.width
         joined = self._new("scores and sink", shape)
         sinks = self.facts.attention.heads * b * self._trains(f"{self.facts.attention_path}.sinks")
-        self.tape.record("cat", joined, passed=(scores,), gradients=sinks * self._keeps("other"))
+        self.tape.record("cat", joined, passed=(scores,), gradients=sinks)
         most = self._new("maximum", "h·T")
         zeros = (self._piece("zeros", shape),)
         index = self.tape.new("where the maximum is", "h·T", 8, external=self.run.checkpointed)
@@ -441,7 +440,6 @@ class LayerTape:
         trains = self._trains(f"{moe.router}.weight")
         shape = moe.shape
         gradients = shape.num_experts * (shape.hidden + self._trains(f"{moe.router}.bias")) * b * trains
-        gradients *= self._keeps("router")
         wide = self.family in ("deepseek_v2", "deepseek_v3")
         if wide:  # scores in float32 from a float32 copy of x and of the weight
             x = self._cast(x, 4, "router: x in float32")
@@ -450,7 +448,9 @@ class LayerTape:
         if wide and b != 4 and x.needs:
             saved = (*saved, self._new("router weight in float32", "E·H", 4))
         in_float32 = (self._piece("gradient in float32", "E·H", 4),) if wide and b != 4 and trains else ()
-        self.tape.record("router", logits, fresh=(x,), saved=saved, temporaries=in_float32, gradients=gradients)
+        self.tape.record(
+            "router", logits, fresh=(x,), saved=saved, temporaries=in_float32, gradients=gradients, part="router"
+        )
         match self.family:
             case "gpt_oss":
                 return self._softmax(self._chosen(logits), "routing weights")
@@ -501,6 +501,7 @@ class LayerTape:
             temporaries=back.temporaries,
             gradients=back.gradients,
             gradients_then=back.gradients_then,
+            trains=bool(plan.experts or plan.lora_experts),
         )
         return out
 

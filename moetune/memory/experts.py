@@ -29,27 +29,28 @@ def experts_backward(
     tape: Tape, moe: Experts, plan: LayerPlan, run: Run, *, needs_x: bool, weights_width: int
 ) -> ExpertsBackward:
     """The fullest moment of the backward of one layer's experts."""
-    whole, factors = expert_gradients(moe, plan, run)
+    whole, factors = expert_gradients(moe, run)
+    used_up = plan.lora_experts * factors if "lora" in run.fused else 0
+    whole, factors = whole * ("experts" not in run.fused), factors * ("lora" not in run.fused)
     everything = plan.experts * whole + plan.lora_experts * factors
     frozen = moe.shape.num_experts - plan.experts - plan.lora_experts
     best: _Expert | None = None
     for kind, count in (("frozen", frozen), ("lora", plan.lora_experts), ("trained", plan.experts)):
         if count:
-            expert = _Expert(tape, moe, run, kind, everything, whole, needs_x=needs_x)
+            expert = _Expert(tape, moe, run, kind, everything, whole, used_up, needs_x=needs_x)
             if best is None or expert.fullest > best.fullest:
                 best = expert
     assert best is not None
     return ExpertsBackward(tuple(best.pieces), everything, best.gradients_then)
 
 
-def expert_gradients(moe: Experts, plan: LayerPlan, run: Run) -> tuple[int, int]:
+def expert_gradients(moe: Experts, run: Run) -> tuple[int, int]:
     """Bytes of the gradients of one expert that trains whole, and of the factors of one with LoRA."""
     shape = moe.shape
     rows = shape.intermediate * (2 if shape.has_gate else 1)
     parts = 2 if run.split and shape.has_gate else 1
     factors = run.rank * (parts * shape.hidden + rows) + run.rank * (shape.intermediate + shape.hidden)
-    whole = shape.parameters_per_expert * run.width
-    return whole * ("experts" not in run.fused), 4 * factors * ("lora" not in run.fused)
+    return shape.parameters_per_expert * run.width, 4 * factors
 
 
 class _Expert:
@@ -63,6 +64,7 @@ class _Expert:
         kind: str,
         everything: int,
         whole: int,
+        used_up: int,
         *,
         needs_x: bool,
     ) -> None:
@@ -74,6 +76,8 @@ class _Expert:
         self.needs_dgate = needs_x or kind != "frozen"
         if kind == "trained":
             self.gradients -= whole
+        if used_up:
+            self.alive["factors"] = Piece("experts", "gradients of factors, until all are made", f"{used_up}", 1)
         self._turn(needs_x)
 
     def _turn(self, needs_x: bool) -> None:
@@ -90,7 +94,7 @@ class _Expert:
         self._take("act", "N·I")
         if self.kind != "frozen":
             self._take("w·dy", "N·H")
-            self._made("H·I", self.moe.shape.hidden)
+            self._made("H·I", self.moe.shape.hidden, self.moe.shape.intermediate)
             self._free("w·dy")
         if not self.needs_dgate:
             return
@@ -106,7 +110,7 @@ class _Expert:
                 self._free("gate_up unpacked")
         if self.kind != "frozen":
             self._take("x_NH", "N·H")
-            self._made("O·H", self.tape.letters["O"])
+            self._made("O·H", self.tape.letters["O"], self.moe.shape.hidden)
             self._free("x_NH")
 
     def _keep_activation(self) -> None:
@@ -171,8 +175,13 @@ class _Expert:
         self.tape._sizes[letters] = -(-self.tape.numel(shape) // 64)
         self.alive["scales"] = Piece("experts", "scales", letters, 4)
 
-    def _made(self, shape: str, rows: int) -> None:
-        """Gradients of an expert's matrix: a trained one's stays, a factor's is written into its stack."""
+    def _made(self, shape: str, rows: int, columns: int) -> None:
+        """A gradient of an expert's matrix: a trained one's stays or is used up, a factor's goes into its stack."""
+        if self.kind == "trained" and "experts" in self.run.fused:
+            beside = self.run.optimizers.while_used_up("experts", (rows, columns), self.run.width)
+            self.alive["beside"] = Piece("experts", "update of the gradient", f"{beside}", 1)
+            self._take("gradient", shape)
+            self._free("gradient", "beside")
         if self.kind == "trained" and "experts" not in self.run.fused:
             bias = rows * self.run.width if self.moe.shape.has_bias else 0
             self.gradients += self.tape.numel(shape) * self.run.width + bias

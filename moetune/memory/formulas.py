@@ -7,7 +7,6 @@ the layers' tapes (activations.py). docs/concepts/{weights,optimizer-states,acti
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -112,6 +111,7 @@ def set_up(
         on_host=config.model.experts_on == "host",
         keeps_rows=config.train.checkpointing == "none",
         fused=PartOptimizers.of(config).fused(),
+        optimizers=PartOptimizers.of(config),
     )
     full, outside = _by_layer(selection.full, facts)
     factors, _ = _by_layer(selection.lora_linears, facts)
@@ -230,9 +230,10 @@ def expert_tensors(
         (1, shape.hidden, run.rank),
     )
     lora = total(optimizers.trained("lora", factor, 4, stacked=max(n, 1)) for factor in factors)
-    if lora.alone:  # the stacks of a layer come together
-        stacks = sum(4 * math.prod(factor) * n for factor in factors)
-        lora = replace(lora, alone=lora.alone + stacks - max(4 * math.prod(factor) * n for factor in factors))
+    lora, whole = (
+        replace(lora, alone=0, leaving=0),
+        replace(whole, alone=0, leaving=0),
+    )  # part of the experts' backward (experts.py)
     return frozen, frozen + lora, whole
 
 
@@ -336,7 +337,7 @@ def quantities_of(setup: Setup) -> Quantities:
     head = Head(setup)
     embedding, after = _outside(setup)
     # A tied table's gradient comes from the head and waits for the embedding's.
-    waiting = embedding.gradients if facts.tied else 0
+    waiting = embedding.trainable if facts.tied else 0
     layers = []
     for index, plan in enumerate(setup.plans):
         whole_ids, lora_ids = setup.selection.experts.get(index, ()), setup.selection.lora_experts.get(index, ())

@@ -165,12 +165,8 @@ class Head:
     def _norm_backward(self) -> list[list[Piece]]:
         if self.setup.facts.norm == "layer" or not self.needs:
             return []
-        return [[*self._table(), self._piece("norm backward", "5·T·H", 4)]]
+        stays = [] if "other" in self.setup.run.fused else self._table()
+        return [[*stays, self._piece("norm backward", "5·T·H", 4)]]
 
     def _table(self) -> list[Piece]:
-        """The head's gradient; used up as it comes, it counts with those of all layers."""
-        return (
-            [self._piece("gradient of the head", "V·H")]
-            if self.head_trains and "other" not in self.setup.run.fused
-            else []
-        )
+        return [self._piece("gradient of the head", "V·H")] if self.head_trains else []

@@ -56,6 +56,15 @@ class PartOptimizers(NamedTuple):
             if optimizer is not None and (optimizer.fused_backward or optimizer.offload)
         )
 
+    def while_used_up(self, part: Part, shape: tuple[int, ...], width: int) -> int:
+        """What there is beside a gradient that is used up as it comes: its update, or the one before it, which is still
+        on its way to the host."""
+        optimizer = getattr(self, part)
+        if optimizer.offload:
+            return math.prod(shape) * width
+        copied = optimizer.master_weights != "none" and width < 4
+        return _update_bytes(optimizer, shape, width, copied=copied)
+
     def trained(self, part: Part, shape: tuple[int, ...], width: int, stacked: int = 1) -> Tensors:
         """What a parameter takes in all, or, of one that stacks `stacked` of this shape, one's share.
 
@@ -68,8 +77,9 @@ class PartOptimizers(NamedTuple):
         if optimizer is None:
             return Tensors(trainable=numel * width, numel=numel)
         if optimizer.offload:  # states; float32 weights and gradient; what goes over the bus
+            whole = numel * stacked * width
             host = _state_bytes(optimizer, shape, 4, stacked) + 8 * numel + width * numel
-            return Tensors(trainable=numel * width, numel=numel, host_update=host, alone=2 * numel * stacked * width)
+            return Tensors(trainable=numel * width, numel=numel, host_update=host, alone=whole, leaving=whole)
         copied = optimizer.master_weights != "none" and width < 4
         whole = numel * stacked
         update = _update_bytes(optimizer, (stacked * shape[0], *shape[1:]), width, copied=copied)
@@ -82,6 +92,9 @@ class PartOptimizers(NamedTuple):
             update=0 if optimizer.fused_backward else update,
             alone=whole * width + update if optimizer.fused_backward else 0,
         )
+
+
+NO_OPTIMIZERS = PartOptimizers(None, None, None, None)
 
 
 def _state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int, stacked: int) -> int:

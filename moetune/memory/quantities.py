@@ -8,9 +8,9 @@ A step has four kinds of moments that can be the peak, an evaluation one; everyt
     optimizer  static + gradients + update
     evaluation static + logits + loss, if a held-out batch has more rows than one that trains
 
-static is weights, optimizer states and master weights; what is fetched from the host comes on top (`Fetched`). G is zero in the first micro-step and all gradients in later
-ones; G' is the gradients of what backward has passed, in later micro-steps all of them and those of the layer twice:
-the new ones are whole before they are added.
+static is weights, optimizer states and master weights; what is fetched from the host comes on top (`Fetched`). G is
+zero in the first micro-step and all gradients in later ones; G' is the gradients of what backward has passed, in later
+micro-steps all of them and those of the layer twice: the new ones are whole before they are added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Tensors:
     """What a group of parameters takes, in bytes; `numel` counts those that train, `frozen_numel` the others.
 
     `update` is what the optimizer takes and gives back while it updates the group. `alone` is, of a group whose
-    gradients are used up as they come, the largest of them with what its update takes; `gradients` is 0 then.
+    gradients are used up as they come, the largest of them with what its update takes, and `leaving` one that is on its
+    way to the host while the next is made; `gradients` is 0 then.
     `packed` is the part of `frozen` that lies in buffers (packed experts and linear layers), which `fsdp` never shards.
     `host` (packed weights) and `host_update` (updates) stay in host memory and are no part of any of these.
     """
@@ -43,7 +44,13 @@ class Tensors:
     frozen_numel: int = 0
     host: int = 0
     alone: int = 0
+    leaving: int = 0
     host_update: int = 0
+
+    @property
+    def used_up(self) -> int:
+        """Gradients that are there for a moment."""
+        return self.alone + self.leaving
 
     def __add__(self, other: Tensors) -> Tensors:
         return total((self, other))
@@ -57,7 +64,7 @@ def total(groups: Iterable[Tensors]) -> Tensors:
     return Tensors(**sums, **most)
 
 
-_ONE_AT_A_TIME = ("update", "alone")
+_ONE_AT_A_TIME = ("update", "alone", "leaving")
 _SUMMED = tuple(field.name for field in fields(Tensors) if field.name not in _ONE_AT_A_TIME)
 
 
@@ -222,7 +229,7 @@ class Quantities:
                     replace(
                         static,
                         frozen_weights=static.frozen_weights + fetched.experts,
-                        gradients=gradients + round(own * moment.gradients) + layer.tensors.alone,
+                        gradients=gradients + round(own * moment.gradients) + layer.tensors.used_up,
                         saved_activations=saved - round(layer.saved * (1 - moment.saved)) + fetched.inputs,
                         transient_peak=moment.dense + moment.experts,
                     ),

@@ -27,10 +27,10 @@ Entry = tuple[int, int, str, bool]
 class Recording:
     """What one real layer did: its part of the log in forward and in backward, by position of birth.
 
-    An entry (position, bytes, op, on_host) is a birth, (position, -1, "", False) a death. `keeps_input` says whether the
-    layer's input stays alive for backward; `logits` what its router shows of itself, shape and dtype, if losses are
-    computed of it. What was fetched from the host is left out: it is the same for neighbours that are alike, and the
-    copies that a real layer has fetched stand until the next real one asks for its own.
+    An entry (position, bytes, op, on_host) is a birth, (position, -1, "", False) a death. `keeps_input` says whether
+    the layer's input stays alive for backward; `logits` what its router shows of itself, shape and dtype, if losses
+    are computed of it. What was fetched from the host is left out: it is the same for neighbours that are alike, and
+    the copies that a real layer has fetched stand until the next real one asks for its own.
     """
 
     forward: list[Entry] = field(default_factory=list)

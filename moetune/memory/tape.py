@@ -99,10 +99,11 @@ class Tape:
 
     Args:
         letters: what the letters of shapes stand for.
+        fused: parts whose gradients are used up as they come, and so are not among what is made.
     """
 
-    def __init__(self, letters: Mapping[str, int]) -> None:
-        self.letters = letters
+    def __init__(self, letters: Mapping[str, int], fused: frozenset[str] = frozenset()) -> None:
+        self.letters, self.fused = letters, fused
         self.nodes: list[Node] = []
         self.where = ""
         self._passed: list[tuple[str, int, tuple[Piece, ...]]] = []
@@ -145,18 +146,22 @@ class Tape:
         temporaries: tuple[Piece, ...] = (),
         gradients: int = 0,
         gradients_then: int | None = None,
+        part: str = "other",
+        trains: bool = False,
     ) -> None:
         """Notes an operation, if a gradient flows through it; its outputs then need one. What keeps activations reads
-        them; `reads` says that it reads something else, such as a frozen weight."""
+        them; `reads` says that it reads something else, such as a frozen weight; its gradients belong to `part`."""
         fresh, passed = tuple(v for v in fresh if v.needs), tuple(v for v in passed if v.needs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        if not (fresh or passed or gradients):
+        if not (fresh or passed or gradients or trains):
             for value in outputs:
                 value.needs = False
             return
         for value in outputs:
             value.needs = True
         keeps = tuple({id(v.storage): v.storage for v in saved if not v.external}.values())
+        if part in self.fused:
+            gradients = 0
         then = gradients if gradients_then is None else gradients_then
         self.nodes.append(
             Node(self.where, label, outputs, fresh, passed, keeps, reads or bool(saved), temporaries, gradients, then)

@@ -117,7 +117,7 @@ def _gradients(setup: Setup, q: Quantities, where: str, there: int, lines: Count
 def _alone(q: Quantities, where: str) -> int:
     """What of the peak is a gradient that is used up as it comes, with its update."""
     if where.startswith("layer"):
-        return q.layers[int(where.removeprefix("layer ").partition(":")[0])].tensors.alone
+        return q.layers[int(where.removeprefix("layer ").partition(":")[0])].tensors.used_up
     return {"head": q.head.alone, "embedding": q.embedding.alone}.get(where, 0)
 
 
@@ -165,9 +165,9 @@ def _add_peak_layer(setup: Setup, q: Quantities, index: int, part: str, lines: C
     at = next(t for t in q.layers[index].transients if t.name == part)
     back = _Line("saved_activations", "layers' inputs, back from the host", "T·H·b each", "", _OFFLOAD)
     lines[back] += q.fetched(q.layers[index], at).inputs
-    if facts.tied and q.embedding.gradients:
+    if facts.tied and q.embedding.numel:
         tied = _Line("transient_peak", "the tied table's gradient, which waits", "V·H·b", "", _ACTIVATIONS)
-        lines[tied] += q.embedding.gradients
+        lines[tied] += q.embedding.trainable
 
 
 def _add(lines: Counter[_Line], part: PartName, pieces: Iterable[Piece], tape: Tape, layers: int) -> None:

@@ -8,6 +8,7 @@ experts' gradients over one matrix at a time, so that a layer's experts do not c
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -37,8 +38,14 @@ class FusedBackward:
         self._use: Callable[[nn.Parameter], None] | None = None
         self._squares: list[Tensor] = []
         self._came: list[nn.Parameter] = []
+        arrived = weakref.WeakMethod(self._arrived)  # a hook that held this would hold the parameters, and they it
+
+        def hook(parameter: nn.Parameter) -> None:
+            if (method := arrived()) is not None:
+                method(parameter)
+
         for parameter in self.names:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(hook)
         banks = (adapted.model.get_submodule(layer.experts) for layer in adapted.anatomy.moe_layers)
         self.banks = [bank for bank in banks if isinstance(bank, ExpertBank) and len(bank.trained)]
 

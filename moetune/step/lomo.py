@@ -1,10 +1,11 @@
-"""LOMO and AdaLomo: updates so small in memory that they can run inside the backward pass.
+"""LOMO, AdaLomo, Adafactor: updates so small in memory that they can run inside the backward pass.
 
     LOMO     w ← (1 - η·λ)·w - η·g                                         arXiv 2306.09782, algorithm 1
     AdaLomo  û = g / √v, v factored by rows and columns                    arXiv 2310.10195, algorithm 1
              w ← (1 - η'·λ)·w - η'·û / max(1, RMS(û) / d),   η' = η · max(ε, RMS(w))
+    Adafactor the same with min(η, 1/√t) for η                             arXiv 1804.04235, algorithm 4
 
-Both compute in float32, whatever the weights are, and round once. What is fused here is the arithmetic: float32 copies
+They compute in float32, whatever the weights are, and round once. What is fused here is the arithmetic: float32 copies
 exist for a block of a matrix at a time. When they run is the business of step/fused.py.
 """
 
@@ -95,12 +96,12 @@ class AdaLomo(torch.optim.Optimizer):
                 state[name] = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
         state["step"] += 1
         keep = 1 - state["step"] ** -group["decay_rate"]
-        floor = group["eps"][0]
+        floor, rate = group["eps"][0], self._rate(group, state["step"])
         if is_vector:
             gradient = parameter.grad.float() * self.grad_scale
             state["square"].mul_(keep).add_(gradient.square().add_(floor), alpha=1 - keep)
             by_element = state["square"].rsqrt()
-            _descend(parameter, lambda where: gradient[where] * by_element[where], group)
+            _descend(parameter, lambda where: gradient[where] * by_element[where], rate, group)
             return
         matrices = zip(
             parameter.flatten(0, -3) if parameter.dim() > 2 else parameter[None],
@@ -118,19 +119,30 @@ class AdaLomo(torch.optim.Optimizer):
                 columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
             by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(self.grad_scale)
             by_column = columns.rsqrt()
-            _descend(weight, partial(_scaled, gradient, by_row, by_column), group)
+            _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
+
+    def _rate(self, group: dict[str, Any], step: int) -> float:
+        """η of a step."""
+        return group["lr"]
+
+
+class Adafactor(AdaLomo):
+    """Adafactor with the paper's relative steps: η is at most 1/√t at step t. The rest is what AdaLomo took over."""
+
+    def _rate(self, group: dict[str, Any], step: int) -> float:
+        return min(group["lr"], step**-0.5)
 
 
 def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -> Tensor:
     return gradient[where].float() * by_row[where] * by_column
 
 
-def _descend(weight: Tensor, update: Callable[[slice], Tensor], group: dict[str, Any]) -> None:
+def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, group: dict[str, Any]) -> None:
     """Grouped update normalization and the step, block by block; `update` gives û of some rows, as often as asked."""
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
     of_weight = torch.stack([weight[where].float().square().sum() for where in blocks]).sum()
-    lr = group["lr"] * (of_weight / weight.numel()).sqrt_().clamp_(min=group["eps"][1])
+    lr = rate * (of_weight / weight.numel()).sqrt_().clamp_(min=group["eps"][1])
     step = lr / ((of_update / weight.numel()).sqrt_() / group["threshold"]).clamp_(min=1.0)
     for where in blocks:
         new = weight[where].float()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moetune.adapt.build import Adapted
 from moetune.config import OptimizerConfig, Part, RunConfig
 from moetune.errors import UserError
-from moetune.step.lomo import AdaLomo, Lomo
+from moetune.step.lomo import Adafactor, AdaLomo, Lomo
 from moetune.step.loss_scale import LossScale
 from moetune.step.offload import Bus, HostUpdater
 from moetune.step.updater import Updater
@@ -140,10 +140,15 @@ def refuse_parts_without(config: RunConfig, trained: Mapping[Part, int]) -> None
 def _refuse_coarse(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> None:
     """float16 gradients are scaled; taking the scale off in float16 would make the small ones zero again."""
     coarse = [name for name, parameter in named.items() if parameter.dtype == torch.float16]
-    if coarse and config.master_weights == "none" and not config.offload and config.name not in ("lomo", "adalomo"):
+    if (
+        coarse
+        and config.master_weights == "none"
+        and not config.offload
+        and config.name not in ("lomo", "adalomo", "adafactor")
+    ):
         raise UserError(
-            f"model.dtype: fp16 and {config.name} on {coarse[0]}: set optimizer.master_weights: fp32, use lomo or "
-            "adalomo, which compute in float32, or set model.dtype: bf16"
+            f"model.dtype: fp16 and {config.name} on {coarse[0]}: set optimizer.master_weights: fp32, use lomo, "
+            "adalomo or adafactor, which compute in float32, or set model.dtype: bf16"
         )
 
 
@@ -172,7 +177,7 @@ def _maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.opti
             case "sgd":
                 return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
             case "adafactor":
-                return torch.optim.Adafactor(groups, lr=config.lr, foreach=False)
+                return Adafactor(groups, config.lr)
             case "lomo":
                 return Lomo(groups, config.lr)
             case "adalomo":

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def as_float(value: Tensor) -> float:
-    """The number in a tensor of one element, which waits for the device. Of a fake tensor 0: finite, nothing to clip."""
+    """The number in a tensor of one element; waits for the device. Of a fake tensor 0: finite, nothing to clip."""
     if isinstance(value, FakeTensor) or value.is_meta:
         return 0.0
     return float(value)

@@ -48,10 +48,10 @@ class MemoryRecord(TrainerCallback):
             return
         for tensor in tensors_of(self.adapted.model):
             self._tracker.add(tensor)
-        for held in kwargs["optimizer"].state.values():  # of a resumed run
-            for value in held.values():
-                if isinstance(value, Tensor):
-                    self._tracker.add(value)
+        optimizer = kwargs["optimizer"]
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        for tensor in (*optimizer.masters(), *optimizer.states()):  # states are there if the run was resumed
+            self._tracker.add(tensor)
         self._tracking.enter_context(self._tracker)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

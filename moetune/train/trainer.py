@@ -279,7 +279,7 @@ def training_arguments(
         per_device_train_batch_size=train.micro_batch,
         per_device_eval_batch_size=train.eval_micro_batch or train.micro_batch,
         gradient_accumulation_steps=train.accumulate,
-        learning_rate=config.optimizer.lr,
+        learning_rate=next(iter(config.optimizers.values())).lr,  # Trainer wants one; the optimizers have their own
         lr_scheduler_type=_SCHEDULES[train.schedule],
         warmup_steps=train.warmup,
         max_grad_norm=train.max_grad_norm,

@@ -57,6 +57,7 @@ else
 fi
 part predict_vs_measured_cuda "$python" scripts/bench/predict_vs_measured.py --device cuda \
   ${cap:+--cap "$cap"} --json "$out/predict_vs_measured_cuda.json"
+part optimizers_cuda "$python" scripts/bench/optimizers.py --device cuda --json "$out/optimizers_cuda.json"
 
 if ((${#failed[@]})); then
   printf 'gpu.sh: failed: %s\n' "${failed[@]}" >&2

@@ -134,6 +134,11 @@ class Run:
         self.steps.stepper.update()
         return loss.item()
 
+    def end(self) -> None:
+        """Gives the memory back."""
+        del self.steps
+        gc.collect()
+
     def timed(self) -> float:
         """Seconds of one step."""
         start = time.perf_counter()
@@ -148,7 +153,6 @@ class Run:
 
 def memory_of(variant: Variant, sizes: Sizes, folder: Path, device: str) -> dict[str, int]:
     """The bytes of a variant's first two steps, alone on the device."""
-    gc.collect()
     on_cuda = device == "cuda"
     before = torch.cuda.memory_allocated() if on_cuda else 0
     run = Run(variant, sizes, folder, device)
@@ -160,7 +164,7 @@ def memory_of(variant: Variant, sizes: Sizes, folder: Path, device: str) -> dict
     else:
         steady, peak = traced.parts(len(traced.log) - 1).total, traced.parts(traced.peak).total
     optimizer = run.steps.optimizer
-    return {
+    found = {
         "gradients": most_gradients(traced),
         "states": storage_bytes(optimizer.states()),
         "masters": storage_bytes(optimizer.masters()),
@@ -168,6 +172,9 @@ def memory_of(variant: Variant, sizes: Sizes, folder: Path, device: str) -> dict
         "peak": peak,
         "above": peak - steady,
     }
+    del traced, optimizer
+    run.end()
+    return found
 
 
 def most_gradients(traced: Trace) -> int:
@@ -195,6 +202,7 @@ def time_of(variant: Variant, baseline: Run, sizes: Sizes, folder: Path, repetit
     baseline.step()
     pairs = [(baseline.timed(), run.timed()) for _ in range(repetitions)]
     ratios = [own / other for other, own in pairs]
+    run.end()
     return {
         "first_loss": first,
         "seconds": {"adamw": [other for other, _ in pairs], "own": [own for _, own in pairs]},
@@ -209,11 +217,11 @@ def run(device: str, sizes: Sizes, repetitions: int) -> dict[str, Any]:
         SystemExit: variants did not begin with the same loss; they would not have taken the same steps.
     """
     rows = []
+    gc.freeze()  # what libraries made need not be looked through every time
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_config(sizes, folder)
         memory = {variant: memory_of(variant, sizes, folder, device) for variant in variants(device)}
-        gc.collect()
         baseline = Run(BASELINE, sizes, folder, device)
         first = baseline.step()
         for variant, bytes_ in memory.items():
@@ -222,6 +230,7 @@ def run(device: str, sizes: Sizes, repetitions: int) -> dict[str, Any]:
                 raise SystemExit(f"{variant} begins with loss {timed['first_loss']}, and adamw with {first}")
             rows.append({"name": str(variant), **asdict(variant), "bytes": bytes_, **timed})
         weights = list(baseline.steps.adapted.model.parameters())
+    gc.unfreeze()
     card = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     return {
         "schema": 1,
@@ -260,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
-    parser.add_argument("--repetitions", type=int, default=9, help="timed steps of each, beside one of AdamW each")
+    parser.add_argument("--repetitions", type=int, default=7, help="timed steps of each, beside one of AdamW each")
     parser.add_argument("--threads", type=int, default=1, help="threads of one operation on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

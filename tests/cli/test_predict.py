@@ -28,7 +28,7 @@ def assert_contract(result: dict[str, Any]) -> None:
     assert set(result["gpu"]) == {"name", "usable_bytes"}
     assert all(isinstance(assumption, str) for assumption in result["assumptions"])
     for rank in result["ranks"]:
-        others = {"rank", "outside_allocator", "peak_allocated", "peak_reserved", "peak_process"}
+        others = {"rank", "outside_allocator", "peak_allocated", "peak_reserved", "peak_process", "host_bytes"}
         assert set(rank) == others | set(PART_NAMES)
         assert all(isinstance(value, int) for value in rank.values())
         assert sum(rank[name] for name in PART_NAMES) == rank["peak_allocated"] <= rank["peak_reserved"]

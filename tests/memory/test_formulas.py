@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from moetune.config import RunConfig
 from moetune.memory.facts import read_facts
@@ -108,7 +108,8 @@ def test_lomo_paper_lomo() -> None:
     whole = lomo_paper(name="lomo")
     assert whole.tensors.trainable / GiB == pytest.approx(12.55, rel=5e-3)
     assert (whole.tensors.gradients, whole.tensors.states, whole.tensors.master) == (0, 0, 0)
-    assert whole.alone / GiB == pytest.approx(0.24, abs=0.005)  # the paper's two digits
+    blocks = 3 * 2**24  # of the update: 1,024 rows of the embedding, three times in float32
+    assert (whole.tensors.alone - blocks) / GiB == pytest.approx(0.24, abs=0.005)  # the paper's two digits
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_the_formula_is_near_the_trace(
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
 @given(run=runs())
 def test_the_formula_is_near_the_trace_of_any_run(
     toys: dict[str, Path], run: tuple[str, dict[str, Any], dict[str, Any]]

@@ -474,8 +474,8 @@ def test_only_gradients_of_what_trains_are_reduced_and_packed_weights_are_never_
 
 def test_a_fused_backward_keeps_no_gradients_and_reduces_them_in_every_micro_step():
     plain = replace(dense(4096), accumulate=3)
-    layer = replace(plain.layers[0], dense=replace(plain.layers[0].dense, gradients=0))
-    fused = replace(plain, layers=(layer,), alone=2048)
+    layer = replace(plain.layers[0], dense=replace(plain.layers[0].dense, gradients=0, alone=2048))
+    fused = replace(plain, layers=(layer,))
     for sizes in ({"replicate": 2}, {"fsdp": 2, "zero": 1}):
         kept, gone = (divide(whole, layout(**sizes))[0].collectives[0] for whole in (plain, fused))
         assert (gone.bytes, gone.calls) == (3 * kept.bytes, 3 * kept.calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -60,6 +61,12 @@ def test_the_verdict_without_a_card() -> None:
 @pytest.mark.parametrize("make", REPORTS)
 def test_the_verdict_comes_first(make: Callable[..., MemoryReport]) -> None:
     assert printed(make()).startswith(verdict(make()))
+
+
+def test_host_memory_is_named_where_there_is_any() -> None:
+    assert "host memory" not in printed(sample())
+    with_host = replace(sample().fullest, host_bytes=65 * GIB)
+    assert "Beside that 65.00 GiB of tensors are in pinned host memory." in printed(sample(ranks=(with_host,)))
 
 
 def test_parts_and_their_sum_are_printed() -> None:

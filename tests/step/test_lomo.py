@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moetune.step import lomo
-from moetune.step.lomo import AdaLomo, Lomo
+from moetune.step.lomo import Adafactor, AdaLomo, Lomo
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -84,6 +84,17 @@ def test_a_stack_is_as_many_matrices() -> None:
         step(optimizers[0], [stack])
         step(optimizers[1], alone)
     torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in alone]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("lr", [0.05, 0.8])
+def test_adafactor_is_torchs(lr: float) -> None:
+    """A matrix and a vector after five steps, to 1e-5; at 0.8 the rate falls with 1/√t from the second step on."""
+    ours, torchs = parameters()[::2], parameters()[::2]
+    optimizers = Adafactor(ours, lr), torch.optim.Adafactor(torchs, lr, eps=(1e-15, 1e-3), foreach=False)
+    for _ in range(5):
+        step(optimizers[0], ours)
+        step(optimizers[1], torchs)
+    torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in torchs], rtol=1e-5, atol=1e-5)
 
 
 def test_state_of_adalomo_is_rows_and_columns() -> None:

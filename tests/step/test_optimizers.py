@@ -117,7 +117,9 @@ def test_what_is_not_selected_has_neither_gradient_nor_state(
     small_model: Path, adapt: dict[str, Any], name: str, checkpointing: str
 ) -> None:
     run = small.run_file(small_model, Path("-"), Path("-"), train={"checkpointing": checkpointing})
-    config = small.RunConfig.model_validate(run | {"adapt": adapt, "optimizer": {"name": name, "lr": 0.1}})
+    config = small.RunConfig.model_validate(
+        run | {"adapt": adapt, "optimizer": {"name": name, "lr": 0.1, "weight_decay": 0.5}}
+    )
     try:
         adapted = build(config, "cpu")
     except UserError:

@@ -191,7 +191,7 @@ def test_killed_again_and_again(never_killed: dict[str, Any], tmp_path: Path) ->
         "adalomo",
         "masters and rounding",
         "float16",
-    ],  # fmt: skip
+    ],
 )
 def test_other_runs_killed_and_resumed(
     adapt: str, sections: dict[str, Any], noisy_model: Path, small_data: Path, tmp_path: Path
