@@ -15,7 +15,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moetune.catalog import find_model
-from moetune.config import RunConfig
+from moetune.config import PARTS, RunConfig
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 
@@ -65,7 +65,10 @@ def run_file(model: Path, data: Path, output: Path, adapt: str = "router", /, **
         "output": str(output),
     }
     for name, section in sections.items():
-        run[name] = run.get(name, {}) | section if isinstance(section, dict) else section
+        if name == "optimizer" and any(part in section for part in PARTS):
+            run[name] = section
+        else:
+            run[name] = run.get(name, {}) | section if isinstance(section, dict) else section
     return run
 
 

@@ -66,8 +66,8 @@ def test_a_run_that_does_not_fit(moetune: Run) -> None:
     assert any(change["fits"] for change in result["changes"]) or result["notes"]
 
 
-def test_what_is_not_trained_yet_is_predicted_by_formula_and_its_remedy_named(moetune: Run) -> None:
-    ended = moetune("predict", EXPERTS, "--gpu", "44GiB", *MIXED, "--json")
+def test_what_does_not_fit_is_said_with_its_remedy(moetune: Run) -> None:
+    ended = moetune("predict", EXPERTS, "--gpu", "44GiB", *MIXED, "--method", "formula", "--json")
     assert ended.code == 1
     result = json.loads(ended.out)
     assert_contract(result)
@@ -101,8 +101,8 @@ def test_a_table_of_a_run_that_does_not_fit(moetune: Run) -> None:
         (ROUTER, ["--method", "guess"], ["--method 'guess': it is trace or formula"]),
         (
             ROUTER,
-            ["--method", "trace", "--set", "optimizer.master_weights=fp32"],
-            ["optimizer.master_weights: can be predicted (moetune predict --method formula), not trained or traced"],
+            ["--method", "trace", "--set", "parallel.fsdp=2", "--set", "hardware.count=2"],
+            ["parallel: can be predicted (moetune predict --method formula), not trained or traced"],
         ),
         (ROUTER, ["--routing", "skew:0"], ["--routing 'skew:0'", "a number from 1 up"]),
         (ROUTER, ["--routing", "nope"], ["--routing 'nope': is not balanced, skew:S, worst, or a file"]),

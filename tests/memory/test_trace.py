@@ -85,7 +85,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
 @given(run=runs())
 def test_a_prediction_is_what_is_measured(
     toys: dict[str, Path], run: tuple[str, dict[str, Any], dict[str, Any]]
@@ -99,9 +99,15 @@ def test_a_prediction_is_what_is_measured(
     assert peak(predicted) == pytest.approx(measured.peak_allocated, rel=0.01)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "llama"])
 @pytest.mark.parametrize(
-    ("checkpointing", "experts_on"), [("none", "gpu"), ("none", "host"), ("full", "gpu"), ("offload", "host")]
+    ("model_type", "checkpointing", "experts_on"),
+    [
+        ("mixtral", "none", "gpu"),
+        ("mixtral", "offload", "host"),
+        ("deepseek_v3", "full", "gpu"),
+        ("deepseek_v3", "none", "host"),
+        ("llama", "offload", "gpu"),
+    ],
 )
 def test_fake_steps_take_byte_for_byte_what_real_ones_take(
     toys: dict[str, Path], model_type: str, checkpointing: str, experts_on: str
@@ -122,24 +128,27 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "experts_on"), [("none", "gpu"), ("full", "gpu"), ("full", "host"), ("offload", "host")]
-)
-@pytest.mark.parametrize(
-    ("model_type", "adapt", "layers"),
+    ("model_type", "adapt", "checkpointing", "experts_on", "optimizer"),
     [
-        ("mixtral", "router", 4),
-        ("qwen3_moe", "experts", 7),
-        ("deepseek_v2", "lora", 4),
-        ("gpt_oss", "everything", 6),
+        ("mixtral", "router", "none", "gpu", {}),
+        ("mixtral", "router", "offload", "host", {}),
+        ("qwen3_moe", "experts", "full", "gpu", {}),
+        ("deepseek_v2", "lora", "full", "host", {}),
+        ("gpt_oss", "everything", "offload", "host", {}),
+        ("mixtral", "experts", "full", "gpu", {"name": "lomo"}),
+        ("mixtral", "everything", "none", "gpu", {"name": "adamw", "fused_backward": True}),
+        ("qwen3_moe", "experts", "full", "gpu", {"name": "adamw", "offload": True}),
     ],
 )
 def test_replayed_layers_take_what_run_ones_take(
-    tmp_path: Path, model_type: str, adapt: str, layers: int, checkpointing: str, experts_on: str
+    tmp_path: Path, model_type: str, adapt: str, checkpointing: str, experts_on: str, optimizer: dict[str, Any]
 ) -> None:
-    model = write_toy(tmp_path, model_type, num_hidden_layers=layers)
+    model = write_toy(tmp_path, model_type, num_hidden_layers=6 if model_type == "gpt_oss" else 4)
+    accumulate = 1 if "name" in optimizer and "offload" not in optimizer else 2
     sections = {
         "model": {"experts_on": experts_on},
-        "train": {"accumulate": 2, "checkpointing": checkpointing},
+        "optimizer": optimizer,
+        "train": {"accumulate": accumulate, "checkpointing": checkpointing},
     }
     config = toy_run(model, model_type, ADAPT[adapt], **sections)
     composed, full = trace(config), trace(config, compose=False)
@@ -264,7 +273,7 @@ def test_parts_sum_to_the_peak_and_the_timeline_reaches_it(toys: dict[str, Path]
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
 def test_router_losses_of_replayed_layers(tmp_path: Path, model_type: str) -> None:
-    model = write_toy(tmp_path, model_type, num_hidden_layers=7)
+    model = write_toy(tmp_path, model_type, num_hidden_layers=4)
     train = {"router_aux_loss": 0.1, "router_z_loss": 0.1, "accumulate": 2}
     config = toy_run(model, model_type, ADAPT["router"], train=train)
     assert peak(trace(config)) == peak(trace(config, compose=False))
@@ -284,24 +293,23 @@ GROWING = {
 
 
 @pytest.mark.parametrize("what", GROWING)
-@pytest.mark.parametrize("adapt", ["router", "mixed"])
-def test_memory_never_falls_when_the_batch_grows(toys: dict[str, Path], what: str, adapt: str) -> None:
-    peaks = [peak(trace(toy_run(toys["mixtral"], "mixtral", ADAPT[adapt], **more))) for more in GROWING[what]]
+def test_memory_never_falls_when_the_batch_grows(toys: dict[str, Path], what: str) -> None:
+    peaks = [peak(trace(toy_run(toys["mixtral"], "mixtral", MIXED, **more))) for more in GROWING[what]]
     assert peaks == sorted(peaks)
 
 
 def test_memory_never_falls_when_more_trains(tmp_path: Path) -> None:
     run = partial(toy_run, write_toy(tmp_path / "toy", "mixtral"), "mixtral")
     ranks = [peak(trace(run({"lora": {**ADAPT["lora"]["lora"], "rank": rank}}))) for rank in (1, 16)]
-    layers = [peak(trace(run({"experts": {"layers": f"0-{last}", "ids": [0]}}))) for last in (0, 1, 3)]
-    experts = [peak(trace(run({"experts": {"ids": f"0-{last}"}}))) for last in (0, 1, 7)]
+    layers = [peak(trace(run({"experts": {"layers": f"0-{last}", "ids": [0]}}))) for last in (0, 3)]
+    experts = [peak(trace(run({"experts": {"ids": f"0-{last}"}}))) for last in (0, 7)]
     for peaks in (ranks, layers, experts):
         assert peaks == sorted(peaks)
         assert peaks[0] < peaks[-1]
 
 
 def test_memory_never_falls_with_more_layers_or_experts(tmp_path: Path) -> None:
-    for name, sizes in {"num_hidden_layers": (2, 3, 6), "num_local_experts": (4, 8, 16)}.items():
+    for name, sizes in {"num_hidden_layers": (2, 6), "num_local_experts": (4, 16)}.items():
         models = [write_toy(tmp_path / f"{name}{size}", "mixtral", **{name: size}) for size in sizes]
         peaks = [peak(trace(toy_run(model, "mixtral", ADAPT["router"]))) for model in models]
         assert peaks == sorted(peaks)

@@ -206,11 +206,12 @@ def test_a_broken_forward_pass_is_met_too(small_model: Path) -> None:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def tracked(config: small.RunConfig) -> Trace:
+def tracked(config: small.RunConfig) -> tuple[Trace, Steps]:
+    """What two steps took, and what is left of them."""
     adapted = build(config, "cpu")
     adapted.model.train()
     steps = Steps(adapted, config, lambda rows: make_batch(config, vocabulary_of(adapted), rows))
-    return steps.run(Tracker(steps.named), 1)
+    return steps.run(Tracker(steps.named), 1), steps
 
 
 def most_gradients(traced: Trace) -> int:
@@ -243,18 +244,18 @@ EXPERT = 4 * 3 * 96 * 64
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "adamw", "adamw8bit"])
 def test_fused_gradients_are_one_matrix(name: str, clip: float, checkpointing: str, expert_run: Any) -> None:
     settings = {"max_grad_norm": clip, "checkpointing": checkpointing}
-    fused = tracked(expert_run({"name": name, "fused_backward": True}, **settings))
+    fused, _ = tracked(expert_run({"name": name, "fused_backward": True}, **settings))
     assert most_gradients(fused) == MATRIX
-    plain = tracked(expert_run({"name": name, "fused_backward": False}, **settings))
+    plain, _ = tracked(expert_run({"name": name, "fused_backward": False}, **settings))
     assert most_gradients(plain) >= 4 * EXPERT  # two experts of two layers
 
 
 def test_lomo_holds_nothing_beside_its_weights(expert_run: Any) -> None:
     """Between steps as after loading; at the peak one matrix of gradients and what an update unpacks."""
-    traced = tracked(expert_run({"name": "lomo"}))
+    traced, _left = tracked(expert_run({"name": "lomo"}))
     parts = traced.parts(len(traced.log) - 1)
     assert parts.optimizer_states == parts.master_weights == parts.gradients == 0
-    adamw = tracked(expert_run({"name": "adamw", "fused_backward": True}))
+    adamw, _left = tracked(expert_run({"name": "adamw", "fused_backward": True}))
     parts = adamw.parts(len(adamw.log) - 1)
     assert parts.gradients == 0
     assert parts.optimizer_states == pytest.approx(2 * 4 * EXPERT, rel=1e-3)
@@ -379,7 +380,7 @@ def test_a_broken_gradient_on_the_host_is_named_and_dropped(small_model: Path) -
 def test_what_the_host_holds_is_counted_apart(expert_run: Any) -> None:
     """Device: weights, the gradient that leaves and the one that is made. Host, for each weight: float32 weight,
     gradient and two moments, and what goes over the bus, 20 bytes in all in float32."""
-    traced = tracked(expert_run({"name": "adamw", "offload": True}))
+    traced, _left = tracked(expert_run({"name": "adamw", "offload": True}))
     assert most_gradients(traced) == EXPERT
     parts = traced.parts(traced.peak)
     assert parts.optimizer_states == parts.master_weights == 0
