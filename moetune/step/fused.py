@@ -19,7 +19,7 @@ from moetune.adapt.build import Adapted
 from moetune.experts.bank import ExpertBank
 from moetune.step.offload import HostUpdater
 from moetune.step.optimizers import CombinedOptimizer
-from moetune.step.values import as_float
+from moetune.step.values import as_float, bound_
 
 
 class FusedBackward:
@@ -96,6 +96,8 @@ class FusedBackward:
 
     def broken(self) -> list[str]:
         """Names of parameters whose gradients were not finite, as they came: the first is nearest to the loss."""
+        if not self._squares or math.isfinite(as_float(torch.stack(self._squares).sum())):
+            return []  # one look for all: each waits for the device
         return [
             self.names[parameter]
             for parameter, square in zip(self._came, self._squares, strict=True)
@@ -121,7 +123,7 @@ class FusedBackward:
     def _arrived(self, parameter: nn.Parameter) -> None:
         if self._use is not None and parameter.grad is not None:  # autograd calls hooks for what was handed over too
             if self.max_value:
-                parameter.grad.clamp_(-self.max_value, self.max_value)
+                bound_(parameter.grad, self.max_value)
             self._use(parameter)
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -85,6 +85,15 @@ class AdaLomo(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # which casts states to the dtype of the weights; these are float32
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         is_vector = parameter.dim() < 2

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moetune.experts.host import Arrival, Lane, allocating_on_host, empty_on_host
+from moetune.experts.host import Arrival, Lane, allocating_on_host, empty_on_host, mark_on_host
 from moetune.step.updater import MakeOptimizer, Updater
+from moetune.step.values import bound_
 
 
 class Bus:
@@ -81,6 +82,12 @@ class HostUpdater(Updater):
         self._receive()
         return torch.linalg.vector_norm(self.gradient) if self._has_gradient else None
 
+    def bound(self, value: float) -> None:
+        """Clips every element of this step's gradient."""
+        self._receive()
+        if self._has_gradient:
+            bound_(self.gradient, value)
+
     def drop(self) -> None:
         """Forgets this step's gradient."""
         self._receive()
@@ -116,3 +123,7 @@ class HostUpdater(Updater):
         super().load_state_dict(state)
         (parameter,), (master,) = self.parameters, self.copies.values()
         parameter.copy_(master)
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    mark_on_host(value)

@@ -21,7 +21,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
@@ -31,7 +30,7 @@ from moetune.step.loss_scale import LossScale
 from moetune.step.optimizers import CombinedOptimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import Batch, MicroStep, micro_step
-from moetune.step.values import as_float, generator_states, set_generator_states
+from moetune.step.values import as_float, bound_, generator_states, norm_of, set_generator_states
 
 
 class Stepper:
@@ -80,7 +79,7 @@ class Stepper:
         run = partial(micro_step, model, batch, total_tokens, self.watch, train, backward)
         if self.fused is None:
             return run()
-        self.fused.max_value = train.max_grad_value * self._scale
+        self.fused.max_value = train.max_grad_value * self._scale if train.accumulate == 1 else 0.0
         if not self.measures_first:
             with self.fused.updating(1.0, checked=False):
                 done = run()
@@ -122,11 +121,13 @@ class Stepper:
             if self.config.train.max_grad_value:
                 bound = self.config.train.max_grad_value * self._scale
                 for gradient in left.values():
-                    gradient.clamp_(-bound, bound)
+                    bound_(gradient, bound)
+                for updater in self.optimizer.on_host():
+                    updater.bound(bound)
             norms = [] if norm is None else [norm]
-            norms += [get_total_norm(left.values()) / self._scale] if left else []
+            norms += [norm_of(left.values()) / self._scale] if left else []
             of_host = [n for u in self.optimizer.on_host() if (n := u.norm()) is not None]
-            norms += [get_total_norm(of_host).to(self.adapted.model.device) / self._scale] if of_host else []
+            norms += [norm_of(of_host).to(self.adapted.model.device) / self._scale] if of_host else []
             norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
         assert norm is not None, "no micro-step came before"
         loss, self._loss = self._loss, torch.zeros_like(self._loss)
@@ -160,7 +161,7 @@ class Stepper:
     def _broken_among(self, gradients: dict[Tensor, Tensor]) -> list[str]:
         """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
         trained = reversed(self.adapted.trainable().items())
-        there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host()}
+        there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
         return [name for name, p in trained if p in there and not there[p].isfinite().all()]
 
     def _refuse(self, broken: list[str]) -> None:

@@ -23,6 +23,7 @@ MasterWeights = Literal["none", "fp32", "stochastic"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _BLOCK = 2**22  # weights that are rounded at a time
+_SMALLEST_PAGED = 100_000  # elements; bitsandbytes keeps smaller states in ordinary memory
 
 
 class Updater:
@@ -91,9 +92,29 @@ class Updater:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        if getattr(self.optimizer, "is_paged", False):
+            _load_paged(self.optimizer, state["optimizer"])
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
         for copy, saved in zip(self.masters_kept(), state["masters"], strict=True):
             copy.copy_(saved)
+
+
+def _load_paged(optimizer: Any, state: dict[str, Any]) -> None:
+    """bitsandbytes would load states into ordinary GPU memory; here large ones are pages again."""
+    from bitsandbytes.functional import get_paged
+
+    optimizer.load_state_dict(state, move_to_device=False)
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                continue
+            if parameter.is_cuda and key in ("state1", "state2") and value.numel() >= _SMALLEST_PAGED:
+                paged = get_paged(*value.shape, dtype=value.dtype, device=parameter.device)
+                optimizer.page_mng.paged_tensors.append(paged)
+                values[key] = paged.copy_(value)
+            else:
+                values[key] = value.to(parameter.device)
 
 
 def _nothing(parameter: nn.Parameter) -> nn.Parameter:

@@ -37,6 +37,7 @@ class MemoryRecord(TrainerCallback):
         self._tracker = Tracker(named_modules(adapted))
         self._tracking = ExitStack()
         self._steps = 0
+        self._measured: dict[str, int | None] | None = None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -60,26 +61,28 @@ class MemoryRecord(TrainerCallback):
             self.finish()
 
     def finish(self) -> None:
-        """Ends the measurement and writes what there is; may be called again."""
+        """Ends the measurement and writes what there is. Called again, it writes the tokens received since."""
         self._tracking.close()
         if not self._steps:
             return
-        on_cuda = self.device.type == "cuda"
-        measured = torch.cuda.max_memory_allocated(self.device) if on_cuda else self._tracker.peak_bytes
+        on_cuda, is_first = self.device.type == "cuda", self._measured is None
+        if self._measured is None:
+            self._measured = {
+                "peak_allocated": torch.cuda.max_memory_allocated(self.device) if on_cuda else self._tracker.peak_bytes,
+                "peak_reserved": torch.cuda.max_memory_reserved(self.device) if on_cuda else None,
+            }
         self.folder.write_memory(
             {
                 "schema": 1,
                 "device": torch.cuda.get_device_name(self.device) if on_cuda else "cpu",
                 "steps": min(self._steps, MEASURED_STEPS),
                 "predicted": {"peak_allocated": self.predicted},
-                "measured": {
-                    "peak_allocated": measured,
-                    "peak_reserved": torch.cuda.max_memory_reserved(self.device) if on_cuda else None,
-                },
+                "measured": self._measured,
                 "expert_load": {str(layer): load.tolist() for layer, load in self.load.items()},
             }
         )
-        if self._steps == MEASURED_STEPS and measured and abs(self.predicted / measured - 1) > TOLERANCE:
+        measured = self._measured["peak_allocated"]
+        if is_first and self._steps == MEASURED_STEPS and measured and abs(self.predicted / measured - 1) > TOLERANCE:
             self.console.print(
                 f"memory: predicted {gib(self.predicted)}, measured {gib(measured)}; the prediction assumes full "
                 "sequences and that every expert receives as many tokens as the others",

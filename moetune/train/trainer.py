@@ -77,8 +77,10 @@ class MoeTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self.adapted, self.config)
-            self.stepper = Stepper(self.adapted, self.config, self.optimizer, self.watch)
+            optimizer = make_optimizer(self.adapted, self.config)
+            self.stepper = Stepper(self.adapted, self.config, optimizer, self.watch)
+            # States are where they belong already; accelerate would move those of the host to the GPU.
+            self.optimizer = self.accelerator.prepare(optimizer, device_placement=[False])
         return self.optimizer
 
     def get_batch_samples(
@@ -198,9 +200,9 @@ class MoeTrainer(Trainer):
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
 
     def _checkpoint_bytes(self) -> int:
-        """What trains, the optimizer's states of it, and a mebibyte for all else."""
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        held = (*self.adapted.trainable().values(), *(value for value in states if isinstance(value, Tensor)))
+        """What trains, its master weights, the optimizer's states, and a mebibyte for all else."""
+        optimizer = self.stepper.optimizer
+        held = (*self.adapted.trainable().values(), *optimizer.states(), *optimizer.masters())
         return 2**20 + sum(tensor.nbytes for tensor in held)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -386,3 +386,70 @@ def test_what_the_host_holds_is_counted_apart(expert_run: Any) -> None:
     assert parts.optimizer_states == parts.master_weights == 0
     on_host = sum(block.bytes for block in traced.blocks if block.on_host and block.died is None)
     assert on_host == pytest.approx(5 * 4 * EXPERT, rel=1e-3)
+
+
+# --- What a run in 16 bits must not lose ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", [{"name": "lomo"}, {"name": "adamw", "master_weights": "fp32"}])
+def test_a_bound_hides_no_infinity(optimizer: dict[str, Any], dtype: str, small_model: Path) -> None:
+    """Nor does a bound above the largest float16, once it is scaled, break anything."""
+    run = Run(run_config(small_model, optimizer, dtype, max_grad_value=1.0, on_nonfinite="skip"))
+    run.steps(1)
+    assert run.stepper.skipped == 0
+    before = {key: weight.clone() for key, weight in run.weights().items()}
+    name = "model.layers.0.mlp.gate.weight"
+    handle = run.adapted.trainable()[name].register_hook(lambda gradient: gradient * math.inf)
+    run.steps(1)
+    handle.remove()
+    assert run.stepper.skipped == 1
+    assert torch.equal(run.weights()[name], before[name])
+
+
+def test_a_norm_is_taken_in_float32(small_model: Path) -> None:
+    """Of gradients scaled by 65,536 the norm passes 65,504, the largest float16, where no element does."""
+    run = Run(run_config(small_model, {"name": "adamw", "master_weights": "fp32"}, "fp16"))
+    handle = run.adapted.trainable()["model.norm.weight"].register_hook(lambda gradient: gradient * 60)
+    run.steps(2)
+    handle.remove()
+    assert run.stepper.skipped == 0
+    assert run.norms[0] > 1
+
+
+@pytest.mark.parametrize("name", ["adalomo", "adafactor", "adamw8bit", "paged_adamw8bit", "adamw"])
+@pytest.mark.parametrize("masters", ["none", "stochastic"])
+def test_states_of_16_bit_weights_survive_a_checkpoint(
+    name: str, masters: str, small_model: Path, tmp_path: Path
+) -> None:
+    """Four steps, and the same with a checkpoint on disk after the second, bit for bit."""
+    optimizer = {"name": name, "master_weights": masters}
+    whole = Run(run_config(small_model, optimizer, "bf16"))
+    whole.steps(4)
+    first, second = (Run(run_config(small_model, optimizer, "bf16")) for _ in range(2))
+    torch.manual_seed(1)
+    first.steps(2)
+    torch.save(first.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    second.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    with torch.no_grad():
+        for key, weight in first.weights().items():
+            second.adapted.trainable()[key].copy_(weight)
+    second.steps(2)
+    assert all(torch.equal(weight, second.weights()[key]) for key, weight in whole.weights().items())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_bound_is_of_the_whole_step(offload: bool, small_model: Path) -> None:
+    """Micro-steps add up before their sum is bounded, on the host as on the device."""
+    optimizer = {"name": "sgd", "offload": offload}
+    run = Run(run_config(small_model, optimizer, max_grad_value=1e-3, accumulate=2))
+    total = sum(count_loss_tokens(batch) for batch in run.batches)
+    gradients = Run(run_config(small_model, {"name": "sgd"}, accumulate=2))
+    before = {key: weight.clone() for key, weight in run.weights().items()}
+    for batch in run.batches:
+        run.stepper.micro_step(batch, total)
+        gradients.stepper.micro_step(batch, total)
+    expected = {key: p.grad.clamp(-1e-3, 1e-3) for key, p in gradients.adapted.trainable().items()}
+    run.stepper.update()
+    for key, weight in run.weights().items():
+        torch.testing.assert_close(weight, before[key] - 0.3 * expected[key], rtol=0, atol=1e-6, msg=key)

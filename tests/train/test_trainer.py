@@ -15,6 +15,7 @@ from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.train import run, trainer
 from moetune.train.run import train
+from moetune.train.run_folder import RunFolder
 from moetune.train.trainer import load_summary
 from tests import small
 
@@ -258,3 +259,33 @@ def test_trainer_does_not_wrap_the_model(small_model: Path, small_data: Path, tm
     assert arguments.n_gpu <= 1
     assert not arguments.bf16
     assert not arguments.fp16
+
+
+def test_nobody_moves_the_states_of_an_optimizer(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate puts an optimizer's states on the device of the model; those of the host must stay, all of them."""
+
+    def moved(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("states were moved")
+
+    monkeypatch.setattr("accelerate.optimizer.move_to_device", moved)
+    optimizer = {"name": "adamw", "offload": True}
+    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", optimizer=optimizer))
+
+
+def test_a_checkpoint_takes_what_is_asked_of_the_disk(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Master weights included: what is written is never more, and not a third less."""
+    asked: list[int] = []
+    new_checkpoint = RunFolder.new_checkpoint
+    monkeypatch.setattr(
+        RunFolder,
+        "new_checkpoint",
+        lambda self, step, keep, needed=0: (asked.append(needed), new_checkpoint(self, step, keep, needed))[1],
+    )
+    sections = {"optimizer": {"name": "adamw", "offload": True}, "train": {"save_every": 3}}
+    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", **sections))
+    written = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints" / "step-3").iterdir())
+    assert asked[0] - 2**20 <= written <= asked[0]
