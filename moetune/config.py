@@ -187,6 +187,16 @@ class OptimizerConfig(Section):
 class PartOptimizers(Section):
     """An optimizer for each part that trains: routers, whole experts, LoRA factors, and what `adapt.also` names."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _not_both_forms(cls, raw: Any) -> Any:
+        if both := [key for key in raw if key in OptimizerConfig.model_fields]:
+            raise ValueError(
+                f"is either one optimizer (name, lr, …) or one for each part ({', '.join(PARTS)}); move "
+                f"{', '.join(both)} under the parts"
+            )
+        return raw
+
     router: OptimizerConfig | None = None
     experts: OptimizerConfig | None = None
     lora: OptimizerConfig | None = None
@@ -306,10 +316,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fused_steps_are_single(self) -> RunConfig:
-        if self.train.accumulate > 1 and any(optimizer.fused_backward for optimizer in self.optimizers.values()):
+        fused = {optimizer.name: None for optimizer in self.optimizers.values() if optimizer.fused_backward}
+        if self.train.accumulate > 1 and fused:
             raise ValueError(
-                f"optimizer.fused_backward uses each gradient up as it comes, so {self.train.accumulate} micro-steps "
-                "cannot add theirs up; set train.accumulate: 1 (and raise train.micro_batch if there is room)"
+                f"{', '.join(fused)} with optimizer.fused_backward uses each gradient up as it comes, so "
+                f"{self.train.accumulate} micro-steps cannot add theirs up; set train.accumulate: 1 (and raise "
+                "train.micro_batch if there is room)"
             )
         return self
 
@@ -434,7 +446,7 @@ def _explain(error: ValidationError) -> Iterable[str]:
             case "tuple_type":
                 yield f"{where}: {item['input']!r} is not a list; write [{item['input']}]"
             case "value_error":
-                yield f"{where}: {item['ctx']['error']}"
+                yield f"{where}: {item['ctx']['error']}" if where else f"{item['ctx']['error']}"
             case _:
                 yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
 

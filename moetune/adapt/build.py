@@ -136,9 +136,8 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def count_trainable(config: RunConfig) -> dict[str, int]:
+def count_trainable(adapted: Adapted) -> dict[str, int]:
     """Parameters that train: `total`, and by part `router`, `experts`, `lora`, `other`."""
-    adapted = build(config, "meta")
     counts = {"total": 0, "router": 0, "experts": 0, "lora": 0, "other": 0}
     for name, parameter in adapted.trainable().items():
         counts[adapted.part_of(name)] += parameter.numel()

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
@@ -29,6 +30,7 @@ from moetune.config import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
+from moetune.hub.delta_folder import MANIFEST as EXPORT_MANIFEST
 from moetune.hub.fingerprint import Base, Fingerprint, digesting
 
 MANIFEST = "packed.json"
@@ -109,7 +111,7 @@ def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Pat
     """Notes what is being written, or checks that it is what was begun; copies the files that are no weights.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder holds something else, or what it says of its beginning cannot be read.
     """
     plan = {
         "schema": 1,
@@ -120,15 +122,18 @@ def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Pat
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
     }
     begun = folder / _BEGUN
-    if (folder / MANIFEST).exists() or (any(folder.iterdir()) and not begun.is_file()):
+    found = [file for file in folder.iterdir() if file != _aside(begun)]  # that of a start that was killed
+    if (folder / MANIFEST).exists() or (found and not begun.is_file()):
         raise UserError(f"--out {str(folder)!r} is not empty; choose another")
-    if begun.is_file() and json.loads(begun.read_text(encoding="utf-8")) != plan:
+    if begun.is_file() and _read_begun(folder) != plan:
         raise UserError(
             f"--out {str(folder)!r} was begun for another model or precision, or the model changed; choose another"
         )
-    begun.write_text(json.dumps(plan), encoding="utf-8")
+    if not begun.is_file():
+        _write_text(begun, json.dumps(plan))
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and ".index." not in file.name:
+        of_weights = ".index." in file.name or file.name == EXPORT_MANIFEST  # they speak of files that are not copied
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and not of_weights:
             shutil.copyfile(file, folder / file.name)
 
 
@@ -137,14 +142,26 @@ def finish(folder: Path, packed: Fingerprint) -> dict[str, int]:
     files = sorted(folder.glob("*.safetensors"))
     with digesting(files, _THREADS) as digests:
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
-    plan = json.loads((folder / _BEGUN).read_text(encoding="utf-8"))
+    plan = _read_begun(folder)
     del plan["source_files"]
-    aside = folder / f".{MANIFEST}"
     manifest = {**plan, "fingerprint": packed.to_json(), "files": entries}
-    aside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    aside.replace(folder / MANIFEST)
+    _write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     (folder / _BEGUN).unlink()
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+
+
+def _read_begun(folder: Path) -> dict[str, Any]:
+    file = folder / _BEGUN
+    try:
+        plan = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        plan = None
+    if not isinstance(plan, dict):
+        raise UserError(
+            f"{str(file)!r} cannot be read, so nobody knows what was begun in {str(folder)!r}; delete that folder and "
+            "run moetune quantize again"
+        )
+    return plan
 
 
 def _rest(model: PreTrainedModel, experts: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -159,12 +176,26 @@ def _rest(model: PreTrainedModel, experts: tuple[str, ...]) -> Iterator[tuple[st
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    aside = file.with_name(f".{file.name}")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, aside, metadata={"format": "pt"})
-    with aside.open("rb") as written:
+    save_file(contiguous, _aside(file), metadata={"format": "pt"})
+    _take_place(file)
+
+
+def _write_text(file: Path, text: str) -> None:
+    _aside(file).write_text(text, encoding="utf-8")
+    _take_place(file)
+
+
+def _aside(file: Path) -> Path:
+    """Where a file is written before it is whole."""
+    return file.with_name(f".{file.name}")
+
+
+def _take_place(file: Path) -> None:
+    """Gives what was written aside its name, once it would survive a power cut."""
+    with _aside(file).open("rb") as written:
         os.fsync(written.fileno())
-    aside.replace(file)
+    _aside(file).replace(file)
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------

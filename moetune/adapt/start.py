@@ -18,6 +18,8 @@ from moetune.errors import UserError
 from moetune.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.hub.fingerprint import Base
 
+_RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
+"""As train/run_folder.py has them, which imports this package."""
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
 
 
@@ -52,12 +54,26 @@ def open_start(config: RunConfig) -> Start | None:
             return _open_delta(config, adapted, folder)
     except UserError as error:
         raise UserError(f"adapt.start_from: {error}") from None
-    if manifest is not None and manifest.get("format") in ("merged", "applied"):
+    if (run := _run_of(folder)) is not None:
+        raise UserError(
+            f"adapt.start_from: {str(folder)!r} is {'a run' if run == folder else 'a checkpoint of a run'}; write what "
+            f"it trained with moetune export {run} --format peft|delta --out DIR, and give DIR"
+        )
+    if (folder / "config.json").is_file():
         raise UserError(f"adapt.start_from: {str(folder)!r} is a whole checkpoint; give it as model.path")
     raise UserError(
         f"adapt.start_from: {str(folder)!r} holds no PEFT adapter ({CONFIG_FILE}, {WEIGHTS_FILE}) and no delta "
         f"({DELTA_FILE}, manifest.json)"
     )
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run that a folder is, or is a checkpoint of."""
+    if not (folder / _RUN_FILE).is_file():
+        return None
+    if (folder / _CHECKPOINTS).is_dir():
+        return folder
+    return folder.parent.parent if folder.absolute().parent.name == _CHECKPOINTS else None
 
 
 def _open_delta(config: RunConfig, adapted: Adapted, folder: Path) -> Start:
@@ -74,7 +90,10 @@ class _FromAdapter:
     folder: Path
 
     def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
-        load_peft(adapted, self.folder)
+        try:
+            load_peft(adapted, self.folder)
+        except UserError as error:  # what `check_peft` could not know: values of frozen weights
+            raise UserError(f"adapt.start_from: {error}") from None
         return ()
 
 

@@ -52,9 +52,9 @@ def count(
     census = take_census(read_anatomy(meta_model(resolve(model).config)))
     trainable = None
     if config is not None:
-        from moetune.adapt.build import count_trainable
+        from moetune.adapt.build import build, count_trainable
 
-        trainable = count_trainable(config)
+        trainable = count_trainable(build(config, "meta"))
 
     if json_:
         extra = {} if trainable is None else {"trainable": trainable}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from moetune.anatomy.selection import Selection, select
-from moetune.config import RunConfig
+from moetune.config import Part, RunConfig
 from moetune.experts.packed import BLOCK, NESTED_BLOCK
 from moetune.memory.activations import LayerPlan, LayerTape, Run
 from moetune.memory.facts import Experts, Facts, LayerFacts, Parameter
@@ -20,6 +20,7 @@ from moetune.memory.optimizers import PartOptimizers
 from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tape import Piece
+from moetune.step.optimizers import refuse_parts_without
 
 _SMALLEST_8BIT = 4096  # bitsandbytes keeps states of tensors with fewer elements in float32
 _BLOCK_8BIT = 256  # elements that share one float32 scale of a state
@@ -97,6 +98,14 @@ def set_up(
     """
     width = width or {"bf16": 2, "fp16": 2, "fp32": 4, "auto": 2}[config.model.dtype]
     selection = select(config.adapt, facts.anatomy)
+    routers = {part.name for part in facts.anatomy.parts_of("router")}
+    trained: dict[Part, int] = {
+        "router": len(selection.full & routers),
+        "experts": sum(map(len, selection.experts.values())),
+        "lora": len(selection.lora_linears) + sum(map(len, selection.lora_experts.values())),
+        "other": len(selection.full - routers),
+    }
+    refuse_parts_without(config, trained)
     lora = selection.lora
     run = Run(
         width=width,

@@ -36,6 +36,11 @@ class Measured:
     counts: list[list[int]]
     trace: Trace | None
 
+    @property
+    def host_bytes(self) -> int | None:
+        """The most that was on the host by design; CUDA has no counter of it."""
+        return None if self.trace is None else self.trace.host_peak
+
 
 def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measured:
     """Takes real steps on `device` with random weights and random tokens.

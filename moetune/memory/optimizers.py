@@ -56,6 +56,12 @@ class PartOptimizers(NamedTuple):
             if optimizer is not None and (optimizer.fused_backward or optimizer.offload)
         )
 
+    def saved(self, part: Part, shape: tuple[int, ...], width: int) -> int:
+        """Bytes of a parameter in a checkpoint: itself, its master weights and its states."""
+        taken, numel = self.trained(part, shape, width), math.prod(shape)
+        on_host = taken.host_update - (4 + width) * numel if taken.host_update else 0  # without gradient and wire
+        return taken.trainable + taken.master + taken.states + on_host
+
     def while_used_up(self, part: Part, shape: tuple[int, ...], width: int) -> int:
         """What there is beside a gradient that is used up as it comes: its update, or the one before it, which is still
         on its way to the host."""

@@ -23,7 +23,8 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes, by name: `peak_allocated`, and on CUDA `peak_reserved` and `peak_process`, else None."""
+    """Bytes, by name: `peak_allocated`, on CUDA `peak_reserved` and `peak_process`, and `host_bytes`, measured on a CPU;
+    None where there is no such number."""
 
     predicted: dict[str, int | None]
     measured: dict[str, int | None]
@@ -68,10 +69,12 @@ def verify(
     routing = routing or measured.routing
     if device.type == "cpu":
         traced = trace(config, routing)
-        predicted = {"peak_allocated": traced.parts(traced.peak).total, "peak_reserved": None, "peak_process": None}
+        peak = traced.parts(traced.peak).total
+        predicted = {"peak_allocated": peak, "peak_reserved": None, "peak_process": None, "host_bytes": traced.host_peak}
     else:
         rank = predict(config, method="trace", gpu=catalog_name(device), routing=routing).fullest
-        predicted = {name: getattr(rank, name) for name in ("peak_allocated", "peak_reserved", "peak_process")}
+        names = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
+        predicted = {name: getattr(rank, name) for name in names}
     return Outcome(
         predicted=predicted,
         measured={name: getattr(measured, name) for name in predicted},

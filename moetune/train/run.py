@@ -21,7 +21,7 @@ from moetune.errors import UserError, suggest
 from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
-from moetune.memory.quantities import total
+from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.isolation import refuse_leaky_packing
@@ -78,7 +78,7 @@ def train(
         lambda: folder.check(config, resume, overwrite),
         lambda: _start(config, overwrite) if resume == "never" else None,
         lambda: _check_reporters(config.train.report_to),
-        lambda: count_trainable(config),
+        lambda: _trainable(config),
         lambda: _data(config),
     )
     tokens = sum(len(row) for row in data.train["input_ids"])
@@ -166,13 +166,17 @@ def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console:
         )
 
 
+def _trainable(config: RunConfig) -> dict[str, int]:
+    """Counts what trains; finds out, on the meta device, whether the optimizers fit to it."""
+    adapted = build(config, "meta")
+    make_optimizer(adapted, config)
+    return count_trainable(adapted)
+
+
 def _checkpoint_bytes(adapted: Adapted, config: RunConfig) -> int:
     """What trains, its master weights and its optimizer's states."""
-    optimizers = PartOptimizers.of(config)
-    taken = total(
-        optimizers.trained(adapted.part_of(name), tuple(p.shape), p.itemsize) for name, p in adapted.trainable().items()
-    )
-    return taken.trainable + taken.master + taken.states
+    optimizers, trained = PartOptimizers.of(config), adapted.trainable()
+    return sum(optimizers.saved(adapted.part_of(name), tuple(p.shape), p.itemsize) for name, p in trained.items())
 
 
 def _held_out(folder: RunFolder) -> tuple[float | None, float | None]:

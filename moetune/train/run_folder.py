@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from moetune.config import RunConfig
@@ -81,8 +82,8 @@ class RunFolder:
         checkpoints = self.checkpoints()
         if resume == "auto":
             return newest
-        wanted = Path(resume).expanduser().absolute()
-        chosen = [checkpoint for checkpoint in checkpoints if checkpoint.absolute() == wanted]
+        wanted = Path(resume).expanduser().resolve()
+        chosen = [checkpoint for checkpoint in checkpoints if checkpoint.resolve() == wanted]
         if not chosen:
             there = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
             raise UserError(
@@ -282,7 +283,7 @@ class RunFolder:
         """Compares the run file with the checkpoint's own, which is sealed. What may change on resume may differ."""
         if not (checkpoint / RUN_FILE).is_file() or not (self.path / RUN_FILE).is_file():
             return
-        before = _flatten(yaml.safe_load((checkpoint / RUN_FILE).read_text(encoding="utf-8")))
+        before = _settings((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
         if changed := _changes(before, self._read_run_file(), _FREE_ON_EXPORT):
             raise UserError(
                 f"{str(self.path / RUN_FILE)!r} was changed after {checkpoint.name} was written:\n  "
@@ -291,7 +292,7 @@ class RunFolder:
             )
 
     def _check_same_run(self, config: RunConfig) -> None:
-        if changed := _changes(self._read_run_file(), _flatten(yaml.safe_load(config.to_yaml())), _FREE_ON_RESUME):
+        if changed := _changes(self._read_run_file(), _settings(config.to_yaml()), _FREE_ON_RESUME):
             raise UserError(
                 f"the run in {str(self.path)!r} cannot be resumed with another run file:\n  "
                 + "\n  ".join(changed)
@@ -300,7 +301,7 @@ class RunFolder:
 
     def _read_run_file(self) -> dict[str, Any]:
         try:
-            return _flatten(yaml.safe_load((self.path / RUN_FILE).read_text(encoding="utf-8")))
+            return _settings((self.path / RUN_FILE).read_text(encoding="utf-8"))
         except (yaml.YAMLError, OSError, ValueError) as error:
             raise UserError(
                 f"the run in {str(self.path)!r} cannot be resumed: its {RUN_FILE} cannot be read: {error}"
@@ -321,6 +322,14 @@ def _discard(checkpoint: Path) -> None:
     aside = checkpoint.with_name(f".{checkpoint.name}")
     checkpoint.rename(aside)
     shutil.rmtree(aside)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """A stored run file, flat. Keys that are newer than the file have their defaults, by which it was run."""
+    tree = yaml.safe_load(text)
+    with suppress(ValidationError):  # what is no run file any more is compared as it stands, and named
+        tree = RunConfig.model_validate(tree).model_dump(mode="json")
+    return _flatten(tree)
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -41,8 +41,10 @@ def damage(folder: Path) -> str | None:
             return f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
         if _digest(file) != digest:
             return f"{name} was changed after it was written"
-    unknown = sorted(file.name for file in folder.iterdir() if file.name not in expected and file.name != MANIFEST)
-    return f"{unknown[0]} does not belong there" if unknown else None
+    known = expected.keys() | {MANIFEST}
+    # Hidden ones are those of a file manager or a file system: .DS_Store, .nfs0001.
+    unknown = sorted(f.name for f in folder.iterdir() if f.name not in known and not f.name.startswith("."))
+    return f"{unknown[0]} does not belong there; remove it" if unknown else None
 
 
 def _text(step: int, files: dict[str, Any]) -> str:

@@ -43,6 +43,22 @@ def assert_refused(ended: Any, *fragments: str) -> None:
 
 
 CASES: dict[str, tuple[list[str], list[str]]] = {
+    "fp16 without float32 updates": (
+        ["model.dtype=fp16", "optimizer.name=sgd"],
+        ["model.dtype: fp16 and sgd on", "set optimizer.master_weights: fp32"],
+    ),
+    "a part without an optimizer": (
+        ["optimizer={experts: {name: adamw}}", "train.accumulate=1"],
+        ["optimizer.router is missing, and that part trains", "optimizer.experts: adapt: chooses nothing of that part"],
+    ),
+    "one optimizer and one for a part": (
+        ["optimizer.experts.lr=0.1"],
+        ["optimizer: is either one optimizer (name, lr, …) or one for each part", "under the parts"],
+    ),
+    "a fused backward that shall accumulate": (
+        ["optimizer.name=lomo", "train.accumulate=2"],
+        ["lomo with optimizer.fused_backward uses each gradient up as it comes", "set train.accumulate: 1"],
+    ),
     "typo in a key": (["train.stpes=5"], ["train.stpes: unknown key. Did you mean 'steps'?"]),
     "typo in a section": (["optimiser={}"], ["optimiser: unknown key. Did you mean 'optimizer'?"]),
     "wrong type": (["train.steps=many"], ["train.steps: 'many' is not valid: Input should be a valid integer"]),

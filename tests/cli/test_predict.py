@@ -149,11 +149,24 @@ def test_verify(moetune: Run) -> None:
     assert ended.code == 0
     result = json.loads(ended.out)
     assert result["schema"] == 1
-    keys = {"peak_allocated", "peak_reserved", "peak_process"}
+    keys = {"peak_allocated", "peak_reserved", "peak_process", "host_bytes"}
     assert set(result["predicted"]) == set(result["measured"]) == keys
     assert result["predicted"]["peak_allocated"] == pytest.approx(result["measured"]["peak_allocated"], rel=0.05)
     assert result["holds"] is True
     assert result["tokens_per_second"] > 0
+
+
+def test_verify_shows_what_is_on_the_host(moetune: Run) -> None:
+    sections = ("--set", "train.sequence_length=64", "--set", "model.experts_on=host")
+    result = json.loads(moetune("verify", TINY, *sections, "--json", "--steps", "2").out)
+    assert result["predicted"]["host_bytes"] == result["measured"]["host_bytes"] > 1_000_000
+
+
+def test_the_formula_too_wants_an_optimizer_for_each_part(moetune: Run) -> None:
+    optimizer = "optimizer={lora: {name: adamw}}"
+    ended = moetune("predict", EXPERTS, "--method", "formula", "--set", optimizer)
+    assert ended.code == 2
+    assert "optimizer.experts is missing, and that part trains" in ended.err
 
 
 def test_experts_with_full_adam_do_not_fit_and_what_does_is_said(moetune: Run) -> None:
