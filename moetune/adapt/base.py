@@ -50,12 +50,12 @@ def noting_base(model: ModelConfig) -> Iterator[Callable[[], Base | None]]:
         packed = read_manifest(Path(str(source.folder))).packed
         yield lambda: packed
         return
-    before = _folder_of(source)
+    before = folder_of(source)
     with ExitStack() as stack:
         taken = None if before is None else stack.enter_context(taking_fingerprint(before))
 
         def noted() -> Base:
-            folder = _folder_of(source)
+            folder = folder_of(source)
             if folder is None:
                 raise UserError(f"the weights of {source.name!r} were loaded and cannot be found: no folder holds them")
             if taken is not None and folder == before:
@@ -75,13 +75,13 @@ def refuse_other_headers(made_for: Base, model: ModelConfig, what: str) -> None:
     difference = None
     if is_packed_base(source.folder):
         difference = made_for.fingerprint.difference(read_manifest(Path(str(source.folder))).packed.fingerprint)
-    elif (folder := _folder_of(source)) is not None:
+    elif (folder := folder_of(source)) is not None:
         difference = made_for.fingerprint.difference_of_tensors(headers(folder))
     if difference is not None:
         raise UserError(f"{what} was made for another base than {model.path!r}: {difference}")
 
 
-def _folder_of(source: ModelSource) -> Path | None:
+def folder_of(source: ModelSource) -> Path | None:
     """Where a model's weights are on this machine."""
     if source.folder is None:
         return None

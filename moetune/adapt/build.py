@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from moetune.adapt import packed_base
+from moetune.adapt.base import checkpoint_of, folder_of
 from moetune.adapt.checkpointing import enable_checkpointing
 from moetune.adapt.lora import add_lora
 from moetune.adapt.materialize import realize
@@ -203,15 +204,17 @@ def write_packed_base(
     model = {"path": path, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}
     config = RunConfig.model_validate({"model": model, "adapt": {}})
     source = resolve(path)
-    if source.folder is None or not Path(source.folder).is_dir():
-        raise UserError(f"model {path!r} is not a folder with weights; download it first")
+    if folder_of(source) is None:
+        raise UserError(f"model {path!r}: its weights are not on this machine; download it first, or give a folder")
     if is_packed_base(source.folder):
         raise UserError(f"model {path!r} is packed already")
+    folder = checkpoint_of(path)
+    source = replace(source, folder=str(folder))
     settings = _model_config(source, config, torch.bfloat16)
-    weights = weight_files(Path(source.folder))
+    weights = weight_files(folder)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        packed_base.begin(out, config.model, Path(source.folder), weights)
+        packed_base.begin(out, config.model, folder, weights)
         paths = [layer.experts for layer in read_anatomy(meta_model(settings)).moe_layers]
         packing = MoetuneConfig(
             base,
@@ -221,7 +224,7 @@ def write_packed_base(
             done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with taking_fingerprint(Path(source.folder)) as taken:
+        with taking_fingerprint(folder) as taken:
             loaded = _load_pretrained(source, settings, packing, device)
             packed_base.write_rest(out, loaded, paths)
             fingerprint = taken()

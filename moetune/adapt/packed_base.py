@@ -46,9 +46,11 @@ def is_packed_base(folder: str | None) -> bool:
     Raises:
         UserError: one that was begun and not finished.
     """
-    if folder is not None and (Path(folder) / _BEGUN).is_file():
+    if folder is None or (Path(folder) / MANIFEST).is_file():  # written last; a kill may have left the other one
+        return folder is not None
+    if (Path(folder) / _BEGUN).is_file():
         raise UserError(f"{folder!r} is not a complete packed base; run moetune quantize again to finish it")
-    return folder is not None and (Path(folder) / MANIFEST).is_file()
+    return False
 
 
 @dataclass(frozen=True)

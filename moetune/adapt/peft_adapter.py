@@ -198,9 +198,17 @@ class _Reading:
             if ".lora_" in name:
                 problem = f"{name.partition('.lora_')[0]}: has factors; adapt.lora leaves it out"
             else:
-                problem = f"{name}: is in the adapter; it is frozen here"
+                problem = f"{name}: is in the adapter; it is frozen here{self._remedy(name, tensor)}"
             if problem not in self.problems:
                 self.problems.append(problem)
+
+    def _remedy(self, name: str, tensor: Tensor) -> str:
+        """Which key would make it train; none if the model has no such parameter."""
+        here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
+        if here is None or here.shape != tensor.shape:
+            return ""
+        part = self.adapted.part_of(name)
+        return f", with another value; set adapt.{'also' if part == 'other' else part} so that it trains"
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -73,7 +73,8 @@ def _run_of(folder: Path) -> Path | None:
         return None
     if (folder / _CHECKPOINTS).is_dir():
         return folder
-    return folder.parent.parent if folder.absolute().parent.name == _CHECKPOINTS else None
+    parent = folder.absolute().parent
+    return parent.parent if parent.name == _CHECKPOINTS else None
 
 
 def _open_delta(config: RunConfig, adapted: Adapted, folder: Path) -> Start:

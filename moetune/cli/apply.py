@@ -13,12 +13,19 @@ from moetune.cli.options import Json
 def apply(
     delta: Annotated[Path, typer.Argument(metavar="DELTA_DIR", help="The folder of a delta.", show_default=False)],
     to: Annotated[
-        Path, typer.Option(metavar="MODEL_FOLDER", help="The checkpoint that it was made for.", show_default=False)
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="The checkpoint that it was made for: a folder, or a catalog name or hub id that is on this machine.",
+            show_default=False,
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new or empty folder.", show_default=False)],
     force: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The name of MODEL_FOLDER: apply although it is another checkpoint."),
+        typer.Option(
+            metavar="NAME", help="The name of MODEL or of its folder: apply although it is another checkpoint."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is in DIR.")] = False,
     json_: Json = False,
@@ -32,10 +39,10 @@ def apply(
     from moetune.export.apply import apply_delta
     from moetune.train.progress import reading
 
-    with reading(Console(stderr=True), str(to), passes=2) as on_read:
+    with reading(Console(stderr=True), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
-    if result.forced is not None:
-        print(f"note: applied to another base than it was made for: {result.forced}", file=sys.stderr)
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
     if json_:
         print(json.dumps(result.to_json()))
     else:

@@ -20,7 +20,6 @@ from moetune.export.finished_run import FinishedRun
 from moetune.hub.names import Home
 from moetune.hub.tensor_files import Stored
 
-_BLOCK = 2**22  # weights of a tensor that are in memory at a time
 _LORA_A = ".lora_A.default.weight"
 
 
@@ -150,9 +149,7 @@ def pieces(change: Change, home: Home, base: Mapping[str, Stored]) -> Iterator[P
     """The rows of the checkpoint that a change makes new, an expert or some 4 million weights at a time."""
     if home.conversion is None and change.expert is None:
         (key,) = home.every_key()
-        step = max(1, _BLOCK * base[key].num_rows // max(1, base[key].numel))
-        for start in range(0, base[key].num_rows, step):
-            stop = min(start + step, base[key].num_rows)
+        for start, stop in base[key].blocks():
             old = base[key].rows(start, stop).float() if change.base_matters else None
             yield Piece(key, start, change.new(old, start, stop))
         return

@@ -10,9 +10,8 @@ from moetune.errors import UserError
 from moetune.export.check import LogitCheck, check_merged
 from moetune.export.delta import export_delta
 from moetune.export.finished_run import FinishedRun, base_folder, open_run
-from moetune.export.folder import Exported, new_folder
+from moetune.export.folder import new_folder
 from moetune.export.merged import bytes_needed, export_merged
-from moetune.hub.tensor_files import read_header
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,9 @@ def export_run(
         elif format == "delta":
             exported = export_delta(run, folder)
         else:
-            exported = _export_peft(run, folder)
+            from moetune.export.peft import export_peft  # PEFT takes a while to import
+
+            exported = export_peft(run, folder)
     checked = check_merged(run, out.expanduser(), check) if check else None
     return ExportResult(
         exported.format,
@@ -62,14 +63,6 @@ def export_run(
         checked,
         (*(f"skipped damaged {reason}" for reason in run.damaged), *exported.notes),
     )
-
-
-def _export_peft(run: FinishedRun, folder: Path) -> Exported:
-    from moetune.export.peft import export_peft
-
-    export_peft(run.path, folder)
-    tensors = [tensor for file in folder.glob("*.safetensors") for tensor in read_header(file).values()]
-    return Exported("peft", run.step, len(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
 def _keep_apart(run: FinishedRun, out: Path, format: str) -> None:

@@ -34,8 +34,8 @@ from moetune.anatomy.anatomy import meta_model
 from moetune.anatomy.source import resolve
 from moetune.config import LoraConfig
 from moetune.errors import UserError
-from moetune.export.finished_run import FinishedRun, base_folder, open_run, refuse_changed
-from moetune.export.folder import new_folder
+from moetune.export.finished_run import FinishedRun, base_folder, refuse_changed
+from moetune.export.folder import Exported
 from moetune.hub.fingerprint import take_fingerprint
 from moetune.hub.names import find_homes
 from moetune.hub.tensor_files import read_checkpoint
@@ -45,36 +45,30 @@ _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj"
 Tensors = Mapping[str, Tensor]
 
 
-def export_peft(run_folder: Path, out: Path) -> None:
-    """Writes the newest checkpoint of a run as a PEFT adapter.
+def export_peft(run: FinishedRun, out: Path) -> Exported:
+    """Writes a run's checkpoint as a PEFT adapter into the empty folder `out`.
 
     `PeftModel.from_pretrained(plain, out)` then computes what the trained model computes, where `plain` is the model
     that transformers loads from the run's `model.path`, with unpacked weights.
 
-    Args:
-        run_folder: what `moetune train` wrote.
-        out: a folder that does not exist yet, or an empty one.
-
     Raises:
-        UserError: the run has no LoRA or no whole checkpoint, trains what PEFT cannot hold, or its base has changed;
-            or `out` is not free.
+        UserError: the run has no LoRA, trains what PEFT cannot hold, or its base has changed.
     """
-    run = open_run(run_folder)
     if run.config.adapt.lora is None:
         raise UserError(
-            f"the run in {str(run_folder)!r} has no adapt.lora, so there is no adapter; use --format delta or merged"
+            f"the run in {str(run.path)!r} has no adapt.lora, so there is no adapter; use --format delta or merged"
         )
     _refuse_changed_base(run)
-    with new_folder(out, overwrite=False) as folder:
-        saved = saved_modules(run.adapted)
-        trained = {name: stored.rows() for name, stored in run.trained.items()}
-        tensors = _factors_of(run.adapted, trained) | _saved_tensors(run, saved, trained)
-        named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
-        source = resolve(run.config.model.path)
-        settings = _settings(run.adapted, run.config.adapt.lora, saved)
-        settings["base_model_name_or_path"] = source.folder or source.name
-        _refuse_lost(meta_model(source.config), named, settings)
-        _write(folder, named, settings)
+    saved = saved_modules(run.adapted)
+    trained = {name: stored.rows() for name, stored in run.trained.items()}
+    tensors = _factors_of(run.adapted, trained) | _saved_tensors(run, saved, trained)
+    named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
+    source = resolve(run.config.model.path)
+    settings = _settings(run.adapted, run.config.adapt.lora, saved)
+    settings["base_model_name_or_path"] = source.folder or source.name
+    _refuse_lost(meta_model(source.config), named, settings)
+    _write(out, named, settings)
+    return Exported("peft", run.step, len(named), sum(tensor.nbytes for tensor in named.values()))
 
 
 def _refuse_changed_base(run: FinishedRun) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_BLOCK = 2**22  # elements of a tensor that are in memory at a time
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -87,6 +88,12 @@ class Stored:
         with self.file.open("r+b") as file:
             file.seek(self.offset + start * self._row_bytes)
             file.write(data.data)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """All rows, in blocks of some million elements: the first row of each, and the one after its last."""
+        step = max(1, _BLOCK * self.num_rows // max(1, self.numel))
+        for start in range(0, self.num_rows, step):
+            yield start, min(start + step, self.num_rows)
 
     def within(self, folder: Path) -> Stored:
         """The same tensor in a copy of the file."""

@@ -11,6 +11,7 @@ import torch
 
 from moetune.adapt import packed_base
 from moetune.adapt.build import build, write_packed_base
+from moetune.anatomy.source import resolve
 from moetune.errors import UserError
 from moetune.hub.fingerprint import take_fingerprint
 from tests.adapt.test_quantizer import write
@@ -71,6 +72,28 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert packed_base.read_manifest(packed) == packed_base.read_manifest(tmp_path / "at once")
     for file in packed.glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "at once" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("begun", ["", "[]", "\xff"])
+def test_an_unreadable_beginning_is_named(begun: str, tmp_path: Path) -> None:
+    write(tmp_path / "plain", "mixtral")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / ".packed.begun.json").write_bytes(begun.encode("latin-1"))
+    with pytest.raises(UserError, match=r"\.packed\.begun\.json' cannot be read, .* delete that folder and run"):
+        write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
+
+
+def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    """Nor does what speaks of the source's own files come along."""
+    write(tmp_path / "plain", "mixtral")
+    for name in ("manifest.json", "model.safetensors.index.json", "tokenizer.json"):
+        (tmp_path / "plain" / name).write_text("{}")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "..packed.begun.json").write_text("{")
+    write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
+    assert [f.name for f in sorted((tmp_path / "packed").glob("*.json"))] == [
+        "config.json", "generation_config.json", "packed.json", "tokenizer.json",
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +160,15 @@ def test_the_command(packed: Path, tmp_path: Path, moetune: Run) -> None:
     assert "packed already" in moetune("quantize", out, "--out", tmp_path / "x").err
     assert "download it first" in moetune("quantize", "mixtral-8x7b", "--out", tmp_path / "x").err
     assert not (tmp_path / "x").exists()
+
+
+def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the catalog, or of a model on the hub that is on this machine."""
+    assert moetune("quantize", "tiny-mixtral", "--out", tmp_path / "named").code == 0
+    cached = packed_base.read_manifest(tmp_path / "named").source
+    monkeypatch.setattr("moetune.adapt.base.downloaded", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.adapt.base.download", lambda hub_id: cached)
+    settings = resolve("tiny-mixtral").config
+    monkeypatch.setattr("moetune.anatomy.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
+    assert moetune("quantize", "owner/tiny", "--out", tmp_path / "hub").code == 0
+    assert packed_base.read_manifest(tmp_path / "hub") == packed_base.read_manifest(tmp_path / "named")

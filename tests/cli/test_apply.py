@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from moetune.adapt.build import write_packed_base
+from moetune.anatomy.source import resolve
 from moetune.export.export import export_run
 from moetune.hub.fingerprint import take_fingerprint
 from moetune.train.run import train
@@ -55,11 +56,45 @@ def test_another_base_needs_its_name(made: Path, tmp_path: Path, moetune: Comman
     reason = r"the same tensors with other values \(model\.safetensors\)"
     message = rf"the delta in '.*' was made for another base than '.*other': {reason}; --force other applies it .*"
     refused(moetune(*command), message)
-    refused(moetune(*command, "--force", "small-mixtral"), message)
+    wrong = message.replace("--force other", "--force 'small-mixtral' is not its name; --force other")
+    refused(moetune(*command, "--force", "small-mixtral"), wrong)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
     ended = moetune(*command, "--force", "other")
     assert ended.code == 0
     assert re.fullmatch(rf"note: applied to another base than it was made for: {reason}\n", ended.err)
+
+
+def test_a_force_that_was_not_needed_is_noted(made: Path, small_model: Path, tmp_path: Path, moetune: Command) -> None:
+    command = ("apply", made / "delta", "--to", small_model, "--overwrite", "--out", tmp_path / "out", "--force")
+    ended = moetune(*command, "other")
+    note = r"note: --force 'other' is not the name of the base \(small-mixtral\); it was not needed: .*\n"
+    assert ended.code == 0
+    assert re.fullmatch(note, ended.err)
+    assert moetune(*command, "small-mixtral").err == ""
+
+
+def test_a_base_of_the_catalog_or_the_hub(
+    small_data: Path, tmp_path: Path, moetune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(small.run_config(Path("tiny-mixtral"), small_data, tmp_path / "run", "router", train={"steps": 1}))
+    export_run(tmp_path / "run", "delta", tmp_path / "delta")
+    export_run(tmp_path / "run", "merged", tmp_path / "merged")
+    ended = moetune("apply", tmp_path / "delta", "--to", "tiny-mixtral", "--out", tmp_path / "out")
+    assert (ended.code, ended.err) == (0, "")
+    assert take_fingerprint(tmp_path / "out") == take_fingerprint(tmp_path / "merged")
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["base"]["name"] == "tiny-mixtral"
+
+    cached = Path(str(resolve("tiny-mixtral").folder))
+    monkeypatch.setattr("moetune.adapt.base.downloaded", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.adapt.base.download", lambda hub_id: cached)
+    message = r".* another base than 'mixtral-8x7b': .*; --force mixtral-8x7b applies .*"
+    other = small.write_model(tmp_path / "other", initializer_range=0.03)
+    train(small.run_config(other, small_data, tmp_path / "second", "router", train={"steps": 1}))
+    export_run(tmp_path / "second", "delta", tmp_path / "second-delta")
+    refused(moetune("apply", tmp_path / "second-delta", "--to", "mixtral-8x7b", "--out", tmp_path / "no"), message)
+    ended = moetune("apply", tmp_path / "delta", "--to", "mixtral-8x7b", "--out", tmp_path / "hub")
+    assert ended.code == 0
+    assert take_fingerprint(tmp_path / "hub") == take_fingerprint(tmp_path / "merged")
 
 
 @pytest.mark.parametrize("file", ["delta.safetensors", "manifest.json"])
@@ -88,7 +123,9 @@ def test_folders_that_will_not_do(
     refused(moetune("apply", tmp_path / "no", "--to", small_model, "--out", out), r"delta '.*no' does not exist")
     refused(moetune("apply", small_model, "--to", small_model, "--out", out), r".* is not a delta: no valid manifest.*")
     refused(moetune("apply", made / "merged", "--to", small_model, "--out", out), r".* is not a delta: .*")
-    refused(moetune("apply", delta, "--to", "mixtral-8x7b", "--out", out), r"--to 'mixtral-8x7b' is no folder; .*")
+    message = r"--to 'mixtral-8x7b': its weights are not on this machine; download it first, or give a folder"
+    refused(moetune("apply", delta, "--to", "mixtral-8x7b", "--out", out), message)
+    refused(moetune("apply", delta, "--to", tmp_path / "no", "--out", out), r"model '.*no': neither a catalog name.*")
     for occupied in (small_model, delta, small_model.parent):
         message = r"--out '.*' holds what is being read; choose another"
         refused(moetune("apply", delta, "--to", small_model, "--out", occupied, "--overwrite"), message)

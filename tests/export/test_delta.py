@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 
 from moetune.errors import UserError
 from moetune.export.apply import apply_delta
+from moetune.export.base_copy import copy_checkpoint
 from moetune.export.export import export_run
 from moetune.hub.fingerprint import take_fingerprint
 from tests.export.runs import ADAPT, FULL, LORA, tensors_of, write_base, write_run
@@ -131,6 +134,26 @@ def test_another_base_is_refused_unless_forced_by_name(base: Callable[[str], Pat
     assert applied.tensors == len(trained)
     assert applied.forced == "the same tensors with other values (model.safetensors)"
     assert all(torch.equal(tensor, trained.get(name, before[name])) for name, tensor in changed.items())
+
+
+def test_a_base_that_changes_while_it_is_copied_is_refused(
+    base: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Path(shutil.copytree(base("mixtral"), tmp_path / "base"))
+    run = write_run(tmp_path / "run", plain, FULL)
+    export_run(run.path, "delta", tmp_path / "delta")
+
+    def changes_first(folder: Path, *rest: Any) -> Any:
+        data = bytearray((folder / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(data)
+        return copy_checkpoint(folder, *rest)
+
+    monkeypatch.setattr("moetune.export.apply.copy_checkpoint", changes_first)
+    message = r"base' changed while it was copied: .*other values \(model\.safetensors\); run this again"
+    with pytest.raises(UserError, match=message):
+        apply_delta(tmp_path / "delta", plain, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "delta", "run"]
 
 
 def test_a_run_with_lora_says_what_the_delta_leaves_out(base: Callable[[str], Path], tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_failure_leaves_nothing_behind(
     run = write_run(tmp_path / "run", base("mixtral"), FULL)
     out = tmp_path / "out" / "merged"
     monkeypatch.setattr("moetune.export.merged.write_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY))
-    with pytest.raises(UserError, match="cannot be written: No such file"):
+    with pytest.raises(UserError, match="none' cannot be read or written: No such file"):
         merge(run, out)
     assert list(out.parent.iterdir()) == []
     monkeypatch.setattr("shutil.disk_usage", lambda _: os.statvfs_result and type("Usage", (), {"free": 1000}))

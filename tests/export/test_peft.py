@@ -23,6 +23,8 @@ from moetune.adapt.peft_adapter import load_peft
 from moetune.adapt.peft_layout import join_experts, split_experts
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.export.export import export_run
+from moetune.export.finished_run import open_run
 from moetune.export.peft import export_peft
 from moetune.hub.fingerprint import Base, take_fingerprint
 from moetune.train.run import train
@@ -126,7 +128,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 def check_export(run: Run, tmp_path: Path) -> PeftModel:
     """Exports, and compares logits; what trained must matter."""
-    export_peft(run.folder, tmp_path / "adapter")
+    export_run(run.folder, "peft", tmp_path / "adapter")
     plain = run.plain()
     before = logits(plain)
     model = stock(plain, tmp_path / "adapter")
@@ -195,7 +197,7 @@ def test_a_tied_embedding_is_saved_under_both_names(tmp_path: Path) -> None:
 def test_a_run_that_trained(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     config = small.run_config(small_model, small_data, tmp_path / "run", "lora", model={"base": "fp32"})
     train(config)
-    export_peft(tmp_path / "run", tmp_path / "adapter")
+    export_run(tmp_path / "run", "peft", tmp_path / "adapter")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "run"]
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(small_model)
@@ -217,6 +219,21 @@ def test_the_newest_checkpoint_is_exported(tmp_path: Path) -> None:
     excite_(run.adapted.model, seed=2)
     write_run(run.folder, run.config, run.adapted, step=12)
     check_export(run, tmp_path)
+
+
+def test_a_checkpoint_that_comes_later_is_not_what_was_opened(tmp_path: Path) -> None:
+    run = make_run("mixtral", tmp_path, {"lora": LORA})
+    opened = open_run(run.folder)
+    excite_(run.adapted.model, seed=2)
+    write_run(run.folder, run.config, run.adapted, step=12)
+    (tmp_path / "adapter").mkdir()
+    exported = export_peft(opened, tmp_path / "adapter")
+    again = run.fresh()
+    load_peft(again, tmp_path / "adapter")
+    saved = load_file(run.folder / "checkpoints" / "step-3" / "trained.safetensors")
+    assert exported.step == 3
+    for name, parameter in again.trainable().items():
+        assert parameter.equal(saved[name])
 
 
 def test_the_layout_on_disk() -> None:
@@ -318,7 +335,7 @@ def test_experts_that_share_their_factors_are_not_taken_for_split_ones(tmp_path:
 
 def test_fewer_experts_than_chosen_are_named(tmp_path: Path) -> None:
     run = make_run("mixtral", tmp_path, {"lora": LORA | {"ids": [0, 1]}})
-    export_peft(run.folder, tmp_path / "adapter")
+    export_run(run.folder, "peft", tmp_path / "adapter")
     with pytest.raises(UserError, match=r"expert 2 has no factors; leave it out of adapt\.lora\.ids"):
         load_peft(run.fresh(ids="all"), tmp_path / "adapter")
 
@@ -327,7 +344,7 @@ def test_a_router_on_one_side_only_is_named(stock_run: tuple[Run, Path], tmp_pat
     run = make_run("mixtral", tmp_path, {"router": [0], "lora": LORA})
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.gate\.weight: is not in the adapter"):
         load_peft(run.fresh(), stock_run[1])
-    export_peft(run.folder, tmp_path / "adapter")
+    export_run(run.folder, "peft", tmp_path / "adapter")
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.gate\.weight: is in the adapter; it is frozen here"):
         load_peft(stock_run[0].fresh(), tmp_path / "adapter")
 
@@ -346,7 +363,7 @@ def test_a_router_on_one_side_only_is_named(stock_run: tuple[Run, Path], tmp_pat
 def test_what_peft_cannot_hold_is_refused(adapt: dict[str, Any], message: str, tmp_path: Path) -> None:
     run = make_run("qwen2_moe", tmp_path, adapt)
     with pytest.raises(UserError, match=message):
-        export_peft(run.folder, tmp_path / "adapter")
+        export_run(run.folder, "peft", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 
@@ -354,17 +371,18 @@ def test_an_adapter_that_peft_would_misread_is_refused(tmp_path: Path) -> None:
     """On loading, PEFT renames the shared experts of laguna to what is not there, and only warns."""
     run = make_run("laguna", tmp_path, {"lora": LORA | {"targets": ["experts", "shared_experts"]}})
     with pytest.raises(UserError, match=r"no place for model\.layers\.1\.mlp\.shared_experts.*--format merged"):
-        export_peft(run.folder, tmp_path / "adapter")
+        export_run(run.folder, "peft", tmp_path / "adapter")
 
 
 def test_nothing_is_overwritten_and_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     run = make_run("mixtral", tmp_path, {"lora": LORA})
+    (tmp_path / "mine" / "more").mkdir(parents=True)
     with pytest.raises(UserError, match="is not empty"):
-        export_peft(run.folder, run.model)
+        export_run(run.folder, "peft", tmp_path / "mine")
     file = run.folder / "checkpoints" / "step-3" / "trained.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"trained\.safetensors has .* bytes, not"):
-        export_peft(run.folder, tmp_path / "adapter")
+        export_run(run.folder, "peft", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 

@@ -59,3 +59,13 @@ def test_an_index_that_misleads_is_refused(index: dict[str, object], message: st
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=message):
         weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (5,), (), (0, 3), (3, 0), (2, 2000)])
+def test_blocks_cover_every_row_once(shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetune.hub.tensor_files._BLOCK", 6)
+    stored = create_file(tmp_path / "a.safetensors", {"a": (torch.float32, shape)})["a"]
+    blocks = list(stored.blocks())
+    assert [row for start, stop in blocks for row in range(start, stop)] == list(range(stored.num_rows))
+    width = max(1, stored.numel // max(1, stored.num_rows))
+    assert all(stop - start == 1 or (stop - start) * width <= 6 for start, stop in blocks)

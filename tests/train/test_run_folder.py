@@ -12,7 +12,8 @@ import yaml
 
 from moetune.config import RunConfig, load_run_config
 from moetune.errors import UserError
-from moetune.train.run_folder import RunFolder
+from moetune.train.run_folder import RunFolder, step_of
+from moetune.train.seal import seal
 
 
 def config(**train: Any) -> RunConfig:
@@ -149,6 +150,30 @@ def test_resume_needs_a_checkpoint_of_this_run(tmp_path: Path, resume: str) -> N
         folder.check(config(), asked, overwrite=False)
     assert repr(asked) in str(raised.value)
     assert listing(tmp_path) == before
+
+
+def test_a_checkpoint_may_be_named_by_another_way(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=2)
+    (tmp_path / "link").symlink_to(folder.path)
+    for name in ("link/checkpoints/step-1", "run/checkpoints/../checkpoints/step-1"):
+        found = folder.check(config(), str(tmp_path / name), overwrite=False)
+        assert found == folder.checkpoints_path / "step-1"
+
+
+def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=2)
+    for file in folder.path.rglob("run.yaml"):
+        old = yaml.safe_load(file.read_text())
+        del old["train"]["loss_memory"], old["adapt"]["start_from"]
+        file.write_text(yaml.safe_dump(old))
+    for checkpoint in folder.checkpoints():
+        seal(checkpoint, step_of(checkpoint))
+    newest = folder.checkpoints_path / "step-2"
+    assert folder.check(config(), "auto", overwrite=False) == newest
+    with pytest.raises(UserError, match=r"train\.loss_memory: .* before, '1MiB' now"):
+        folder.check(config(loss_memory="1MiB"), "auto", overwrite=False)
+    folder.create(config(), newest, overwrite=False)  # spells all keys out, and the checkpoint does not
+    assert folder.newest_whole() == newest
 
 
 def test_resume_of_a_checkpoint_undoes_what_came_after(tmp_path: Path) -> None:

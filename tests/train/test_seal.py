@@ -72,7 +72,12 @@ def test_damage_of_any_file_is_named_and_the_checkpoint_before_is_used(copy: Pat
 
 def test_a_file_that_does_not_belong_is_named(copy: Path) -> None:
     (copy / "checkpoints" / "step-6" / "pytorch_model.bin").write_bytes(b"\x80")
-    assert damage(copy / "checkpoints" / "step-6") == "pytorch_model.bin does not belong there"
+    assert damage(copy / "checkpoints" / "step-6") == "pytorch_model.bin does not belong there; remove it"
+
+
+def test_what_a_file_manager_leaves_is_no_damage(copy: Path) -> None:
+    (copy / "checkpoints" / "step-6" / ".DS_Store").write_bytes(b"\x00")
+    assert damage(copy / "checkpoints" / "step-6") is None
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(copy: Path) -> None:

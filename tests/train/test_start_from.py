@@ -272,12 +272,28 @@ def test_a_pickle_is_never_executed(
     assert not sprung.exists()
 
 
+def test_a_frozen_router_with_another_value_is_named_with_its_key(
+    small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """Known only once the weights are there."""
+    train(run_of(small_model, small_data, tmp_path / "first", {"router": "all", "lora": LORA}))
+    export_run(tmp_path / "first", "peft", tmp_path / "out")
+    config = run_of(small_model, small_data, tmp_path / "run", {"lora": LORA, "start_from": str(tmp_path / "out")})
+    message = r"adapt\.start_from: the adapter in .*\n  model\.layers\.0\.mlp\.gate\.weight: is in the adapter; it is "
+    refused(config, message + r"frozen here, with another value; set adapt\.router so that it trains")
+
+
 def test_what_is_neither_is_named(small_model: Path, small_data: Path, delta: Path, tmp_path: Path) -> None:
     def starting(folder: Path) -> RunConfig:
         return run_of(small_model, small_data, tmp_path / "run", EXPERTS | {"start_from": str(folder)})
 
     refused(starting(tmp_path / "none"), r"adapt\.start_from: folder '.*none' does not exist")
-    refused(starting(small_model), r"holds no PEFT adapter .* and no delta")
+    (tmp_path / "nothing").mkdir()
+    refused(starting(tmp_path / "nothing"), r"holds no PEFT adapter .* and no delta")
+    refused(starting(small_model), r"is a whole checkpoint; give it as model\.path")
+    run = delta.parent / "run"
+    refused(starting(run), rf"is a run; .* moetune export {run} --format peft\|delta --out DIR, and give DIR")
+    refused(starting(run / "checkpoints" / "step-3"), rf"is a checkpoint of a run; .* moetune export {run} --format")
     export_run(delta.parent / "run", "merged", tmp_path / "merged")
     refused(starting(tmp_path / "merged"), r"is a whole checkpoint; give it as model\.path")
     (tmp_path / "empty").mkdir()
