@@ -23,8 +23,8 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes, by name: `peak_allocated`, on CUDA `peak_reserved` and `peak_process`, and `host_bytes`, measured on a CPU;
-    None where there is no such number."""
+    """Bytes, by name: `peak_allocated`, on CUDA `peak_reserved` and `peak_process`, and `host_bytes`, which a CPU run
+    measures; None where there is no such number."""
 
     predicted: dict[str, int | None]
     measured: dict[str, int | None]
@@ -70,7 +70,12 @@ def verify(
     if device.type == "cpu":
         traced = trace(config, routing)
         peak = traced.parts(traced.peak).total
-        predicted = {"peak_allocated": peak, "peak_reserved": None, "peak_process": None, "host_bytes": traced.host_peak}
+        predicted = {
+            "peak_allocated": peak,
+            "peak_reserved": None,
+            "peak_process": None,
+            "host_bytes": traced.host_peak,
+        }
     else:
         rank = predict(config, method="trace", gpu=catalog_name(device), routing=routing).fullest
         names = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
