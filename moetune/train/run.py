@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.base import noting_base
-from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable
+from moetune.adapt.build import Adapted, build, compute_dtype
 from moetune.adapt.start import Start, open_start
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, refuse_untrainable, require
@@ -21,9 +21,10 @@ from moetune.errors import UserError, suggest
 from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
-from moetune.step.optimizers import make_optimizer
+from moetune.step.optimizers import check_optimizers
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
+from moetune.train.interrupt import Interruptible
 from moetune.train.isolation import refuse_leaky_packing
 from moetune.train.memory_record import MemoryRecord
 from moetune.train.progress import ProgressBar, reading
@@ -78,7 +79,7 @@ def train(
         lambda: folder.check(config, resume, overwrite),
         lambda: _start(config, overwrite) if resume == "never" else None,
         lambda: _check_reporters(config.train.report_to),
-        lambda: _trainable(config),
+        lambda: check_optimizers(config),
         lambda: _data(config),
     )
     tokens = sum(len(row) for row in data.train["input_ids"])
@@ -120,7 +121,8 @@ def train(
     folder.create(config, checkpoint, overwrite, base)
     progress = ProgressBar(console)
     memory = MemoryRecord(adapted, config, folder, console)
-    trainer = MoeTrainer(adapted, config, data, folder, padding, callbacks=[progress, memory])
+    interruptible = Interruptible()
+    trainer = MoeTrainer(adapted, config, data, folder, padding, callbacks=[progress, memory, interruptible])
     memory.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:
@@ -130,6 +132,7 @@ def train(
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
+        interruptible.end()
         progress.stop()
         memory.finish()
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
@@ -164,13 +167,6 @@ def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console:
             f"the run in {str(folder.path)!r} cannot be resumed: model.path {config.model.path!r} has changed since it "
             f"began: {difference}. Put back what it was, or choose another output"
         )
-
-
-def _trainable(config: RunConfig) -> dict[str, int]:
-    """Counts what trains; finds out, on the meta device, whether the optimizers fit to it."""
-    adapted = build(config, "meta")
-    make_optimizer(adapted, config)
-    return count_trainable(adapted)
 
 
 def _checkpoint_bytes(adapted: Adapted, config: RunConfig) -> int:

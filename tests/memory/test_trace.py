@@ -85,7 +85,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
 @given(run=runs())
 def test_a_prediction_is_what_is_measured(
     toys: dict[str, Path], run: tuple[str, dict[str, Any], dict[str, Any]]
@@ -130,9 +130,7 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
 @pytest.mark.parametrize(
     ("model_type", "adapt", "checkpointing", "experts_on", "optimizer"),
     [
-        ("mixtral", "router", "none", "gpu", {}),
         ("mixtral", "router", "offload", "host", {}),
-        ("qwen3_moe", "experts", "full", "gpu", {}),
         ("deepseek_v2", "lora", "full", "host", {}),
         ("gpt_oss", "everything", "offload", "host", {}),
         ("mixtral", "experts", "full", "gpu", {"name": "lomo"}),
@@ -271,8 +269,8 @@ def test_parts_sum_to_the_peak_and_the_timeline_reaches_it(toys: dict[str, Path]
     assert sum(allocation.bytes for allocation in traced.moment(10_000).largest) == parts.total
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
-def test_router_losses_of_replayed_layers(tmp_path: Path, model_type: str) -> None:
+def test_router_losses_of_replayed_layers(tmp_path: Path) -> None:
+    model_type = "deepseek_v2"  # whose first layer has no router
     model = write_toy(tmp_path, model_type, num_hidden_layers=4)
     train = {"router_aux_loss": 0.1, "router_z_loss": 0.1, "accumulate": 2}
     config = toy_run(model, model_type, ADAPT["router"], train=train)
@@ -286,8 +284,8 @@ def test_uneven_routing_takes_more(toys: dict[str, Path], routing: str) -> None:
 
 
 GROWING = {
-    "batch": [{"train": {"micro_batch": n}} for n in (1, 2, 4)],
-    "length": [{"train": {"sequence_length": n}} for n in (16, 64, 96)],
+    "batch": [{"train": {"micro_batch": n}} for n in (1, 3)],
+    "length": [{"train": {"sequence_length": n}} for n in (16, 96)],
     "accumulation": [{"train": {"accumulate": n}} for n in (1, 2, 3)],
 }
 
@@ -301,9 +299,8 @@ def test_memory_never_falls_when_the_batch_grows(toys: dict[str, Path], what: st
 def test_memory_never_falls_when_more_trains(tmp_path: Path) -> None:
     run = partial(toy_run, write_toy(tmp_path / "toy", "mixtral"), "mixtral")
     ranks = [peak(trace(run({"lora": {**ADAPT["lora"]["lora"], "rank": rank}}))) for rank in (1, 16)]
-    layers = [peak(trace(run({"experts": {"layers": f"0-{last}", "ids": [0]}}))) for last in (0, 3)]
     experts = [peak(trace(run({"experts": {"ids": f"0-{last}"}}))) for last in (0, 7)]
-    for peaks in (ranks, layers, experts):
+    for peaks in (ranks, experts):
         assert peaks == sorted(peaks)
         assert peaks[0] < peaks[-1]
 

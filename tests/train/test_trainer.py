@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +291,21 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk(
     train(small.run_config(small_model, small_data, tmp_path / "run", "experts", **sections))
     written = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints" / "step-3").iterdir())
     assert asked[0] - 2**20 <= written <= asked[0]
+
+
+def test_an_interrupt_that_was_dropped_ends_the_run_after_the_step(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it arrives in a destructor: what it raises there goes nowhere."""
+    append = RunFolder.append_metrics
+
+    def interrupted(self: RunFolder, line: dict[str, Any]) -> None:
+        append(self, line)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunFolder, "append_metrics", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 9}))
+    assert len(small.read_metrics(tmp_path / "run")) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
