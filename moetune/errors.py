@@ -16,3 +16,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
     spelled = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(word.lower(), spelled, n=1)
     return f" Did you mean {spelled[nearest[0]]!r}?" if nearest else ""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an error says, or what it is."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

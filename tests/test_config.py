@@ -12,8 +12,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moetune.config import RunConfig, TrainConfig, load_run_config, parse_ids, require
+from moetune.config import RunConfig, TrainConfig, parse_ids, require
 from moetune.errors import UserError, suggest
+from moetune.run_file import load_run_config
 
 BASE = "model: {path: tiny-mixtral}\nadapt: {router: all}\n"
 

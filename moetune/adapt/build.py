@@ -36,7 +36,7 @@ from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
 from moetune.anatomy.selection import Selection, select
 from moetune.anatomy.source import ModelSource, resolve
 from moetune.config import Part, RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import DTYPES
 from moetune.hub.fingerprint import taking_fingerprint
@@ -253,7 +253,7 @@ def _load_pretrained(
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = one_line(error)
         raise UserError(f"the weights of {source.name!r} cannot be loaded from {source.folder!r}: {reason}") from error
     model, info = loaded
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]

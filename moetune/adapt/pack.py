@@ -106,6 +106,13 @@ def part_of(stack: str) -> Part:
     return "gate_up_bias" if stack.endswith("bias") else "gate_up"
 
 
+def trained_name(layer: MoeLayer, expert: int, stack: str) -> str:
+    """What a bank's model calls the parameter that is a fully trained expert's share of a stack."""
+    part = part_of(stack)
+    kind = "bias" if part.endswith("_bias") else "weight"
+    return f"{layer.experts}.trained.{expert}.{part.removesuffix('_bias')}.{kind}"
+
+
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
     """One expert's share as a bank holds it: weights [out, in]."""
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor

@@ -27,7 +27,7 @@ from moetune.adapt.pack import linears_to_pack, pack_experts, pack_linear
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
 from moetune.hub.delta_folder import MANIFEST as EXPORT_MANIFEST
@@ -284,7 +284,7 @@ def _fill(
             if on_read is not None:
                 on_read(done / size)
     except (SafetensorError, AttributeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = one_line(error)
         raise UserError(f"{str(file)!r} cannot be read: {reason}; write it again with moetune quantize") from error
     for path, state_dict in stated.items():
         _put_4bit(model.get_submodule(path), state_dict, dtype, device)

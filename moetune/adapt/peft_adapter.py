@@ -23,14 +23,13 @@ from moetune.adapt.peft_layout import (
     lora_layers,
     lora_of,
     lora_stacks,
-    one_line,
     plain_number,
     rows_of_parts,
     split_experts,
     split_parts,
 )
 from moetune.anatomy.anatomy import MoeLayer
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 
 _OF_OTHERS = (
     "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",

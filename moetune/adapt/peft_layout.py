@@ -92,7 +92,3 @@ def expert_keys(layer: MoeLayer) -> dict[str, str]:
 
 def rows_of_parts(lora: ExpertLora, projection: str) -> tuple[slice, ...]:
     return lora.gate_up_rows if projection == "gate_up" else (slice(None),)
-
-
-def one_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import out_in, part_of, stacks
+from moetune.adapt.pack import out_in, stacks, trained_name
 from moetune.anatomy.moe import MoeLayer
 from moetune.errors import UserError
 from moetune.hub.delta_folder import Delta
@@ -161,10 +161,7 @@ def _possible(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> Iterato
     for layer in adapted.anatomy.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):
             for stack in stacks(layer):
-                part = part_of(stack)
-                kind = "bias" if part.endswith("_bias") else "weight"
-                name = f"{layer.experts}.trained.{expert}.{part.removesuffix('_bias')}.{kind}"
-                stacked[name] = layer, expert, stack
+                stacked[trained_name(layer, expert, stack)] = layer, expert, stack
     for name in adapted.trainable():
         if adapted.part_of(name) == "lora":
             continue

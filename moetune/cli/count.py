@@ -43,7 +43,7 @@ def count(
 
     config = None
     if run is not None:
-        from moetune.config import load_run_config
+        from moetune.run_file import load_run_config
 
         overrides = list(set_ or ())
         config = load_run_config(run, [*overrides, f"model.path={json.dumps(model)}"] if model else overrides)

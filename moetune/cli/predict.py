@@ -35,9 +35,9 @@ def predict(
 
     import json
 
-    from moetune.config import load_run_config
     from moetune.memory.predict import predict as predict_run
     from moetune.memory.routing import parse_routing
+    from moetune.run_file import load_run_config
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format

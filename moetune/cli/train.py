@@ -27,7 +27,7 @@ def train(
     json_: Json = False,
 ) -> None:
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout."""
-    from moetune.config import load_run_config
+    from moetune.run_file import load_run_config
 
     config = load_run_config(run, set_ or ())
 

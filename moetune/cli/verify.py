@@ -23,7 +23,7 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Take real steps with random weights and print predicted beside measured. Exit code 1: more than 5 % apart."""
-    from moetune.config import load_run_config
+    from moetune.run_file import load_run_config
 
     config = load_run_config(run, set_ or ())
 

@@ -12,7 +12,7 @@ from moetune.adapt.packed_base import is_packed_base, read_manifest
 from moetune.anatomy.source import resolve
 from moetune.errors import UserError
 from moetune.export.base_copy import copy_checkpoint
-from moetune.export.folder import new_folder, refuse_unfit, write_manifest
+from moetune.export.folder import keep_apart, new_folder, refuse_unfit, write_manifest
 from moetune.hub.delta_folder import Delta, read_delta
 from moetune.hub.fingerprint import Base, take_fingerprint
 from moetune.hub.tensor_files import Stored, read_checkpoint
@@ -66,7 +66,7 @@ def apply_delta(
     if not delta.is_dir():
         raise UserError(f"delta {str(delta)!r} does not exist")
     base, name = _find_base(str(to))
-    _keep_apart(out, delta, base)
+    keep_apart(out, "read", delta, base)
     read, places = read_delta(delta), read_checkpoint(base)
     size, done = sum(tensor.nbytes for tensor in places.values()), 0
     refuse_unfit(out, overwrite, size)
@@ -143,11 +143,3 @@ def _find_base(to: str) -> tuple[Path, str]:
             f"--to {to!r} is a packed base; give the checkpoint that was packed: {str(read_manifest(base).source)!r}"
         )
     return base, base.resolve().name
-
-
-def _keep_apart(out: Path, *kept: Path) -> None:
-    """Refuses to write over what is being read, whatever `--overwrite` says."""
-    target = out.expanduser().resolve()
-    for folder in (path.resolve() for path in kept):
-        if target == folder or target in folder.parents:
-            raise UserError(f"--out {str(out)!r} holds what is being read; choose another")

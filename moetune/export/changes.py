@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moetune.adapt.pack import out_in, part_of, stacks
+from moetune.adapt.pack import out_in, part_of, stacks, trained_name
 from moetune.anatomy.anatomy import MoeLayer
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
@@ -90,9 +90,7 @@ def _of_linear_lora(run: FinishedRun, path: str) -> Change:
 def _of_trained_experts(run: FinishedRun, layer: MoeLayer, bank: ExpertBank) -> Iterator[Change]:
     for expert in bank.plan.trained:
         for stack in stacks(layer):
-            part = part_of(stack)
-            kind = "bias" if part.endswith("_bias") else "weight"
-            stored = run.trained[f"{layer.experts}.trained.{expert}.{part.removesuffix('_bias')}.{kind}"]
+            stored = run.trained[trained_name(layer, expert, stack)]
 
             def new(_: Tensor | None, start: int, stop: int, stored: Stored = stored, stack: str = stack) -> Tensor:
                 return out_in(layer, stack, stored.rows()).unsqueeze(0)  # [in, out] to [out, in] is its own inverse

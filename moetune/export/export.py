@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moetune.errors import UserError
 from moetune.export.check import LogitCheck, check_merged
 from moetune.export.delta import export_delta
 from moetune.export.finished_run import FinishedRun, base_folder, open_run
-from moetune.export.folder import new_folder
+from moetune.export.folder import keep_apart, new_folder
 from moetune.export.merged import bytes_needed, export_merged
 
 
@@ -67,9 +66,7 @@ def export_run(
 
 def _keep_apart(run: FinishedRun, out: Path, format: str) -> None:
     """Refuses to write over the run or its base, whatever `--overwrite` says."""
-    target, kept = out.expanduser().resolve(), [run.path.resolve(), Path(run.config.model.path).expanduser().resolve()]
+    kept = [run.path, Path(run.config.model.path).expanduser()]
     if run.config.model.weights == "pretrained" and format != "peft":  # an adapter may do without
-        kept.append(base_folder(run).resolve())
-    for folder in kept:
-        if target == folder or target in folder.parents:
-            raise UserError(f"--out {str(out)!r} holds what is being exported; choose another")
+        kept.append(base_folder(run))
+    keep_apart(out, "exported", *kept)

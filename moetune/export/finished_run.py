@@ -8,10 +8,11 @@ from typing import Any
 
 from moetune.adapt.base import checkpoint_of
 from moetune.adapt.build import Adapted, build
-from moetune.config import RunConfig, load_run_config
+from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.hub.fingerprint import Base, Fingerprint, headers
 from moetune.hub.tensor_files import DTYPES, Stored, read_header
+from moetune.run_file import load_run_config
 from moetune.train.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
 from moetune.train.trainer import TRAINED_FILE
 

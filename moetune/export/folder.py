@@ -139,3 +139,11 @@ def _is_export(out: Path) -> bool:
     """Whether an export wrote the folder: a manifest of ours, or an adapter."""
     manifest = read_manifest(out)
     return (out / "adapter_config.json").is_file() if manifest is None else manifest.get("format") in _FORMATS
+
+
+def keep_apart(out: Path, doing: str, *kept: Path) -> None:
+    """Refuses to write over what is being `doing`, exported say, whatever `--overwrite` says."""
+    target = out.expanduser().resolve()
+    for folder in (path.resolve() for path in kept):
+        if target == folder or target in folder.parents:
+            raise UserError(f"--out {str(out)!r} holds what is being {doing}; choose another")

@@ -26,14 +26,13 @@ from moetune.adapt.peft_layout import (
     lora_layers,
     lora_of,
     lora_stacks,
-    one_line,
     plain_number,
     rows_of_parts,
 )
 from moetune.anatomy.anatomy import meta_model
 from moetune.anatomy.source import resolve
 from moetune.config import LoraConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 from moetune.export.finished_run import FinishedRun, base_folder, refuse_changed
 from moetune.export.folder import Exported
 from moetune.hub.fingerprint import take_fingerprint

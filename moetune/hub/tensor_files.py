@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -153,7 +153,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
     except (OSError, SafetensorError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = one_line(error)
         raise UserError(f"{str(file)!r} cannot be read: {reason}") from None
     return {
         name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])

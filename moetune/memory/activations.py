@@ -30,7 +30,6 @@ class Run:
         checkpointed: whether a layer's forward pass keeps its input and its routers' choices only.
         on_host: whether packed experts stay on the host.
         keeps_rows: whether the experts' rows of gate_up are kept for backward.
-        fused: parts whose gradients are used up as they come, and so do not count here.
         optimizers: of each part.
     """
 
@@ -45,8 +44,12 @@ class Run:
     checkpointed: bool
     on_host: bool = False
     keeps_rows: bool = False
-    fused: frozenset[str] = frozenset()
     optimizers: PartOptimizers = NO_OPTIMIZERS
+
+    @property
+    def fused(self) -> frozenset[str]:
+        """Parts whose gradients are used up as they come, and so are not among what is made."""
+        return self.optimizers.fused()
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,6 @@ def set_up(
         checkpointed=config.train.checkpointing in ("full", "offload"),
         on_host=config.model.experts_on == "host",
         keeps_rows=config.train.checkpointing == "none",
-        fused=PartOptimizers.of(config).fused(),
         optimizers=PartOptimizers.of(config),
     )
     full, outside = _by_layer(selection.full, facts)

@@ -1,14 +1,4 @@
-"""What an optimizer keeps of what trains, and takes while it updates: closed forms (docs/concepts/optimizer-states.md).
-
-adamw                       2·b·n     two moments in the dtype that is updated, of b bytes
-paged_adamw                 8·n       the same in float32
-adamw8bit, paged_adamw8bit  2·(n + 4·⌈n/256⌉);  8·n below 4,096 elements      (arXiv 2110.02861)
-lion8bit                    n + 4·⌈n/256⌉;      4·n below                     (arXiv 2302.06675)
-ademamix8bit                3·(n + 4·⌈n/256⌉);  12·n below                    (arXiv 2409.03137)
-adafactor, adalomo          4·(R + C) of a matrix [R, C], 4·n of a vector     (arXiv 1804.04235, 2310.10195)
-sgd                         b·n with momentum, else 0
-lomo                        0                                                 (arXiv 2306.09782)
-"""
+"""What an optimizer keeps of what trains, and takes while it updates, in closed form."""
 
 from __future__ import annotations
 
@@ -22,7 +12,7 @@ from moetune.step.lomo import BLOCK
 _BLOCK_8BIT = 256  # elements that share a scale
 _SMALLEST_8BIT = 4096  # elements; smaller tensors keep float32 states
 _MOMENTS_8BIT = {"adamw8bit": 2, "paged_adamw8bit": 2, "lion8bit": 1, "ademamix8bit": 3}
-STATE_FORMULAS = {
+STATE_FORMULAS = {  # their papers: docs/concepts/optimizers.md
     "adamw": "2·b·n: two moments in the dtype that is updated",
     "paged_adamw": "8·n: two float32 moments",
     "adamw8bit": "2·(n + 4·⌈n/256⌉); 8·n for tensors below 4,096 elements",
@@ -129,5 +119,6 @@ def _update_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int
     width = 4 if copied else width
     rows = max(1, BLOCK * shape[0] // numel)
     block = 4 * min(numel, rows * numel // shape[0])
-    blocks = {"lomo": 1 if width == 4 else 3, "adalomo": 2 if width == 4 else 3}
-    return kept + blocks.get(optimizer.name.replace("adafactor", "adalomo"), 0) * block
+    copies = 2 if width == 4 else 3
+    blocks = {"lomo": 1 if width == 4 else 3, "adalomo": copies, "adafactor": copies}
+    return kept + blocks.get(optimizer.name, 0) * block

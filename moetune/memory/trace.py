@@ -89,6 +89,16 @@ class Trace:
         """The bytes alive after this place of the log, by part."""
         return _parts(self.alive(at))
 
+    def most(self, part: PartName) -> int:
+        """The most bytes of a part that are alive at once on the device."""
+        alive = most = 0
+        for entry in self.log:
+            block = self.blocks[entry if entry >= 0 else ~entry]
+            if block.part == part and not block.on_host:
+                alive += block.bytes if entry >= 0 else -block.bytes
+                most = max(most, alive)
+        return most
+
     def moment(self, largest: int = 20) -> Moment:
         """When the peak is, and the largest allocations then, those of one module, phase and operation together."""
         mark = self.marks[bisect_right(self.marks, self.peak, key=lambda mark: mark.at) - 1]

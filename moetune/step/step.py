@@ -1,7 +1,4 @@
-"""The one training step. The trainer runs it; whatever predicts or verifies its memory runs it too.
-
-A step is `accumulate` micro-steps (forward and backward), one clip, one optimizer update.
-"""
+"""One micro-step: forward and backward of a micro-batch. A whole step is in stepper.py."""
 
 from __future__ import annotations
 

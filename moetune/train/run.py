@@ -17,7 +17,7 @@ from moetune.adapt.build import Adapted, build, compute_dtype
 from moetune.adapt.start import Start, open_start
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, refuse_untrainable, require
-from moetune.errors import UserError, suggest
+from moetune.errors import UserError, one_line, suggest
 from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
@@ -231,7 +231,7 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = one_line(error)
         raise UserError(
             f"the tokenizer of {source.name!r} cannot be loaded from {source.folder!r}: {reason}"
         ) from error

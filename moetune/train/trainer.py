@@ -30,7 +30,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
@@ -264,7 +264,7 @@ def _whole(checkpoint: str | None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = one_line(error)
         raise UserError(
             f"checkpoint {checkpoint!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
         ) from error

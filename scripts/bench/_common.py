@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from transformers import MixtralConfig
+
 ROOT = Path(__file__).parents[2]
 MiB = 2**20
 
@@ -40,3 +42,18 @@ def commit() -> str | None:
 
 def write_json(report: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def mixtral_config(sizes: Any, **more: Any) -> MixtralConfig:
+    """A Mixtral of a benchmark's sizes."""
+    return MixtralConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        num_local_experts=sizes.experts,
+        max_position_embeddings=sizes.tokens,
+        **more,
+    )

@@ -30,12 +30,11 @@ from statistics import median
 from typing import Any, get_args
 
 import torch
-from _common import MiB, commit, cpu_name, versions, write_json
-from transformers import MixtralConfig
+from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json
 
 from moetune.adapt.build import build
 from moetune.config import OptimizerName, RunConfig
-from moetune.memory.trace import Steps, Trace, make_batch, vocabulary_of
+from moetune.memory.trace import Steps, make_batch, vocabulary_of
 from moetune.memory.tracker import Tracker
 from moetune.step.step import Batch, count_loss_tokens
 
@@ -84,19 +83,6 @@ def variants(device: str) -> Iterator[Variant]:
         for name in get_args(OptimizerName):
             yield from (Variant(name, fused, masters) for fused in (False, True))
     yield from (Variant(name, fused=True, norm=True) for name in ("adamw", "lomo"))
-
-
-def save_config(sizes: Sizes, folder: Path) -> None:
-    MixtralConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        num_local_experts=sizes.experts,
-        max_position_embeddings=sizes.tokens,
-    ).save_pretrained(folder)
 
 
 def run_config(variant: Variant, sizes: Sizes, folder: Path, device: str) -> RunConfig:
@@ -165,7 +151,7 @@ def memory_of(variant: Variant, sizes: Sizes, folder: Path, device: str) -> dict
         steady, peak = traced.parts(len(traced.log) - 1).total, traced.parts(traced.peak).total
     optimizer = run.steps.optimizer
     found = {
-        "gradients": most_gradients(traced),
+        "gradients": traced.most("gradients"),
         "states": storage_bytes(optimizer.states()),
         "masters": storage_bytes(optimizer.masters()),
         "steady": steady,
@@ -175,17 +161,6 @@ def memory_of(variant: Variant, sizes: Sizes, folder: Path, device: str) -> dict
     del traced, optimizer
     run.end()
     return found
-
-
-def most_gradients(traced: Trace) -> int:
-    """The most bytes of gradients that were alive at once."""
-    alive = most = 0
-    for entry in traced.log:
-        block = traced.blocks[entry if entry >= 0 else ~entry]
-        if block.part == "gradients":
-            alive += block.bytes if entry >= 0 else -block.bytes
-            most = max(most, alive)
-    return most
 
 
 def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
@@ -220,7 +195,7 @@ def run(device: str, sizes: Sizes, repetitions: int) -> dict[str, Any]:
     gc.freeze()  # what libraries made need not be looked through every time
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_config(sizes, folder)
+        mixtral_config(sizes).save_pretrained(folder)
         memory = {variant: memory_of(variant, sizes, folder, device) for variant in variants(device)}
         baseline = Run(BASELINE, sizes, folder, device)
         first = baseline.step()

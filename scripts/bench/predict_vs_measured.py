@@ -43,7 +43,7 @@ from _common import ROOT, MiB, commit, cpu_name, versions, write_json
 
 from moetune.catalog import find_model
 from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig, load_run_config
+from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.experts.mlp import Counting
 from moetune.memory.facts import read_facts
@@ -52,6 +52,7 @@ from moetune.memory.measure import Measured, measure
 from moetune.memory.predict import predict
 from moetune.memory.routing import BALANCED, Routing, parse_routing
 from moetune.memory.trace import trace
+from moetune.run_file import load_run_config
 
 GiB = 2**30
 CPU_STEPS, CUDA_STEPS = 2, 3

@@ -32,13 +32,13 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from _common import MiB, commit, cpu_name, versions, write_json
+from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
 
 from moetune.adapt.build import build
 from moetune.config import OptimizerConfig, RunConfig
@@ -93,17 +93,7 @@ class Side:
 def save_model(sizes: Sizes, folder: Path) -> None:
     """Draws the model that both sides load."""
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        num_local_experts=sizes.experts,
-        num_experts_per_tok=sizes.top_k,
-        max_position_embeddings=sizes.tokens,
-    )
+    config = mixtral_config(sizes, num_experts_per_tok=sizes.top_k)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 

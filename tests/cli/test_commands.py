@@ -20,7 +20,7 @@ from moetune.anatomy.selection import select
 from moetune.anatomy.source import resolve
 from moetune.catalog import recipes
 from moetune.cli.main import app
-from moetune.config import load_run_config
+from moetune.run_file import load_run_config
 
 ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "catalog" / "recipes").glob("*.yaml")])

@@ -12,7 +12,7 @@ from moetune.anatomy.anatomy import meta_model, read_anatomy
 from moetune.anatomy.selection import select
 from moetune.anatomy.source import resolve
 from moetune.cli.main import app
-from moetune.config import load_run_config
+from moetune.run_file import load_run_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

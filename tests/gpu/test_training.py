@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moetune.adapt.build import build
-from moetune.config import load_run_config
 from moetune.experts.host import Lane, empty_on_host
 from moetune.experts.packed import PackedStack
+from moetune.run_file import load_run_config
 from moetune.train.run import train
 
 pytestmark = pytest.mark.gpu

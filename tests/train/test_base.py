@@ -149,7 +149,7 @@ def test_an_adapter_of_factors_alone_does_without_the_source_of_a_packed_base(
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from moetune.config import load_run_config
+from moetune.run_file import load_run_config
 from moetune.errors import UserError
 from moetune.export.export import export_run
 from moetune.train.run import train

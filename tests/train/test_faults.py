@@ -25,7 +25,7 @@ from moetune.export.export import export_run
 from moetune.train.run import train
 from moetune.train.run_folder import RunFolder
 from tests import small
-from tests.train.test_resume import assert_same, elsewhere, in_process, outcome, processes, work
+from tests.train.test_resume import assert_same, elsewhere, in_process, outcome, processes, trained, work
 
 pytestmark = pytest.mark.slow
 
@@ -36,11 +36,7 @@ TRAIN = {"steps": 8, "log_every": 2, "eval_every": 4, "save_every": 1, "keep_che
 @pytest.fixture(scope="module")
 def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run file that has been trained to its end in one go; a checkpoint after every step."""
-    folder = tmp_path_factory.mktemp("reference")
-    held_out = small.write_data(folder / "eval.jsonl", small.DATA[:3])
-    run = small.run_file(noisy_model, small_data, folder / "run", "lora", train=TRAIN, data={"eval": str(held_out)})
-    in_process(run)
-    return run
+    return trained(noisy_model, small_data, tmp_path_factory.mktemp("reference"), TRAIN)
 
 
 def asides(output: Path) -> list[Path]:

@@ -128,14 +128,18 @@ def elsewhere(run: dict[str, Any], output: Path) -> dict[str, Any]:
     return run | {"output": str(output)}
 
 
+def trained(model: Path, data: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A run file with held-out data, trained to its end in one go."""
+    held_out = small.write_data(folder / "eval.jsonl", small.DATA[:3])
+    run = small.run_file(model, data, folder / "run", "lora", train=settings, data={"eval": str(held_out)})
+    in_process(run)
+    return run
+
+
 @pytest.fixture(scope="module")
 def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run file that has been trained to its end in one go."""
-    folder = tmp_path_factory.mktemp("reference")
-    held_out = small.write_data(folder / "eval.jsonl", small.DATA[:3])
-    run = small.run_file(noisy_model, small_data, folder / "run", "lora", train=TRAIN, data={"eval": str(held_out)})
-    in_process(run)
-    return run
+    return trained(noisy_model, small_data, tmp_path_factory.mktemp("reference"), TRAIN)
 
 
 def test_the_reference_draws_random_numbers_and_learns(never_killed: dict[str, Any]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.config import RunConfig, load_run_config
+from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.run_file import load_run_config
 from moetune.train.run_folder import RunFolder, step_of
 from moetune.train.seal import seal
 

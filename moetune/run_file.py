@@ -1,0 +1,135 @@
+"""Reading a run file: YAML, `--set` overrides, and every problem at once, each with the nearest valid name.
+
+`load_run_config` is the one door. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from moetune.config import PartOptimizers, RunConfig
+from moetune.errors import UserError, suggest
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key written twice; plain YAML keeps the last one and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # refused by what is called below
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is written twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: a date such as 2025-02-30
+
+
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run file and applies `a.b=value` overrides, in order.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"run file {str(path)!r} cannot be read: {reason}") from None
+    try:
+        raw = yaml.load(text, Loader=_UniqueKeyLoader)
+    except _YAML_ERRORS as error:
+        reason = str(error).replace('"<unicode string>", ', "")
+        raise UserError(f"run file {str(path)!r} is not valid YAML: {reason}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"run file {str(path)!r} must hold a mapping with model: and adapt:")
+    for override in overrides:
+        _apply_override(raw, override)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        problems = "\n".join(f"  {line}" for line in _explain(error))
+        raise UserError(f"run file {str(path)!r}:\n{problems}") from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"--set {override!r}: write it as section.key=value, for example train.steps=100")
+    try:
+        value = yaml.load(text, Loader=_UniqueKeyLoader)
+    except _YAML_ERRORS:
+        raise UserError(f"--set {override!r}: the value {text!r} is not valid YAML") from None
+    node = raw
+    for depth, part in enumerate(parts[:-1]):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            raise UserError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section")
+    node[parts[-1]] = value
+
+
+def _explain(error: ValidationError) -> Iterable[str]:
+    """One line a problem: where, what was written, what would be valid."""
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"] if part not in _UNION_TAGS)
+        match item["type"]:
+            case "extra_forbidden":
+                known = _fields_at(item["loc"][:-1])
+                hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+                yield f"{where}: unknown key.{hint}"
+            case "missing":
+                yield f"{where}: missing, and required"
+            case "literal_error":
+                expected = item["ctx"]["expected"]
+                hint = suggest(str(item["input"]), re.findall(r"'([^']*)'", expected))
+                yield f"{where}: {item['input']!r} is not valid; it may be {expected}.{hint}"
+            case "model_type":
+                keys = ", ".join(_fields_at(item["loc"]))
+                yield f"{where}: {item['input']!r} is not a section; write keys under it. Keys: {keys}"
+            case "tuple_type":
+                yield f"{where}: {item['input']!r} is not a list; write [{item['input']}]"
+            case "value_error":
+                yield f"{where}: {item['ctx']['error']}" if where else f"{item['ctx']['error']}"
+            case _:
+                yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
+
+
+_UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part"})
+
+
+def _fields_at(location: Iterable[int | str]) -> list[str]:
+    """The keys that the section at this place of the run file may hold."""
+    section: type[BaseModel] = RunConfig
+    for part in location:
+        if part == "by_part":
+            section = PartOptimizers
+        elif part not in _UNION_TAGS:
+            section = next(t for t in _leaves(section.model_fields[str(part)].annotation) if issubclass(t, BaseModel))
+    return list(section.model_fields)
+
+
+def _leaves(annotation: Any) -> list[type]:
+    """The types in an annotation, whatever unions and annotations are around them."""
+    inner = typing.get_args(annotation)
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
+        return [leaf for option in inner for leaf in _leaves(option)]
+    return [annotation] if isinstance(annotation, type) else []
