@@ -243,7 +243,7 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How ranks share the work. Every combination can be predicted; training runs one process for now.
+    """How ranks share the work.
 
     There are `replicate · fsdp · tp · pp` ranks. `fsdp` ranks share one copy of model and optimizer, `replicate` such
     groups hold one each, and all of these see different data. `tp` ranks split every matrix, `pp` ranks split the
@@ -251,7 +251,8 @@ class ParallelConfig(Section):
 
     `zero` says what the `fsdp` ranks share: 1 optimizer states, 2 gradients as well, 3 weights as well. Under
     `reshard: false` gathered weights stay gathered from forward to backward. `offload: optimizer` keeps optimizer
-    states and master weights on the host, and updates there.
+    states and master weights on the host, and updates there. `load` is a file with the tokens that each expert is known
+    to receive, such as a run's memory.json: experts are then spread over `ep` ranks so that these are balanced.
     """
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
@@ -263,6 +264,7 @@ class ParallelConfig(Section):
     zero: Literal[1, 2, 3] = 3
     reshard: bool = True
     offload: Literal["none", "optimizer"] = "none"
+    load: str | None = None
 
     @property
     def ranks(self) -> int:

@@ -35,12 +35,15 @@ from moetune.adapt.quantizer import MoetuneConfig
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
 from moetune.anatomy.selection import Selection, select
 from moetune.anatomy.source import ModelSource, resolve
-from moetune.config import Part, RunConfig
+from moetune.config import ParallelConfig, Part, RunConfig
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import DTYPES
 from moetune.hub.fingerprint import taking_fingerprint
 from moetune.hub.tensor_files import weight_files
+from moetune.parallel.distribute import distribute
+from moetune.parallel.placement import Placement, place_experts, read_load
+from moetune.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Adapted:
     model: PreTrainedModel
     anatomy: Anatomy
     selection: Selection
+    ranks: Ranks = ALONE
 
     def part_of(self, name: str) -> Part:
         """Which part of the run file a trained parameter belongs to."""
@@ -63,14 +67,26 @@ class Adapted:
         """Name -> parameter, of what trains."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def of_experts(self) -> list[nn.Parameter]:
+        """What trains in expert banks."""
+        banks = [self.model.get_submodule(layer.experts) for layer in self.anatomy.moe_layers]
+        return [p for bank in banks for p in bank.parameters() if p.requires_grad]
 
-def build(config: RunConfig, device: torch.device | str, on_read: Callable[[float], None] | None = None) -> Adapted:
-    """Builds the adapted model on `device`.
 
-    On `meta` it has every parameter and buffer of the trained model and no storage: counting uses that.
+def build(
+    config: RunConfig,
+    device: torch.device | str,
+    on_read: Callable[[float], None] | None = None,
+    ranks: Ranks = ALONE,
+) -> Adapted:
+    """Builds the adapted model on `device`, or the part of it that one of several ranks holds.
+
+    On `meta` it has every parameter and buffer of the trained model and no storage: counting uses that. There it is not
+    distributed yet (`distribute`).
 
     Args:
         on_read: is told, again and again, which share of a checkpoint has been read.
+        ranks: the ranks of the run, as this one sees them.
 
     Raises:
         UserError: the run file asks for what the model does not have, its weights cannot be read, or an expert that
@@ -83,17 +99,21 @@ def build(config: RunConfig, device: torch.device | str, on_read: Callable[[floa
     model = meta_model(settings)
     anatomy = read_anatomy(model)
     selection = select(config.adapt, anatomy)
+    ranks = _with_placement(ranks, config.parallel, anatomy, selection)
 
     set_seed(config.train.seed)
     if device.type != "meta" and config.model.weights == "pretrained" and is_packed_base(source.folder):
-        packed_base.read(model, anatomy, selection, config.model, Path(str(source.folder)), dtype, device, on_read)
+        folder = Path(str(source.folder))
+        packed_base.read(model, anatomy, selection, config.model, folder, dtype, device, on_read, ranks)
     elif device.type != "meta" and config.model.weights == "pretrained":
         stored = config.model
-        packing = MoetuneConfig(stored.base, stored.double_quant, stored.experts_on, selection, on_read)
+        packing = MoetuneConfig(
+            stored.base, stored.double_quant, stored.experts_on, selection, on_read, placement=ranks.placement
+        )
         model = _load_pretrained(source, settings, packing, device)
     else:
         fill = has_values if device.type == "meta" else partial(realize, model, device=device)
-        _pack(model, anatomy, selection, config, dtype, device, fill)
+        _pack(model, anatomy, selection, config, dtype, device, fill, ranks.placement)
     model.requires_grad_(False)
     model.to(device)
 
@@ -117,7 +137,17 @@ def build(config: RunConfig, device: torch.device | str, on_read: Callable[[floa
         enable_checkpointing(model, offload_to=device if config.train.checkpointing == "offload" else None)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what packing took
-    return Adapted(model, anatomy, selection)
+    if device.type != "meta":
+        distribute(model, anatomy, selection, ranks)
+    return Adapted(model, anatomy, selection, ranks)
+
+
+def _with_placement(ranks: Ranks, parallel: ParallelConfig, anatomy: Anatomy, selection: Selection) -> Ranks:
+    if ranks.alone or parallel.ep == 1:
+        return ranks
+    load = None if parallel.load is None else read_load(parallel.load, "parallel.load")
+    placed = place_experts(anatomy, selection, parallel.ep, load)
+    return replace(ranks, placement=Placement(ranks.place.ep, placed))
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
@@ -154,10 +184,11 @@ def _pack(
     dtype: torch.dtype,
     device: torch.device,
     fill: Fill,
+    placement: Placement,
 ) -> None:
     """Packs what is to be packed and gives the rest its values, module by module."""
     for layer in anatomy.moe_layers:
-        pack_experts(model, layer, selection, config.model, dtype, device, fill)
+        pack_experts(model, layer, selection, config.model, dtype, device, fill, placement)
     for path in linears_to_pack(model, anatomy, selection):
         pack_linear(model, path, config.model, dtype, device, fill)
     embedding = model.get_input_embeddings()

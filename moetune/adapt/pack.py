@@ -20,6 +20,7 @@ from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan, Part
 from moetune.experts.host import Shuttle, stays_on_host
 from moetune.experts.packed import DTYPES, PackedLinear, PackedStack
+from moetune.parallel.placement import EVERYTHING, Placement
 
 PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
 _SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
@@ -40,11 +41,12 @@ def pack_experts(
     dtype: torch.dtype,
     device: torch.device,
     fill: Fill = has_values,
+    placement: Placement = EVERYTHING,
 ) -> None:
     """Replaces one layer's experts module by an `ExpertBank` on `device`."""
     experts = model.get_submodule(layer.experts)
     fill(layer.experts)
-    bank = make_bank(experts, layer, selection, config, dtype, device)
+    bank = make_bank(experts, layer, selection, config, dtype, device, placement)
     for name in stacks(layer):
         stack = getattr(experts, name)
         for expert in range(layer.shape.num_experts):
@@ -59,8 +61,9 @@ def make_bank(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    placement: Placement = EVERYTHING,
 ) -> ExpertBank:
-    """An empty bank for one layer's experts module."""
+    """An empty bank for one layer's experts module, or for those that this rank holds."""
     if getattr(experts, "has_post_expert_norm", False):
         raise UserError(f"{layer.experts}: experts with a norm after them can be counted but not trained yet")
     lora_ids = selection.lora_experts.get(layer.index, ())
@@ -77,6 +80,7 @@ def make_bank(
         dtype=dtype,
         device=device,
         on_host=config.experts_on == "host",
+        held=placement.held(layer.index, layer.shape.num_experts),
     )
 
 
@@ -197,7 +201,8 @@ def refuse_unpacked(model: PreTrainedModel, anatomy: Anatomy, selection: Selecti
     for layer in anatomy.moe_layers:
         bank = model.get_submodule(layer.experts)
         trained = selection.experts.get(layer.index, ())
-        expected = layer.shape.num_experts - len(trained)
+        held = bank.held if isinstance(bank, ExpertBank) else range(layer.shape.num_experts)
+        expected = sum(expert not in trained for expert in held)
         packed = isinstance(bank, ExpertBank) and bank.gate_up.count == bank.down.count == expected
         if not packed or {bank.gate_up.storage, bank.down.storage} != {config.base}:
             raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")

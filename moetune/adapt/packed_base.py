@@ -32,6 +32,7 @@ from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
 from moetune.hub.delta_folder import MANIFEST as EXPORT_MANIFEST
 from moetune.hub.fingerprint import Base, Fingerprint, digesting
+from moetune.parallel.ranks import ALONE, Ranks
 
 MANIFEST = "packed.json"
 REST = "rest.safetensors"
@@ -236,22 +237,26 @@ def read(
     dtype: torch.dtype,
     device: torch.device,
     on_read: Callable[[float], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Fills a model on the meta device from a packed base, in place.
+    """Fills a model on the meta device from a packed base, in place: of several ranks, each reads its own experts, and
+    digests its share of the files.
 
     Raises:
         UserError: the folder is damaged, or not packed as the run file says.
     """
     manifest = check_manifest(folder, config, selection)
     for layer in anatomy.moe_layers:
-        pack_experts(model, layer, selection, config, dtype, device)  # of meta tensors: banks without contents
+        # of meta tensors: banks without contents
+        pack_experts(model, layer, selection, config, dtype, device, placement=ranks.placement)
     for path in linears_to_pack(model, anatomy, selection):
         pack_linear(model, path, config, dtype, torch.device("meta"))
-    with digesting([folder / name for name in manifest.files], _THREADS) as digests:
+    mine = sorted(manifest.files)[ranks.rank :: ranks.parallel.ranks]
+    with digesting([folder / name for name in mine], _THREADS) as digests:
         _fill(model, folder, manifest, dtype, device, on_read)
         found = digests()
-    for name, (_, digest) in manifest.files.items():
-        if found[name] != digest:
+    for name in mine:
+        if found[name] != manifest.files[name][1]:
             raise UserError(
                 f"{str(folder / name)!r} was changed after it was written: the packed base is damaged; write it again "
                 "with moetune quantize"
@@ -267,6 +272,7 @@ def _fill(
     on_read: Callable[[float], None] | None,
 ) -> None:
     expected = set(model.state_dict())
+    banks = {path: module for path, module in model.named_modules() if isinstance(module, ExpertBank)}
     files = [folder / name for name in sorted(manifest.files)]
     size, done = sum(file.stat().st_size for file in files), 0
     stated: dict[str, dict[str, Tensor]] = {}
@@ -279,7 +285,8 @@ def _fill(
                     if state:
                         stated.setdefault(path, {})[state] = opened.get_tensor(name)
                     else:
-                        _put(model, name, opened.get_tensor(name), dtype, device)
+                        bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.")), None)
+                        _put(model, name, _read_held(opened, name, bank), dtype, device)
             done += file.stat().st_size
             if on_read is not None:
                 on_read(done / size)
@@ -290,6 +297,14 @@ def _fill(
         _put_4bit(model.get_submodule(path), state_dict, dtype, device)
     model.tie_weights()
     _complete(model, expected, folder, device)
+
+
+def _read_held(opened: Any, name: str, bank: ExpertBank | None) -> Tensor:
+    """A tensor, or of one with a row for each expert of a layer the rows of those that are here."""
+    if bank is None or name.endswith(".nested_code") or len(bank.held) == bank.expert_shape.num_experts:
+        return opened.get_tensor(name)
+    rows = opened.get_slice(name)
+    return torch.cat([rows[expert : expert + 1] for expert in bank.held])
 
 
 def _complete(model: PreTrainedModel, unread: set[str], folder: Path, device: torch.device) -> None:

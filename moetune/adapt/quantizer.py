@@ -12,6 +12,7 @@ weight arrives; so neither host nor GPU ever holds the model in 16 bit. What tra
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -32,6 +33,7 @@ from moetune.config import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.hub.names import STACKS
+from moetune.parallel.placement import EVERYTHING, Placement
 
 METHOD = "moetune"
 
@@ -48,6 +50,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         on_read: is told, again and again, which share of the model has been read.
         on_bank: is given each bank when it is full, by the path of its layer's experts; what it holds is let go then.
         done: paths of experts that need not be read.
+        placement: the experts that this rank holds; the others' are not read where a checkpoint has them apart.
     """
 
     def __init__(
@@ -59,13 +62,14 @@ class MoetuneConfig(QuantizationConfigMixin):
         on_read: Callable[[float], None] | None = None,
         on_bank: Callable[[str, ExpertBank], None] | None = None,
         done: Collection[str] = (),
+        placement: Placement = EVERYTHING,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD
         settings = {"path": "unread", "base": base, "double_quant": double_quant, "experts_on": experts_on}
         self.model = ModelConfig.model_validate(settings)
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
-        self.on_read, self.on_bank, self.done = on_read, on_bank, done
+        self.on_read, self.on_bank, self.done, self.placement = on_read, on_bank, done, placement
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
@@ -128,6 +132,18 @@ class MoetuneQuantizer(HfQuantizer):
             updated.append(conversion)
         return updated
 
+    def is_elsewhere(self, path: str, expert: int) -> bool:
+        """Whether another rank holds this expert of a layer."""
+        layer = self.layers[path]
+        held = self.quantization_config.placement.held(layer.index, layer.shape.num_experts)
+        return expert < layer.shape.num_experts and expert not in held
+
+    def pass_over(self, name: str, expert: int) -> None:
+        """Notes that an expert's share of a stack is in the checkpoint, and for another rank to read."""
+        path, _, last = name.rpartition(".")
+        self.missing[path].discard((last, expert))
+        self._read += math.prod(_shape(self.layers[path], last))
+
     def put(self, name: str, weight: Tensor, first: int | None = None) -> None:
         """Stores what was read under a parameter's name: a linear layer's weight, the matrix [1, ...] of expert
         `first`, or a stack of all experts' [E, ...]. What does not fit is noted in `problems`."""
@@ -160,7 +176,9 @@ class MoetuneQuantizer(HfQuantizer):
         if path not in self.banks:
             config = self.quantization_config
             experts, layer = self._model.get_submodule(path), self.layers[path]
-            self.banks[path] = make_bank(experts, layer, config.selection, config.model, self.dtype, self.device)
+            self.banks[path] = make_bank(
+                experts, layer, config.selection, config.model, self.dtype, self.device, config.placement
+            )
         return self.banks[path]
 
     def _put_linear(self, path: str, weight: Tensor) -> None:
@@ -236,6 +254,9 @@ class _ExpertByExpert(WeightConverter):
         for expert, tensors in self._by_expert(collected).items():
             if len(tensors) < len(self.source_patterns):
                 continue  # put() never sees it, so it stays among what is missing
+            if hf_quantizer.is_elsewhere(layer_name.rpartition(".")[0], expert):
+                hf_quantizer.pass_over(layer_name, expert)
+                continue
             self.collected_tensors = tensors
             try:
                 merged = super().convert(layer_name, model, config, None, loading_info)

@@ -7,8 +7,8 @@ model's own layout; how gate and up lie in the rows of gate_up (one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -39,6 +39,14 @@ class BankPlan:
     trained: tuple[int, ...] = ()
     lora: LoraPlan | None = None
 
+    def of(self, held: Sequence[int]) -> BankPlan:
+        """The share of a bank that holds these experts only."""
+        lora = None if self.lora is None else tuple(expert for expert in self.lora.ids if expert in held)
+        return BankPlan(
+            tuple(expert for expert in self.trained if expert in held),
+            replace(self.lora, ids=lora) if self.lora is not None and lora else None,
+        )
+
 
 class FullExpert(nn.Module):
     """An expert that trains whole: `gate_up` [O, H] and `down` [H, I]."""
@@ -52,24 +60,34 @@ class ExpertLora(nn.Module):
     """Factors of n experts: A [n, parts, r, in], B [n, parts, out / parts, r]; float32, B starts at zero.
 
     Parameters of one expert: r·(parts·H + O) + r·(I + H), where parts is 2 for a split gate and up and 1 otherwise.
+
+    Args:
+        held: those of the plan's experts that are here. All are drawn, so that an expert begins with the same values
+            on whichever rank it is.
     """
 
-    def __init__(self, plan: LoraPlan, shape: ExpertShape, rows: int, device: torch.device | str | None) -> None:
+    def __init__(
+        self, plan: LoraPlan, held: Sequence[int], shape: ExpertShape, rows: int, device: torch.device | str | None
+    ) -> None:
         super().__init__()
-        self.slots = {expert: slot for slot, expert in enumerate(plan.ids)}
+        self.slots = {expert: slot for slot, expert in enumerate(held)}
+        here = [plan.ids.index(expert) for expert in held]
         self.scale = plan.alpha / plan.rank
         count, rank = len(plan.ids), plan.rank
         self.gate_up_rows = _gate_and_up(shape) if plan.split and shape.has_gate else (slice(None),)
         parts = len(self.gate_up_rows)
 
         def factor(*size: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(count, *size, dtype=torch.float32, device=device))
+            return nn.Parameter(torch.zeros(len(here), *size, dtype=torch.float32, device=device))
 
         self.gate_up_A, self.gate_up_B = factor(parts, rank, shape.hidden), factor(parts, rows // parts, rank)
         self.down_A, self.down_B = factor(1, rank, shape.intermediate), factor(1, shape.hidden, rank)
         for A in (self.gate_up_A, self.down_A):
             bound = 1 / math.sqrt(A.shape[-1])  # kaiming_uniform_(a=√5) of one [r, in] factor, as PEFT draws it
-            nn.init.uniform_(A, -bound, bound)
+            if count == len(here):
+                nn.init.uniform_(A, -bound, bound)
+            else:
+                A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
     def of(self, expert: int) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
         """The low-rank terms of (gate_up, down)."""
@@ -100,6 +118,12 @@ class ExpertBank(nn.Module):
         storage: base precision of the frozen experts.
         dtype: of the fully trained experts and of frozen biases.
         on_host: whether the frozen experts' weights stay on the host, for a `Shuttle` to bring.
+        held: ids of the experts that are here, in the order of their slots; by default all. Other ranks have the rest.
+
+    Attributes:
+        num_experts: how many are here.
+        exchange: brings every token to its experts' ranks and its results back (parallel/exchange.py); None where all
+            experts are here.
     """
 
     def __init__(
@@ -113,12 +137,14 @@ class ExpertBank(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         on_host: bool = False,
+        held: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.expert_shape, self.plan, self.activation = shape, plan, activation
-        self.num_experts = shape.num_experts
+        self.held = tuple(range(shape.num_experts) if held is None else held)
+        self.expert_shape, self.plan, self.activation = shape, plan.of(self.held), activation
+        self.num_experts = len(self.held)
         rows = shape.intermediate * (2 if shape.has_gate else 1)
-        frozen = [expert for expert in range(shape.num_experts) if expert not in plan.trained]
+        frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
 
         def packed(out: int, into: int) -> PackedStack:
@@ -135,13 +161,18 @@ class ExpertBank(nn.Module):
         self.trained = nn.ModuleDict(
             {
                 str(expert): FullExpert(full(rows, shape.hidden), full(shape.hidden, shape.intermediate))
-                for expert in plan.trained
+                for expert in self.plan.trained
             }
         )
         for name, size in (("gate_up_bias", rows), ("down_bias", shape.hidden)):
             bias = torch.empty(len(frozen), size, dtype=dtype, device=device) if shape.has_bias else None
             self.register_buffer(name, bias)
-        self.lora = None if plan.lora is None else ExpertLora(plan.lora, shape, rows, device)
+        self.lora = None
+        if plan.lora is not None:
+            here = () if self.plan.lora is None else self.plan.lora.ids
+            lora = ExpertLora(plan.lora, here, shape, rows, device)
+            self.lora = lora if here else None
+        self.exchange: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.keep_rows = False
         """Whether forward keeps the gate_up rows [T·K, O] that backward would compute again."""
         self.hand_over: Callable[[nn.Parameter, Tensor], None] | None = None
@@ -150,8 +181,8 @@ class ExpertBank(nn.Module):
     @torch.no_grad()
     def put_(self, expert: int, part: Part, tensor: Tensor) -> None:
         """Stores one expert's weight [out, in] or bias: packed if it is frozen, as it is if it trains. A meta tensor
-        has no values and stores none."""
-        if tensor.is_meta:
+        has no values and stores none; nor does one of an expert that is not here."""
+        if tensor.is_meta or expert not in self.held:
             return
         is_bias = part.endswith("_bias")
         name = part.removesuffix("_bias")
@@ -182,8 +213,13 @@ class ExpertBank(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Routes tokens [T, H] to their experts [T, K] with weights [T, K]; returns [T, H]."""
-        routing = Routing.of(top_k_index, self.num_experts)
-        output = expert_mlp(self, hidden_states, top_k_weights, routing)
+        if self.exchange is not None:
+            return self.exchange(hidden_states, top_k_index, top_k_weights)
+        return self.run(hidden_states, top_k_weights, Routing.of(top_k_index, self.num_experts))
+
+    def run(self, hidden_states: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        """The experts that are here, on the tokens [T, H] that are for them; `routing` speaks of their slots."""
+        output = expert_mlp(self, hidden_states, weights, routing)
         if self.gate_up.on_host:
             self.gate_up.shuttle.used(self.gate_up, again=output.requires_grad)
         return output

@@ -71,7 +71,8 @@ def counting_by(counting: Counting) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Routing:
-    """Token rows grouped by expert: `order_N` lists flat (token, choice) positions, `counts` how many go to each."""
+    """Token rows grouped by the slot of their expert: `order` lists flat (token, choice) positions, `counts` how many
+    go to each."""
 
     order: Tensor
     counts: list[int]
@@ -83,9 +84,9 @@ class Routing:
         return cls(order, tokens_per_expert(ids_TK, num_experts), ids_TK.shape[-1])
 
     def groups(self) -> list[tuple[int, Tensor]]:
-        """(expert, its flat positions [N]) for every expert that receives a token."""
+        """(slot, its flat positions [N]) for every expert of a bank that receives a token."""
         slices = self.order.split(self.counts)
-        return [(expert, flat) for expert, flat in enumerate(slices) if self.counts[expert]]
+        return [(slot, flat) for slot, flat in enumerate(slices) if self.counts[slot]]
 
 
 def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
@@ -114,8 +115,8 @@ def _fill(
     """Adds up y; `rows` is given the gate_up rows [N, O] of each expert."""
     y_TH.zero_()
     weights = weights_TK.flatten()
-    for expert, flat_N in routing.groups():
-        _add_expert(bank, expert, flat_N // routing.top_k, x_TH, weights[flat_N, None], y_TH, rows)
+    for slot, flat_N in routing.groups():
+        _add_expert(bank, bank.held[slot], flat_N // routing.top_k, x_TH, weights[flat_N, None], y_TH, rows)
 
 
 def _add_expert(
@@ -190,8 +191,8 @@ class _ExpertMlp(torch.autograd.Function):
                 gate_up.add_gradients(grads, x_TH[token_N], dgate_up_NO)
                 _hand_over(bank, gate_up, grads)  # last: it may change the weight that was used above
 
-        for number, (expert, flat_N) in enumerate(routing.groups()):
-            add_expert(expert, flat_N, rows[number] if rows else None)
+        for number, (slot, flat_N) in enumerate(routing.groups()):
+            add_expert(bank.held[slot], flat_N, rows[number] if rows else None)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
         return None, None, None, dx_TH, dweights_TK, *_of_parameters(bank, routing, grads)
 
@@ -210,7 +211,7 @@ def _of_parameters(bank: ExpertBank, routing: Routing, grads: Gradients) -> Iter
     """
     taken = set(bank.trained.parameters()) if bank.hand_over is not None else set()
     for expert in bank.plan.trained if taken else ():
-        if not routing.counts[expert]:
+        if not routing.counts[bank.held.index(expert)]:
             for parameter in bank.trained[str(expert)].parameters():
                 bank.hand_over(parameter, torch.zeros_like(parameter))
     for parameter in bank.parameters():

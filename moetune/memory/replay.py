@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from moetune.anatomy.stack import decoder_layers
 from moetune.memory.tracker import Tracker
 from moetune.step.fused import FusedBackward
 
@@ -145,11 +145,6 @@ def find_alike(model: nn.Module, gradients_arrive: bool, tracker: Tracker) -> li
         for layers in kinds.values()
         if len(layers) > 2
     ]
-
-
-def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Path -> layer, in the order in which the model calls them."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
 
 _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number", "depth")

@@ -5,15 +5,14 @@ Shapes: T tokens, K experts a token, E experts; a layer's experts receive T·K r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from torch import Tensor
 
 from moetune.errors import UserError
+from moetune.parallel.placement import read_load
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,7 @@ def parse_routing(text: str) -> Routing:
         return Routing(text, skew)
     if not Path(text).is_file():
         raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
-    try:
-        load = json.loads(Path(text).read_text(encoding="utf-8"))["expert_load"]
-        parsed = tuple((int(layer), tuple(float(count) for count in counts)) for layer, counts in load.items())
-        if not parsed or not all(min(counts) >= 0 and 0 < sum(counts) < inf for _, counts in parsed):
-            raise ValueError("a layer's counts are numbers from 0 up, and not all 0")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"--routing {text!r}: does not hold {{'expert_load': {{layer: [tokens of each expert]}}}}: {error}"
-        ) from None
-    return Routing(text, None, parsed)
+    return Routing(text, None, tuple(read_load(text, "--routing").items()))
 
 
 def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:

@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
 from moetune.anatomy.moe import MoeLayer
+from moetune.anatomy.stack import decoder_layers
 from moetune.config import RunConfig, refuse_untrainable
 from moetune.errors import UserError
 from moetune.experts.host import stays_on_host
 from moetune.experts.mlp import Counting, counting_by
 from moetune.memory.loading import load_peaks
-from moetune.memory.replay import Recording, Shown, decoder_layers, find_alike, recording
+from moetune.memory.replay import Recording, Shown, find_alike, recording
 from moetune.memory.report import PART_NAMES, Allocation, LoadPeaks, Moment, PartName, Parts, Phase, Sample
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tracker import Block, Mark, Tracker

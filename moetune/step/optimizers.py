@@ -98,7 +98,9 @@ def make_optimizer(adapted: Adapted, config: RunConfig) -> CombinedOptimizer:
     parts: dict[Part, dict[str, nn.Parameter]] = {}
     for name, parameter in adapted.trainable().items():
         parts.setdefault(adapted.part_of(name), {})[name] = parameter
-    refuse_parts_without(config, {part: len(parameters) for part, parameters in parts.items()})
+    if adapted.ranks.alone:  # one of several may hold none of a part
+        refuse_parts_without(config, {part: len(parameters) for part, parameters in parts.items()})
+    refuse_unshared(config)
     by_config: dict[OptimizerConfig, dict[str, nn.Parameter]] = {}
     for part, parameters in parts.items():
         by_config.setdefault(config.optimizers[part], {}).update(parameters)
@@ -160,6 +162,28 @@ def _refuse_coarse(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -
         raise UserError(
             f"model.dtype: fp16 and {config.name} on {coarse[0]}: set optimizer.master_weights: fp32, use lomo, "
             "adalomo or adafactor, which compute in float32, or set model.dtype: bf16"
+        )
+
+
+def refuse_unshared(config: RunConfig) -> None:
+    """Raises `UserError` for optimizers that cannot work with a part of a weight, or without the other ranks'."""
+    if config.parallel.ranks == 1:
+        return
+    problems = []
+    splits = config.parallel.fsdp * config.parallel.tp > 1
+    for optimizer in dict.fromkeys(config.optimizers.values()):
+        if optimizer.fused_backward:
+            problems.append(f"{optimizer.name} with fused_backward uses gradients up before the ranks have added them")
+        if optimizer.offload:
+            problems.append(f"{optimizer.name} with offload takes gradients away before the ranks have added them")
+        if optimizer.master_weights == "stochastic":
+            problems.append("master_weights: stochastic would round the copies of one weight apart")
+        if splits and optimizer.name in ("adafactor", "adalomo"):
+            problems.append(f"{optimizer.name} needs whole matrices, and parallel.fsdp and tp split them")
+    if problems:
+        raise UserError(
+            f"optimizer: over several ranks {'; '.join(problems)}. Use adamw, adamw8bit, sgd or lion8bit with "
+            "master_weights: none or fp32"
         )
 
 

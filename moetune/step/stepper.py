@@ -15,16 +15,20 @@ nothing after it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
+from moetune.anatomy.stack import decoder_stack
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.parallel.distribute import gathering
+from moetune.parallel.ranks import here
 from moetune.step.fused import FusedBackward
 from moetune.step.loss_scale import LossScale
 from moetune.step.optimizers import CombinedOptimizer
@@ -38,6 +42,7 @@ class Stepper:
 
     Attributes:
         skipped: steps that were not taken, because a gradient was not finite.
+        loss: of the step that was looked at last, over all ranks.
     """
 
     def __init__(
@@ -54,6 +59,9 @@ class Stepper:
         self._norm: Tensor | None = None  # of all gradients, where a pass has measured it
         self._broken: list[str] = []
         self._loss = torch.zeros((), device=adapted.model.device)
+        self._stack = decoder_stack(adapted.model)
+        self._of_experts = set(adapted.of_experts())
+        self.loss = self._loss
 
     @property
     def measures_first(self) -> bool:
@@ -61,10 +69,20 @@ class Stepper:
         return self._updates_in_backward and (self.config.train.max_grad_norm > 0 or self.loss_scale is not None)
 
     def micro_step(
-        self, batch: Batch, total_tokens: Tensor | int, backward: Callable[[Tensor], None] = torch.Tensor.backward
+        self,
+        batch: Batch,
+        total_tokens: Tensor | int,
+        backward: Callable[[Tensor], None] = torch.Tensor.backward,
+        *,
+        last: bool = True,
     ) -> MicroStep:
-        """Forward and backward of one micro-batch (step.py), twice where a norm must be known first."""
-        done = self._micro_step(batch, total_tokens, backward)
+        """Forward and backward of one micro-batch (step.py), twice where a norm must be known first.
+
+        Args:
+            last: it is the last of its step, after which the ranks' gradients must have met.
+        """
+        with gathering(self._stack, self.adapted.ranks, last=last):
+            done = self._micro_step(batch, total_tokens, backward)
         self._loss = self._loss + done.loss
         return done
 
@@ -107,31 +125,32 @@ class Stepper:
             self.fused = fused
 
     def look(self) -> Tensor:
-        """Looks at the gradients of all micro-steps; the optimizer's next `step` then clips, or does nothing.
+        """Looks at the gradients of all micro-steps and ranks; the optimizer's next `step` then clips, or does nothing.
 
         Returns:
-            Their norm before clipping.
+            Their norm before clipping, the same on every rank.
 
         Raises:
             UserError: one is not finite, under `train.on_nonfinite: stop`.
         """
         left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None}
+        self.adapted.ranks.add_up(left, self._of_experts)
         norm, self._norm = self._norm, None
         if not self.measures_first:
             if self.config.train.max_grad_value:
                 bound = self.config.train.max_grad_value * self._scale
                 for gradient in left.values():
-                    bound_(gradient, bound)
+                    bound_(here(gradient), bound)
                 for updater in self.optimizer.on_host():
                     updater.bound(bound)
             norms = [] if norm is None else [norm]
-            norms += [norm_of(left.values()) / self._scale] if left else []
+            norms += [norm / self._scale for norm in self._norms(left)]
             of_host = [n for u in self.optimizer.on_host() if (n := u.norm()) is not None]
             norms += [norm_of(of_host).to(self.adapted.model.device) / self._scale] if of_host else []
             norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
-        assert norm is not None, "no micro-step came before"
-        loss, self._loss = self._loss, torch.zeros_like(self._loss)
-        if math.isfinite(as_float(norm + 0 * loss)) and not self._broken:
+        self.loss, self._loss = self._loss, torch.zeros_like(self._loss)
+        norm = self._over_ranks(norm)
+        if math.isfinite(as_float(norm + 0 * self.loss)) and not self._broken:
             self.optimizer.scale = self._clip_by(norm) / self._scale
             if self.loss_scale is not None:
                 self.loss_scale.went_well()
@@ -142,6 +161,25 @@ class Stepper:
             self.skipped += 1
         self._broken = []
         return norm
+
+    def _norms(self, gradients: Mapping[Tensor, Tensor]) -> list[Tensor]:
+        """Norms whose squares sum to that of all gradients here. What several ranks hold counts in part on each."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter, gradient in gradients.items():
+            copies = self.adapted.ranks.copies(parameter, of_expert=parameter in self._of_experts)
+            by_copies.setdefault(copies, []).append(here(gradient))
+        return [norm_of(parts) / math.sqrt(copies) for copies, parts in by_copies.items()]
+
+    def _over_ranks(self, norm: Tensor | None) -> Tensor:
+        """The norm of all ranks' gradients; `loss` becomes the sum of theirs. One message."""
+        ranks = self.adapted.ranks
+        if ranks.alone:
+            assert norm is not None, "no micro-step came before"
+            return norm
+        square = torch.zeros_like(self.loss) if norm is None else norm.square()  # a rank may train nothing
+        both = ranks.total(torch.stack([square, self.loss / ranks.parallel.tp]))
+        self.loss = both[1]
+        return both[0].sqrt()
 
     def update(self) -> Tensor:
         """What the trainer does after the last micro-step; returns the norm before clipping."""
@@ -162,7 +200,8 @@ class Stepper:
         """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
         trained = reversed(self.adapted.trainable().items())
         there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
-        return [name for name, p in trained if p in there and not there[p].isfinite().all()]
+        mine = [name for name, p in trained if p in there and not here(there[p]).isfinite().all()]
+        return list(dict.fromkeys(chain.from_iterable(self.adapted.ranks.everyones(mine))))
 
     def _refuse(self, broken: list[str]) -> None:
         if self.loss_scale is not None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from moetune.anatomy.stack import decoder_stack
+
 
 class Tail:
     """What stands after the decoder stack. Works inside `split` only.
@@ -73,14 +75,6 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
         yield hidden_BSH, Tail(logits_of, hidden_BSH[:, :0].detach())
     finally:
         model.set_submodule(path, stack)
-
-
-def decoder_stack(model: PreTrainedModel) -> nn.Module:
-    """The module whose first output is what the model's logits are computed of."""
-    stack = model.get_decoder()
-    if isinstance(stack, PreTrainedModel) and stack is not model:
-        return stack
-    return next(child for child in model.children() if isinstance(child, PreTrainedModel))
 
 
 class _Answering(nn.Module):

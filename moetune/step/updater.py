@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from moetune.parallel.ranks import here
+
 MasterWeights = Literal["none", "fp32", "stochastic"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -47,12 +49,13 @@ class Updater:
         fused: bool = False,
     ) -> None:
         self.key, self.parameters, self.fused, self.masters = key, parameters, fused, masters
+        self.shards = {parameter: shard_of(parameter) for parameter in parameters}
         self.copies = {
-            parameter: nn.Parameter(parameter.detach().float()) if masters == "fp32" else _nothing(parameter)
-            for parameter in parameters
+            parameter: nn.Parameter(shard.detach().float()) if masters == "fp32" else _nothing(shard)
+            for parameter, shard in self.shards.items()
             if masters != "none" and parameter.itemsize < 4
         }
-        self.optimizer = make([self.copies.get(parameter, parameter) for parameter in parameters])
+        self.optimizer = make([self.copies.get(parameter, shard) for parameter, shard in self.shards.items()])
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -60,27 +63,33 @@ class Updater:
         scales_itself = hasattr(self.optimizer, "grad_scale")  # ours do, in float32 (lomo.py)
         if scales_itself:
             self.optimizer.grad_scale = 1.0 if self.copies else scale
-        for parameter in self.parameters:
-            if parameter.grad is None:
+        for parameter, shard in self.shards.items():
+            if parameter.grad is None or not shard.numel():
                 continue
+            gradient = here(parameter.grad)
             copy = self.copies.get(parameter)
             if copy is None:
                 if scale != 1.0 and not scales_itself:
-                    parameter.grad.mul_(scale)
+                    gradient.mul_(scale)
+                shard.grad = gradient
                 continue
             if self.masters == "stochastic":
-                copy.data = parameter.float()
-            copy.grad = parameter.grad.float().mul_(scale)
+                copy.data = shard.float()
+            copy.grad = gradient.float().mul_(scale)
         self.optimizer.step()
+        for parameter, shard in self.shards.items():
+            if shard is not parameter:
+                shard.grad = None
         for parameter, copy in self.copies.items():
             if copy.grad is None:
                 continue
             copy.grad = None
+            shard = self.shards[parameter]
             if self.masters == "fp32":
-                parameter.copy_(copy)
+                shard.copy_(copy)
             else:
-                round_stochastically_(parameter, copy)
-                copy.data = _nothing(parameter).data
+                round_stochastically_(shard, copy)
+                copy.data = _nothing(shard).data
 
     def masters_kept(self) -> Iterator[Tensor]:
         """The float32 copies that stay from step to step."""
@@ -98,6 +107,12 @@ class Updater:
             self.optimizer.load_state_dict(state["optimizer"])
         for copy, saved in zip(self.masters_kept(), state["masters"], strict=True):
             copy.copy_(saved)
+
+
+def shard_of(parameter: nn.Parameter) -> nn.Parameter:
+    """What this rank updates of a parameter: all of it, or its own part as a parameter of the same storage."""
+    part = here(parameter)
+    return parameter if part is parameter else nn.Parameter(part.detach(), parameter.requires_grad)
 
 
 def _load_paged(optimizer: Any, state: dict[str, Any]) -> None:

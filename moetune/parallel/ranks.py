@@ -1,0 +1,151 @@
+"""The ranks of a run, seen from one of them: which others there are, and what it has to ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from moetune.config import ParallelConfig
+from moetune.parallel.place import Place, data_ranks, expert_copies, expert_shards
+from moetune.parallel.placement import EVERYTHING, Placement
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank's view.
+
+    Attributes:
+        parallel: the layout.
+        rank: this rank's number.
+        placement: the experts that it holds.
+        dense: the ranks as (replicate, fsdp, tp); None where there is one only.
+        expert: the same ranks as (copy, shard, ep), by whose experts they hold.
+    """
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    rank: int = 0
+    placement: Placement = EVERYTHING
+    dense: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
+
+    @classmethod
+    def join(cls, parallel: ParallelConfig, device_type: str, placement: Placement = EVERYTHING) -> Ranks:
+        """The view of this process, which is one of `parallel.ranks` that torch.distributed knows; one is alone."""
+        if parallel.ranks == 1:
+            return cls(parallel)
+        world = dist.get_world_size()
+        assert world == parallel.ranks, f"{world} processes, and parallel: asks for {parallel.ranks} ranks"
+        dense = init_device_mesh(
+            device_type,
+            (parallel.replicate, parallel.fsdp, parallel.tp),
+            mesh_dim_names=("replicate", "fsdp", "tp"),
+        )
+        expert = None
+        if parallel.ep > 1:
+            shape = (expert_copies(parallel), expert_shards(parallel), parallel.ep)
+            expert = init_device_mesh(device_type, shape, mesh_dim_names=("copy", "shard", "ep"))
+        return cls(parallel, dist.get_rank(), placement, dense, expert)
+
+    @property
+    def alone(self) -> bool:
+        return self.dense is None
+
+    @property
+    def place(self) -> Place:
+        return Place.of(self.parallel, self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all, to the user and to files."""
+        return self.rank == 0
+
+    @property
+    def data_index(self) -> int:
+        """This rank's number among those that see different data."""
+        return self.rank // self.parallel.tp
+
+    @property
+    def data_size(self) -> int:
+        return data_ranks(self.parallel)
+
+    def copies(self, tensor: Tensor, *, of_expert: bool) -> int:
+        """How many ranks hold the same part of a parameter."""
+        parts = self.parallel.ep if of_expert else 1
+        if isinstance(tensor, DTensor):
+            for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+                parts *= 1 if placement.is_replicate() else size
+        return self.parallel.ranks // parts
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if not self.alone:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def total_over_data(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks that see different data, in place."""
+        if self.data_size > 1:
+            dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+    @property
+    def data_group(self) -> Any:
+        """The ranks that see different data and have the same part of every matrix."""
+        assert self.dense is not None
+        return self.dense["replicate", "fsdp"]._flatten("data").get_group()
+
+    def add_up(self, gradients: Mapping[Tensor, Tensor], experts: Iterable[Tensor]) -> None:
+        """Adds up, in place, the gradients of parameters that no engine reduces: those that are whole on this rank.
+
+        Args:
+            gradients: parameter -> its gradient here.
+            experts: which of the parameters belong to experts.
+        """
+        if self.alone:
+            return
+        of_experts = {id(parameter) for parameter in experts} if self.expert is not None else set()
+        for parameter, gradient in gradients.items():
+            if isinstance(parameter, DTensor) and self._is_reduced(parameter):
+                continue
+            if id(parameter) not in of_experts:
+                self.total_over_data(here(gradient))
+            elif expert_copies(self.parallel) > 1:
+                assert self.expert is not None
+                dist.all_reduce(gradient, group=self.expert.get_group("copy"))
+
+    @staticmethod
+    def _is_reduced(parameter: DTensor) -> bool:
+        """Whether FSDP2 shards it, and so adds up its gradients; what is split for tensor parallelism alone is not."""
+        names = parameter.device_mesh.mesh_dim_names or ()
+        return "fsdp" in names or "shard" in names
+
+    def everyones(self, value: Any) -> list[Any]:
+        """What each rank has to say, in the order of their numbers."""
+        if self.alone:
+            return [value]
+        said: list[Any] = [None] * self.parallel.ranks
+        dist.all_gather_object(said, value)
+        return said
+
+    def barrier(self) -> None:
+        if not self.alone:
+            dist.barrier()
+
+
+ALONE = Ranks()
+"""The one rank of a run that is not shared."""
+
+
+def here(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without a copy."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor

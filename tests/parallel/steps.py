@@ -1,0 +1,77 @@
+"""Steps of a run by its own stepper, on the batches that a run of one process would see, by as many ranks as it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moetune.adapt.build import Adapted, build
+from moetune.config import RunConfig
+from moetune.experts.bank import ExpertBank
+from moetune.parallel.ranks import Ranks, here
+from moetune.step.optimizers import make_optimizer
+from moetune.step.step import count_loss_tokens
+from moetune.step.stepper import Stepper
+
+
+@dataclass
+class Taken:
+    """What some steps gave: their losses and gradient norms, and the final weights by name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def take(config: RunConfig, steps: int, micro_batches: int) -> Taken:
+    """`micro_batches` of all ranks together make a step."""
+    ranks = Ranks.join(config.parallel, "cpu")
+    adapted = build(config, "cpu", ranks=ranks)
+    adapted.model.train()
+    optimizer = make_optimizer(adapted, config)
+    stepper = Stepper(adapted, config, optimizer)
+    taken = Taken()
+    for step in range(steps):
+        batches = [batch_of(config, step * micro_batches + number) for number in range(micro_batches)]
+        total = sum(count_loss_tokens(batch) for batch in batches)
+        mine = batches[ranks.data_index :: ranks.data_size]
+        for number, batch in enumerate(mine):
+            stepper.micro_step(batch, total, last=number == len(mine) - 1)
+        taken.norms.append(float(stepper.update()))
+        taken.losses.append(float(stepper.loss))
+    taken.weights = whole_weights(adapted)
+    return taken
+
+
+def batch_of(config: RunConfig, number: int) -> dict[str, Tensor]:
+    """Rows of unlike lengths, some tokens without a loss."""
+    made = torch.Generator().manual_seed(number)
+    rows, length = config.train.micro_batch, config.train.sequence_length
+    ids = torch.randint(5, 500, (rows, length), generator=made)
+    lengths = torch.randint(length // 3, length + 1, (rows,), generator=made)
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, : number % 5] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def whole_weights(adapted: Adapted) -> dict[str, Tensor]:
+    """What trains, by name, whole; low-rank factors of experts one by one. Every rank gets all of it."""
+    banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.anatomy.moe_layers}
+    mine: dict[str, Any] = {}
+    for name, parameter in adapted.trainable().items():
+        bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
+        tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else here(parameter)
+        tensor = tensor.detach().clone()
+        if isinstance(bank, ExpertBank):
+            mine |= {f"{name}.{expert}": tensor[slot] for expert, slot in bank.lora.slots.items()}
+        else:
+            mine[name] = tensor
+    whole: dict[str, Tensor] = {}
+    for said in adapted.ranks.everyones(mine):
+        whole |= said
+    return whole

@@ -1,0 +1,68 @@
+"""Several real processes on this machine, joined by gloo, as cheaply as can be: forked from one that has imported all."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_ROOT = str(Path(__file__).parents[2])
+_TIMEOUT = timedelta(seconds=60)
+
+
+def run(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(*args)` returns on each of so many ranks. `work` is a function of a module that tests can import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.preloaded"])
+    os.environ["PYTHONPATH"] = _ROOT  # the server is given no sys.path before Python 3.13
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ends, processes = [], []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(theirs, store, rank, ranks, work, args), daemon=True)
+            process.start()
+            theirs.close()
+            ends.append(mine)
+            processes.append(process)
+        answers: list[Any] = [None] * ranks
+        try:
+            for rank in range(ranks):
+                try:
+                    error, payload = ends[rank].recv()
+                except EOFError:
+                    error, payload = "it ended without a word", b""
+                assert error is None, f"rank {rank}:\n{error}"
+                answers[rank] = torch.load(io.BytesIO(payload), weights_only=False)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return answers
+
+
+def _rank(end: Any, store: str, rank: int, ranks: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        if ranks > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=_TIMEOUT
+            )
+        payload = io.BytesIO()
+        torch.save(work(*args), payload)
+        end.send((None, payload.getvalue()))
+    except BaseException:
+        end.send((traceback.format_exc(), b""))
+    finally:
+        end.close()
+        os._exit(0)  # without gloo's farewells, which wait for ranks that are gone
