@@ -252,7 +252,8 @@ class ParallelConfig(Section):
     `zero` says what the `fsdp` ranks share: 1 optimizer states, 2 gradients as well, 3 weights as well. Under
     `reshard: false` gathered weights stay gathered from forward to backward. `offload: optimizer` keeps optimizer
     states and master weights on the host, and updates there. `load` is a file with the tokens that each expert is known
-    to receive, such as a run's memory.json: experts are then spread over `ep` ranks so that these are balanced.
+    to receive, such as a run's memory.json: experts are then spread over `ep` ranks so that these are balanced. A rank
+    that waits for another longer than `timeout` seconds gives up.
     """
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
@@ -265,6 +266,7 @@ class ParallelConfig(Section):
     reshard: bool = True
     offload: Literal["none", "optimizer"] = "none"
     load: str | None = None
+    timeout: Positive = 600
 
     @property
     def ranks(self) -> int:
@@ -342,10 +344,15 @@ def require(config: RunConfig, command: str, *sections: Literal["data", "output"
 
 def refuse_untrainable(config: RunConfig) -> None:
     """Raises `UserError` for settings that only the closed form knows so far."""
-    default = RunConfig(model=config.model, adapt=config.adapt)
-    settings = {"parallel": config.parallel != default.parallel}
-    unbuilt = [name for name, is_set in settings.items() if is_set]
-    if unbuilt:
+    parallel = config.parallel
+    problems = []
+    if parallel.pp > 1:
+        problems.append("parallel.pp: transformers' pipeline stages run forward only; set pp to 1 and fsdp higher")
+    if parallel.engine == "deepspeed":
+        problems.append("parallel.engine: deepspeed; use fsdp2, which has the same stages (parallel.zero)")
+    if parallel.offload != "none":
+        problems.append("parallel.offload; use optimizer.offload with one rank")
+    if problems:
         raise UserError(
-            f"{', '.join(unbuilt)}: can be predicted (moetune predict --method formula), not trained or traced yet"
+            f"{'; '.join(problems)}. It can be predicted (moetune predict --method formula), not trained or traced yet"
         )

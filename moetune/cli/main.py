@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -39,8 +40,22 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not _note_failure(str(error)):
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception:
+        _note_failure(traceback.format_exc())
+        raise
+
+
+def _note_failure(message: str) -> bool:
+    """On a rank of several, leaves the message where what started them looks; whether that will show it."""
+    if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    from moetune.parallel.launch import is_quiet, note_failure
+
+    note_failure(message)
+    return is_quiet()
 
 
 def _quieten() -> None:

@@ -33,14 +33,27 @@ def train(
 
     import json
     import sys
+    from contextlib import nullcontext
 
+    import torch
+
+    from moetune.parallel.launch import check_launch, joined, start_ranks, was_launched
+    from moetune.parallel.ranks import ALONE
     from moetune.train.run import train as run_training
 
+    check_launch(config.parallel)
     try:
-        result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run)
+        if config.parallel.ranks > 1 and not dry_run and not was_launched():
+            code = start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], config.parallel.ranks)
+            raise typer.Exit(code)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with nullcontext(ALONE) if dry_run else joined(config.parallel, device) as ranks:
+            result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
     except KeyboardInterrupt:
         print("interrupted; --resume auto goes on from the last checkpoint", file=sys.stderr)
         raise
+    if not ranks.is_first:
+        return
     if json_:
         print(json.dumps(result.to_json()))
         return

@@ -102,12 +102,12 @@ def _of_expert_lora(run: FinishedRun, layer: MoeLayer, bank: ExpertBank) -> Iter
     if bank.lora is None:
         return
     scale = bank.lora.scale
-    for expert, slot in bank.lora.slots.items():
+    for expert in bank.lora.slots:
         for stack in stacks(layer):
             part = part_of(stack)
             if part.endswith("_bias"):
                 continue
-            A, B = (run.trained[f"{layer.experts}.lora.{part}_{factor}"] for factor in "AB")
+            A, B = (run.trained[f"{layer.experts}.lora.{part}_{factor}.{expert}"] for factor in "AB")
             rows = bank.lora.gate_up_rows if part == "gate_up" else (slice(None),)
 
             def new(
@@ -116,14 +116,12 @@ def _of_expert_lora(run: FinishedRun, layer: MoeLayer, bank: ExpertBank) -> Iter
                 stop: int,
                 A: Stored = A,
                 B: Stored = B,
-                slot: int = slot,
                 rows: tuple[slice, ...] = rows,
                 stack: str = stack,
             ) -> Tensor:
                 assert base is not None
                 weight = out_in(layer, stack, base[0])
-                factors = zip(rows, A.rows(slot, slot + 1)[0].float(), B.rows(slot, slot + 1)[0].float(), strict=True)
-                for where, a, b in factors:
+                for where, a, b in zip(rows, A.rows().float(), B.rows().float(), strict=True):
                     weight[where].addmm_(b, a, alpha=scale)
                 return base
 

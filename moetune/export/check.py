@@ -14,8 +14,8 @@ from moetune.adapt.build import build, no_progress_bars
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.export.finished_run import FinishedRun
+from moetune.train.checkpoint import TRAINED_FILE, parts_of
 from moetune.train.data import load_data
-from moetune.train.trainer import TRAINED_FILE
 
 _LENGTH = 64  # tokens of a prompt, at most
 
@@ -55,8 +55,9 @@ def check_merged(run: FinishedRun, merged: Path, prompts: int) -> LogitCheck:
 def _trained_logits(run: FinishedRun, config: RunConfig, ids: list[Tensor]) -> list[Tensor]:
     adapted = build(config, "cpu")
     saved = load_file(run.checkpoint / TRAINED_FILE)
-    for name, parameter in adapted.trainable().items():
-        parameter.copy_(saved[name])
+    for parameter, parts in parts_of(adapted).items():
+        for part in parts:
+            part.of(parameter).copy_(saved[part.name])
     adapted.model.eval()
     return [adapted.model(input_ids=row, use_cache=False).logits for row in ids]
 

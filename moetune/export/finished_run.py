@@ -13,8 +13,8 @@ from moetune.errors import UserError
 from moetune.hub.fingerprint import Base, Fingerprint, headers
 from moetune.hub.tensor_files import DTYPES, Stored, read_header
 from moetune.run_file import load_run_config
+from moetune.train.checkpoint import TRAINED_FILE, parts_of
 from moetune.train.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
-from moetune.train.trainer import TRAINED_FILE
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ def open_run(path: Path) -> FinishedRun:
         )
     trained = read_header(checkpoint / TRAINED_FILE)
     adapted = build(config, "meta")
-    expected = {name: tuple(parameter.shape) for name, parameter in adapted.trainable().items()}
+    expected = {
+        part.name: tuple(parameter.shape if part.row is None else parameter.shape[1:])
+        for parameter, parts in parts_of(adapted).items()
+        for part in parts
+    }
     for name in sorted(expected.keys() | trained.keys()):
         found = trained[name].shape if name in trained else None
         if found != expected.get(name):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model, set_peft_model_state_dict
 from safetensors import SafetensorError
@@ -153,7 +154,10 @@ def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
     for layer in lora_layers(adapted):
         lora = lora_of(adapted, layer)
         for projection, path in expert_keys(layer).items():
-            A, B = (trained[f"{layer.experts}.lora.{projection}_{factor}"] for factor in "AB")
+            A, B = (
+                torch.stack([trained[f"{layer.experts}.lora.{projection}_{factor}.{expert}"] for expert in lora.slots])
+                for factor in "AB"
+            )
             joined = join_experts(A, B, lora.slots, layer.shape.num_experts, rows_of_parts(lora, projection))
             tensors |= zip((f"{path}.lora_A.weight", f"{path}.lora_B.weight"), joined, strict=True)
     return tensors

@@ -18,6 +18,7 @@ from moetune.errors import UserError
 from moetune.memory.collectives import Communication, Place, Sharing, Unit, part, sharded_weights
 from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
 from moetune.memory.report import Collective
+from moetune.parallel.place import indivisible
 
 
 @dataclass(frozen=True)
@@ -98,32 +99,8 @@ def refuse_indivisible(
     kv_heads: int | None = None,
 ) -> None:
     """Raises `UserError` with every size of `parallel` that this model does not have the parts for."""
-    pp, ep, tp = parallel.pp, parallel.ep, parallel.tp
-    counts = sorted({len(layer.experts) for layer in whole.layers if layer.experts})
-    problems = []
-    if pp > len(whole.layers):
-        problems.append(f"parallel.pp: {pp} stages and only {len(whole.layers)} layers; set pp to {len(whole.layers)}")
-    if kv_heads is not None and kv_heads % tp:
-        problems.append(
-            f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
-        )
-    if ep > 1 and not counts:
-        problems.append(f"parallel.ep: {ep} ranks to spread experts over, and the model has none; leave ep out")
-    elif ep > 1 and ep > counts[0]:
-        problems.append(
-            f"parallel.ep: more ranks than experts, {ep} and {counts[0]}; set ep to {_divisors(gcd(*counts))}, "
-            "and fsdp to the rest"
-        )
-    elif ep > 1 and any(count % ep for count in counts):
-        named = " and ".join(str(count) for count in counts)
-        problems.append(
-            f"parallel.ep: {ep} ranks cannot hold {named} experts evenly; set ep to {_divisors(gcd(*counts))}"
-        )
-    if ep > 1 and ep % tp:
-        problems.append(
-            f"parallel.ep: {ep} is no multiple of tp {tp}; the ranks that split a matrix send their experts separate "
-            "tokens, so set ep to a multiple of tp, or to 1"
-        )
+    counts = [len(layer.experts) for layer in whole.layers if layer.experts]
+    problems = indivisible(parallel, layers=len(whole.layers), experts=counts, kv_heads=kv_heads)
     experts = {layer.index: len(layer.experts) for layer in whole.layers}
     for index, shares in (load or {}).items():
         if len(shares) != experts.get(index):
@@ -134,10 +111,6 @@ def refuse_indivisible(
             problems.append(f"expert load of layer {index}: shares must be finite, none negative and not all zero")
     if problems:
         raise UserError("\n".join(problems))
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def model_states(tensors: Tensors) -> int:

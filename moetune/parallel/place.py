@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -57,3 +58,46 @@ def expert_copies(parallel: ParallelConfig) -> int:
     if parallel.ep == 1:
         return parallel.replicate * parallel.tp
     return parallel.replicate * parallel.fsdp * parallel.tp // parallel.ep // expert_shards(parallel)
+
+
+def indivisible(
+    parallel: ParallelConfig, *, layers: int, experts: Sequence[int], kv_heads: int | None = None
+) -> list[str]:
+    """Every size of `parallel` that a model does not have the parts for, in words.
+
+    Args:
+        layers: how many it has.
+        experts: how many each layer with experts has.
+        kv_heads: key/value heads of attention, which tp cannot divide further.
+    """
+    pp, ep, tp = parallel.pp, parallel.ep, parallel.tp
+    counts = sorted(set(experts))
+    problems = []
+    if pp > layers:
+        problems.append(f"parallel.pp: {pp} stages and only {layers} layers; set pp to {layers}")
+    if kv_heads is not None and kv_heads % tp:
+        problems.append(
+            f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
+        )
+    if ep > 1 and not counts:
+        problems.append(f"parallel.ep: {ep} ranks to spread experts over, and the model has none; leave ep out")
+    elif ep > 1 and ep > counts[0]:
+        problems.append(
+            f"parallel.ep: more ranks than experts, {ep} and {counts[0]}; set ep to {_divisors(gcd(*counts))}, "
+            "and fsdp to the rest"
+        )
+    elif ep > 1 and any(count % ep for count in counts):
+        named = " and ".join(str(count) for count in counts)
+        problems.append(
+            f"parallel.ep: {ep} ranks cannot hold {named} experts evenly; set ep to {_divisors(gcd(*counts))}"
+        )
+    if ep > 1 and ep % tp:
+        problems.append(
+            f"parallel.ep: {ep} is no multiple of tp {tp}; the ranks that split a matrix send their experts separate "
+            "tokens, so set ep to a multiple of tp, or to 1"
+        )
+    return problems
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -56,7 +56,7 @@ class HostUpdater(Updater):
 
     def __init__(self, key: str, parameter: nn.Parameter, make: MakeOptimizer, bus: Bus) -> None:
         self.key, self.parameters, self.fused, self.masters = key, [parameter], False, "fp32"
-        self.bus = bus
+        self.shards, self.bus = {parameter: parameter}, bus
         self._arriving: Arrival | None = None
         self._has_gradient = False
         with parameter.fake_mode if isinstance(parameter, FakeTensor) else nullcontext():

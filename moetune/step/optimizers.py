@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moetune.adapt.build import Adapted, build, count_trainable
+from moetune.adapt.build import Adapted
 from moetune.config import OptimizerConfig, Part, RunConfig
 from moetune.errors import UserError
 from moetune.step.lomo import Adafactor, AdaLomo, Lomo
@@ -121,17 +121,6 @@ def make_optimizer(adapted: Adapted, config: RunConfig) -> CombinedOptimizer:
             for key, parameters in groups.items()
         ]
     return CombinedOptimizer(updaters)
-
-
-def check_optimizers(config: RunConfig) -> dict[str, int]:
-    """Counts what trains, by part, and makes its optimizers, all on the meta device.
-
-    Raises:
-        UserError: as `build` and `make_optimizer`, before any weight is loaded.
-    """
-    adapted = build(config, "meta")
-    make_optimizer(adapted, config)
-    return count_trainable(adapted)
 
 
 def refuse_parts_without(config: RunConfig, trained: Mapping[Part, int]) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.base import noting_base
-from moetune.adapt.build import Adapted, build, compute_dtype
+from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable
 from moetune.adapt.start import Start, open_start
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, refuse_untrainable, require
@@ -21,7 +21,9 @@ from moetune.errors import UserError, one_line, suggest
 from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
-from moetune.step.optimizers import check_optimizers
+from moetune.parallel.place import indivisible
+from moetune.parallel.ranks import ALONE, Ranks
+from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.interrupt import Interruptible
@@ -55,6 +57,7 @@ def train(
     dry_run: bool = False,
     device: torch.device | str | None = None,
     console: Console | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Trains what the run file says and leaves the result in its run folder.
 
@@ -62,24 +65,25 @@ def train(
         resume: `never`, `auto` or a checkpoint folder.
         dry_run: check run file, data and output, count what would train, and stop.
         device: CUDA if there is any, else the CPU.
+        ranks: the ranks of the run, of which this process is one; a dry run needs none.
 
     Raises:
         UserError: anything that the user can mend. No file has been written then.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, quiet=not ranks.is_first)
     require(config, "train", "data", "output")
     refuse_untrainable(config)
     assert config.data is not None
     assert config.output is not None
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = _with_dtype(config, device)
-    folder = RunFolder(Path(config.output))
+    folder = RunFolder(Path(config.output), ranks)
     # A run that is resumed has its values from a checkpoint, so that what it started from may be gone.
     checkpoint, start, _, counts, (data, padding) = _all_of(
         lambda: folder.check(config, resume, overwrite),
         lambda: _start(config, overwrite) if resume == "never" else None,
         lambda: _check_reporters(config.train.report_to),
-        lambda: check_optimizers(config),
+        lambda: _check_parts(config),
         lambda: _data(config),
     )
     tokens = sum(len(row) for row in data.train["input_ids"])
@@ -105,8 +109,9 @@ def train(
         folder.base()  # a damaged one is named before the weights are read
     weights = resolve(config.model.path).folder if config.model.weights == "pretrained" else None
     with noting_base(config.model) as noted, reading(console, weights) as on_read:
-        adapted = build(config, device, on_read)
+        adapted = build(config, device, on_read, ranks)
         base = noted()
+    _refuse_different_ranks(ranks, config, tokens, base)
     if checkpoint is not None and base is not None:
         _refuse_other_base(folder, config, base, console)
     for note in start.load(adapted, base) if start is not None else ():
@@ -136,6 +141,36 @@ def train(
         progress.stop()
         memory.finish()
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
+
+
+def _check_parts(config: RunConfig) -> dict[str, int]:
+    """Counts what trains, by part, makes its optimizers on the meta device, and checks that the ranks can divide it.
+
+    Raises:
+        UserError: as `build` and `make_optimizer`, before any weight is loaded.
+    """
+    adapted = build(config, "meta")
+    make_optimizer(adapted, config)
+    experts = [layer.shape.num_experts for layer in adapted.anatomy.moe_layers]
+    heads = getattr(adapted.model.config.get_text_config(), "num_key_value_heads", None)
+    problems = indivisible(config.parallel, layers=adapted.anatomy.num_layers, experts=experts, kv_heads=heads)
+    if problems:
+        raise UserError("\n".join(problems))
+    return count_trainable(adapted)
+
+
+def _refuse_different_ranks(ranks: Ranks, config: RunConfig, tokens: int, base: Base | None) -> None:
+    """Raises `UserError` if ranks were given different run files, data or weights: their gradients would not add up."""
+    mine = {
+        "the run file": config.to_yaml(),
+        "the number of training tokens": tokens,
+        "the base": None if base is None else base.fingerprint.content,
+        "the version of torch": torch.__version__,
+    }
+    for rank, its in enumerate(ranks.everyones(mine)):
+        for what, value in its.items():
+            if value != mine[what]:
+                raise UserError(f"{what} differs between rank {ranks.rank} and rank {rank}; give all ranks the same")
 
 
 def _start(config: RunConfig, overwrite: bool) -> Start | None:

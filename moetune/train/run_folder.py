@@ -20,17 +20,20 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.hub.fingerprint import Base
-from moetune.train.seal import damage, seal
+from moetune.parallel.place import data_ranks
+from moetune.parallel.ranks import ALONE, Ranks
+from moetune.train.seal import damage, files_in, seal
 
 RUN_FILE, BASE_FILE = "run.yaml", "base.json"
 _OWN = (RUN_FILE, BASE_FILE, "metrics.jsonl", "memory.json", "checkpoints", "runs", "delta", "adapter", "report.html")
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
-    "output", "hardware", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
+    "output", "hardware", "parallel", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
     "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
 }  # fmt: skip
 _FREE_ON_EXPORT = _FREE_ON_RESUME | {"model.path", "model.weights"}
@@ -39,10 +42,11 @@ _MOST_PROBLEMS = 10
 
 
 class RunFolder:
-    """One run's folder. Nothing is written before `create`."""
+    """One run's folder. Nothing is written before `create`. Of several ranks the first one writes; checkpoints are
+    written by all."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.expanduser()
+    def __init__(self, path: Path, ranks: Ranks = ALONE) -> None:
+        self.path, self.ranks = path.expanduser(), ranks
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.damaged: list[str] = []
@@ -97,6 +101,12 @@ class RunFolder:
 
         On resume, what came after the checkpoint goes: those steps run again. So does what a kill left half-written.
         """
+        self.ranks.barrier()  # all have read what is there
+        if self.ranks.is_first:
+            self._create(config, checkpoint, overwrite, base)
+        self.ranks.barrier()
+
+    def _create(self, config: RunConfig, checkpoint: Path | None, overwrite: bool, base: Base | None) -> None:
         if overwrite and self._is_run():
             self._remove_run()
         try:
@@ -157,6 +167,7 @@ class RunFolder:
     @contextmanager
     def new_checkpoint(self, step: int, keep: int, needed: int = 0) -> Iterator[Path]:
         """Yields a folder to write to; at the end it is sealed, takes its final name, and checkpoints beyond `keep` go.
+        Every rank writes its part.
 
         Args:
             needed: bytes that will be written.
@@ -165,19 +176,25 @@ class RunFolder:
             UserError: the disk is full. Nothing half-written is left, and earlier checkpoints are as they were.
         """
         final, aside = self.checkpoints_path / f"step-{step}", self.checkpoints_path / f".step-{step}"
-        shutil.rmtree(aside, ignore_errors=True)
+        first = self.ranks.is_first
         try:
-            aside.mkdir(parents=True)
+            if first:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+            self.ranks.barrier()
             yield aside
-            for file in (self.path / RUN_FILE, self.metrics_file):
-                shutil.copyfile(file, aside / file.name)
-            seal(aside, step)
-            for file in (*aside.iterdir(), self.metrics_file):
-                sync(file)
-            sync(aside)
-            aside.rename(final)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            self.ranks.barrier()
+            if first:
+                for file in (self.path / RUN_FILE, self.metrics_file):
+                    shutil.copyfile(file, aside / file.name)
+                seal(aside, step)
+                for file in (*files_in(aside), self.metrics_file):
+                    sync(file)
+                sync(aside)
+                aside.rename(final)
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            if first:
+                shutil.rmtree(aside, ignore_errors=True)
             free = shutil.disk_usage(self.path).free
             if free > needed:
                 raise
@@ -186,11 +203,15 @@ class RunFolder:
                 f"step {step}: the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and "
                 f"{free:,} are free. The last complete one is {last[0]}; free some space and go on with --resume auto"
             ) from error
+        if not first:
+            return
         sync(self.checkpoints_path)
         for old in self.checkpoints()[:-keep]:
             _discard(old)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
+        if not self.ranks.is_first:
+            return
         try:
             with self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -226,6 +247,8 @@ class RunFolder:
 
     def write_memory(self, record: dict[str, Any]) -> None:
         """Writes `memory.json`: predicted beside measured, and how many tokens each expert received."""
+        if not self.ranks.is_first:
+            return
         with suppress(OSError):  # a run can do without it, and on a full disk another error says so
             _write_atomically(self.path / "memory.json", json.dumps(record) + "\n")
 
@@ -328,7 +351,11 @@ def _settings(text: str) -> dict[str, Any]:
     """A stored run file, flat. Keys that are newer than the file have their defaults, by which it was run."""
     tree = yaml.safe_load(text)
     with suppress(ValidationError):  # what is no run file any more is compared as it stands, and named
-        tree = RunConfig.model_validate(tree).model_dump(mode="json")
+        config = RunConfig.model_validate(tree)
+        tree = config.model_dump(mode="json")
+        # More ranks with fewer micro-batches each take the same step.
+        together = tree["train"].pop("accumulate") * data_ranks(config.parallel)
+        tree["train"]["accumulate, over all ranks"] = together
     return _flatten(tree)
 
 

@@ -14,11 +14,16 @@ _BLOCK = 2**24  # bytes read at a time
 def seal(folder: Path, step: int) -> None:
     """Writes the manifest: each file's bytes and SHA-256."""
     files = {
-        file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)}
-        for file in sorted(folder.iterdir())
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        for file in files_in(folder)
         if file.name != MANIFEST
     }
     (folder / MANIFEST).write_text(_text(step, files), encoding="utf-8")
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Every file of a folder and of the folders in it."""
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def damage(folder: Path) -> str | None:
@@ -43,7 +48,8 @@ def damage(folder: Path) -> str | None:
             return f"{name} was changed after it was written"
     known = expected.keys() | {MANIFEST}
     # Hidden ones are those of a file manager or a file system: .DS_Store, .nfs0001.
-    unknown = sorted(f.name for f in folder.iterdir() if f.name not in known and not f.name.startswith("."))
+    there = (f for f in files_in(folder) if not f.name.startswith("."))
+    unknown = sorted(name for f in there if (name := str(f.relative_to(folder))) not in known)
     return f"{unknown[0]} does not belong there; remove it" if unknown else None
 
 

@@ -14,9 +14,11 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.utils.data import DataLoader
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -31,15 +33,17 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.errors import UserError, one_line
+from moetune.step.loss import IGNORED
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Stepper
+from moetune.step.values import generator_states, set_generator_states
+from moetune.train import checkpoint
 from moetune.train.data import Datasets, collate
 from moetune.train.run_folder import RunFolder
 from moetune.train.seal import damage
 
-TRAINED_FILE = "trained.safetensors"
 LOAD_FILE = "expert_load.json"
 """Tokens that each expert of each layer has received since the run began."""
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -57,12 +61,12 @@ class MoeTrainer(Trainer):
         pad_token_id: int,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        self.adapted, self.config, self.folder = adapted, config, folder
+        self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
         self.watch = RouterWatch(adapted)
         self._load: dict[int, Tensor] = {}
         self.total_load: dict[int, Tensor] = {}
         self._router_loss: Tensor | None = None
-        self._step_loss, self._losses = torch.zeros((), device=adapted.model.device), list[Tensor]()
+        self._losses = list[Tensor]()
         self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
         super().__init__(
             model=adapted.model,
@@ -74,6 +78,24 @@ class MoeTrainer(Trainer):
         )
         for noisy in (PrinterCallback, ProgressCallback):
             self.remove_callback(noisy)
+        if not self.ranks.alone:  # dropout differs between ranks that see different data, and there only
+            torch.manual_seed(config.train.seed + self.ranks.data_index)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's micro-batches: of those that one process would take, every so many-th."""
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self.args.train_batch_size,
+            sampler=self._get_train_sampler(),
+            collate_fn=self.data_collator,
+        )
+        return prepare_data_loader(
+            loader,
+            num_processes=self.ranks.data_size,
+            process_index=self.ranks.data_index,
+            use_seedable_sampler=True,
+            data_seed=self.args.data_seed,
+        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -89,7 +111,7 @@ class MoeTrainer(Trainer):
         self._updates += 1
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         total = torch.stack([count_loss_tokens(batch) for batch in batches]).sum() if batches else torch.zeros(())
-        return batches, total.to(device)
+        return batches, self.ranks.total_over_data(total.to(device))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
@@ -98,8 +120,8 @@ class MoeTrainer(Trainer):
         batch = self._prepare_inputs(inputs)
         assert num_items_in_batch is not None
         with self._at_this_step():
-            done = self.stepper.micro_step(batch, num_items_in_batch, self.accelerator.backward)
-        self._step_loss = self._step_loss + done.loss
+            last = self.accelerator.sync_gradients
+            done = self.stepper.micro_step(batch, num_items_in_batch, self.accelerator.backward, last=last)
         for layer, load in done.load.items():
             for loads in (self._load, self.total_load):
                 loads[layer] = loads[layer] + load if layer in loads else load
@@ -118,8 +140,7 @@ class MoeTrainer(Trainer):
         with self._at_this_step():
             norm = self.stepper.look()
         if not self.stepper.optimizer.skips:
-            self._losses.append(self._step_loss)
-        self._step_loss = torch.zeros_like(norm)
+            self._losses.append(self.stepper.loss)
         return norm
 
     @contextmanager
@@ -130,21 +151,35 @@ class MoeTrainer(Trainer):
             raise UserError(f"step {self.state.global_step + 1}: {error}") from None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Held-out loss: the mean over every predicted token of the set, whatever the batches."""
+        """Held-out loss: the mean over every predicted token of the set, whatever the batches and ranks."""
         self.model.eval()
-        total, tokens = 0.0, 0
-        for batch in self.get_eval_dataloader():
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        for batch in self._held_out_batches():
             loss, predicted = held_out_loss(
                 self.adapted.model, self._prepare_inputs(batch), self.config.train.loss_bytes
             )
-            total += loss.item()
-            tokens += int(predicted)
+            sums += torch.stack([loss.double(), predicted.double()])
         self.model.train()
-        metrics = {"eval_loss": total / tokens, "eval_tokens": tokens}
+        total, tokens = self.ranks.total_over_data(sums).tolist()
+        metrics = {"eval_loss": total / tokens, "eval_tokens": int(tokens)}
         self._since, self._tokens = time.perf_counter(), 0
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _held_out_batches(self) -> Iterator[dict[str, Tensor]]:
+        """This rank's share. All ranks have equally many, because they run each together: those that would have one
+        less run one whose tokens do not count."""
+        size, mine = self.ranks.data_size, self.ranks.data_index
+        row: list[dict[str, Tensor]] = []
+        for batch in self.get_eval_dataloader():
+            row.append(batch)
+            if len(row) == size:
+                yield row[mine]
+                row = []
+        if row:
+            labels = torch.full_like(row[0]["labels"], IGNORED)
+            yield row[mine] if mine < len(row) else row[0] | {"labels": labels}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """One line of `metrics.jsonl`, and the same numbers to every reporter."""
@@ -156,7 +191,10 @@ class MoeTrainer(Trainer):
             if skipped := self._updates - len(self._losses):
                 logs["skipped_steps"] = skipped
             seconds = time.perf_counter() - self._since
-            logs["tokens_per_second"] = round(self._tokens / seconds, 1)
+            logs["tokens_per_second"] = round(self._tokens * self.ranks.data_size / seconds, 1)
+            self._load = {layer: self.ranks.total_over_data(load) for layer, load in self._load.items()}
+            if self._router_loss is not None:
+                self._router_loss = self.ranks.total_over_data(self._router_loss)
             if self.args.device.type == "cuda":
                 logs["peak_allocated"] = torch.cuda.max_memory_allocated(self.args.device)
             if self._router_loss is not None:
@@ -189,15 +227,17 @@ class MoeTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         keep, needed = self.config.train.keep_checkpoints, self._checkpoint_bytes()
         with self.folder.new_checkpoint(self.state.global_step, keep, needed) as aside:
-            tensors = {name: p.detach().contiguous() for name, p in self.adapted.trainable().items()}
-            save_file(tensors, aside / TRAINED_FILE)
-            received = {str(layer): tokens.tolist() for layer, tokens in self.total_load.items()}
-            (aside / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
-            self._save_optimizer_and_scheduler(str(aside))
-            self._save_rng_state(str(aside))
-            # without the intervals: on resume those of the run file hold
-            state = replace(self.state, logging_steps=None, eval_steps=None, save_steps=None)
-            state.save_to_json(str(aside / TRAINER_STATE_NAME))
+            checkpoint.write(aside, self.adapted, self.stepper.optimizer, self.lr_scheduler)
+            torch.save(generator_states(self.args.device), aside / f"generators-{self.ranks.rank}.pt")
+            received = {
+                str(layer): self.ranks.total_over_data(tokens.clone()).tolist()
+                for layer, tokens in self.total_load.items()
+            }
+            if self.ranks.is_first:
+                (aside / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
+                # without the intervals: on resume those of the run file hold
+                state = replace(self.state, logging_steps=None, eval_steps=None, save_steps=None)
+                state.save_to_json(str(aside / TRAINER_STATE_NAME))
 
     def _checkpoint_bytes(self) -> int:
         """What trains, its master weights, the optimizer's states, and a mebibyte for all else."""
@@ -207,31 +247,27 @@ class MoeTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _whole(resume_from_checkpoint):
-            saved = load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
+            checkpoint.read_trained(Path(resume_from_checkpoint), self.adapted)
             received = json.loads((Path(resume_from_checkpoint) / LOAD_FILE).read_text(encoding="utf-8"))
-        trained = self.adapted.trainable()
-        differing = sorted(
-            name
-            for name in saved.keys() | trained.keys()
-            if name not in saved
-            or name not in trained
-            or (saved[name].shape, saved[name].dtype) != (trained[name].shape, trained[name].dtype)
-        )
-        if differing:
-            raise UserError(f"checkpoint {resume_from_checkpoint!r} holds other trained tensors: {differing[0]}")
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(saved[name])
-        device = self.adapted.model.device
-        self.total_load.update({int(layer): torch.tensor(tokens, device=device) for layer, tokens in received.items()})
+        if self.ranks.is_first:  # the others add what they see from now on
+            device = self.adapted.model.device
+            self.total_load.update({int(layer): torch.tensor(t, device=device) for layer, t in received.items()})
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _whole(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        if checkpoint_folder is None:
+            return
+        with _whole(checkpoint_folder):
+            folder = Path(checkpoint_folder)
+            checkpoint.read_optimizer(folder, self.adapted, self.stepper.optimizer, self.lr_scheduler)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _whole(checkpoint):
-            super()._load_rng_state(checkpoint)
+    def _load_rng_state(self, checkpoint_folder: str | None) -> None:
+        """Random generators as they were; on other ranks than those that wrote the checkpoint they begin anew."""
+        if checkpoint_folder is None:
+            return
+        file = Path(checkpoint_folder) / f"generators-{self.ranks.rank}.pt"
+        with _whole(checkpoint_folder):
+            if file.is_file():
+                set_generator_states(torch.load(file, weights_only=True), self.args.device)
 
 
 class ResumableFlow(TrainerCallback):
@@ -247,26 +283,30 @@ class ResumableFlow(TrainerCallback):
             control.should_log = True  # what was summed since the last line is not in a checkpoint
 
 
-def check_checkpoint(checkpoint: Path) -> None:
+def check_checkpoint(folder: Path) -> None:
     """Raises `UserError` if a file of the checkpoint is not as it was written, or holds code. Changes nothing."""
-    if reason := damage(checkpoint):
+    if reason := damage(folder):
         raise UserError(
-            f"checkpoint {str(checkpoint)!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
+            f"checkpoint {str(folder)!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
         )
-    with _whole(str(checkpoint)):
-        for name in ("optimizer.pt", "scheduler.pt"):
-            torch.load(checkpoint / name, weights_only=True, map_location="cpu")
+    with _whole(str(folder)):
+        for file in sorted(folder.glob("generators-*.pt")):
+            torch.load(file, weights_only=True, map_location="cpu")
+        json.loads((folder / checkpoint.OPTIMIZER_FILE).read_text(encoding="utf-8"))
 
 
 @contextmanager
-def _whole(checkpoint: str | None) -> Iterator[None]:
+def _whole(folder: str) -> Iterator[None]:
     """Turns what reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
     try:
         yield
-    except (OSError, SafetensorError, UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except (
+        OSError, SafetensorError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, EOFError,
+        CheckpointException,
+    ) as error:  # fmt: skip
         reason = one_line(error)
         raise UserError(
-            f"checkpoint {checkpoint!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
+            f"checkpoint {folder!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
         ) from error
 
 
@@ -295,7 +335,7 @@ def training_arguments(
         eval_on_start=evaluates,
         save_strategy="steps",
         save_steps=train.save_every,
-        report_to=list(train.report_to) or "none",
+        report_to=list(train.report_to) if train.report_to and folder.ranks.is_first else "none",
         remove_unused_columns=False,
         disable_tqdm=True,
         use_cpu=device.type == "cpu",

@@ -15,8 +15,8 @@ from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
 from moetune.hub.fingerprint import Base, take_fingerprint
 from moetune.hub.tensor_files import weight_files
+from moetune.train.checkpoint import TRAINED_FILE, parts_of
 from moetune.train.run_folder import RunFolder
-from moetune.train.trainer import TRAINED_FILE
 from tests.reference import run_config
 from tests.toys import toy_model
 
@@ -79,7 +79,9 @@ def write_run(
             for parameter in adapted.trainable().values():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         with folder.new_checkpoint(step, keep=3) as aside:
-            save_file({name: p.detach().contiguous() for name, p in adapted.trainable().items()}, aside / TRAINED_FILE)
+            parts = [part for all_ in parts_of(adapted).values() for part in all_]
+            trained = {part.name: part.of(part.parameter.detach()).contiguous() for part in parts}
+            save_file(trained, aside / TRAINED_FILE)
     return ToyRun(path, base, config, adapted)
 
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moetune.adapt.build import build
 from moetune.export.export import export_run
+from moetune.train.checkpoint import TRAINED_FILE
 from moetune.train.run_folder import RunFolder
-from moetune.train.trainer import TRAINED_FILE
 from tests.export.runs import ToyRun, make_toy, write_base, write_run
 from tests.reference import plain_weights, small_linears_are_packed, token_ids
 

@@ -2,7 +2,7 @@
 
 import bitsandbytes  # noqa: F401
 import peft  # noqa: F401
-import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
 import transformers  # noqa: F401
 from transformers import MixtralForCausalLM  # noqa: F401

@@ -1,4 +1,4 @@
-"""Steps of a run by its own stepper, on the batches that a run of one process would see, by as many ranks as it says."""
+"""Steps of a run by its own stepper, on the batches that one process would see, by as many ranks as it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several real processes on this machine, joined by gloo, as cheaply as can be: forked from one that has imported all."""
+"""Real processes on this machine, joined by gloo, as cheaply as can be: forked from one that has imported all."""
 
 from __future__ import annotations
 
