@@ -127,6 +127,7 @@ def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> Non
     ranks.barrier()
     if ranks.is_first:
         names = HuggingFaceStorageReader(str(aside)).read_metadata().state_dict_metadata
+        (aside / "whole").mkdir()
         consolidate_safetensors_files(str(aside), str(aside / "whole"), dict.fromkeys(names, 1))
         next((aside / "whole").glob("*.safetensors")).rename(folder / TRAINED_FILE)
         shutil.rmtree(aside)
