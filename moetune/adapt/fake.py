@@ -20,6 +20,8 @@ from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
 from moetune.experts.host import mark_on_host
 from moetune.experts.packed import BLOCK, NESTED_BLOCK, PackedStack
+from moetune.parallel.distribute import distribute
+from moetune.parallel.ranks import ALONE, Ranks, here
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that choose frequencies by the largest position, a value, which fake tensors do not have."""
@@ -31,13 +33,15 @@ for _overload in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
     _FAKES.impl(_overload, lambda *args, **kwargs: None, "Meta")
 
 
-def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
+def build_fake(config: RunConfig, mode: FakeTensorMode, ranks: Ranks = ALONE) -> Adapted:
     """Builds on the meta device by the one path, then gives every tensor a fake storage. `mode` need not be active.
+
+    One of several `ranks` needs torch.distributed to know of them: a backend that sends nothing will do.
 
     Raises:
         UserError: as `build`.
     """
-    adapted = build(config, "meta")
+    adapted = build(config, "meta", ranks=ranks)
     with mode:
         for module in adapted.model.modules():
             if isinstance(module, Linear4bit):
@@ -52,12 +56,13 @@ def build_fake(config: RunConfig, mode: FakeTensorMode) -> Adapted:
                         own[name] = memo.setdefault(tensor, _fake(tensor))
                         if isinstance(module, PackedStack) and module.on_host:
                             mark_on_host(own[name])
+        distribute(adapted.model, adapted.anatomy, adapted.selection, adapted.ranks)
     return adapted
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that a model holds: parameters, buffers, and the quantization constants of 4-bit linear layers."""
-    yield from model.parameters()
+    """Every tensor that a model holds on this rank: parameters, buffers, and the constants of 4-bit linear layers."""
+    yield from (here(parameter) for parameter in model.parameters())
     yield from model.buffers()
     for module in model.modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None) if _is_4bit(module) else None

@@ -14,6 +14,8 @@ from moetune.experts.mlp import count, counting_by
 from moetune.memory.routing import Routing
 from moetune.memory.trace import Steps, Trace, make_batch, vocabulary_of
 from moetune.memory.tracker import Tracker
+from moetune.parallel.exchange import arriving_by, read
+from moetune.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Measured:
             says is in use on the card at the end, by this process if it has the card to itself.
         routing: what each layer's experts received in the micro-step in which one of them received most.
         counts: what `tokens_per_expert` answered, call by call.
+        arrived: what arrived from other ranks, call by call.
     """
 
     peak_allocated: int
@@ -34,6 +37,7 @@ class Measured:
     tokens_per_second: float
     routing: Routing
     counts: list[list[int]]
+    arrived: list[list[list[int]]]
     trace: Trace | None
 
     @property
@@ -42,8 +46,11 @@ class Measured:
         return None if self.trace is None else self.trace.host_peak
 
 
-def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measured:
+def measure(config: RunConfig, device: torch.device | str, steps: int, ranks: Ranks = ALONE) -> Measured:
     """Takes real steps on `device` with random weights and random tokens.
+
+    Args:
+        ranks: of a run of several, all of which measure.
 
     Raises:
         UserError: as `build`.
@@ -51,7 +58,7 @@ def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measur
     refuse_untrainable(config)
     device = torch.device(device)
     random = config.model_copy(update={"model": config.model.model_copy(update={"weights": "random"})})
-    adapted = build(random, device)
+    adapted = build(random, device, ranks=ranks)
     adapted.model.train()
 
     def batch(rows: int) -> dict[str, Tensor]:
@@ -61,6 +68,7 @@ def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measur
     running = Steps(adapted, config, batch)
     tracker = Tracker(running.named)
     counts: list[list[int]] = []
+    arrived: list[list[list[int]]] = []
     load: dict[int, list[int]] = {}
 
     def recorded(ids: Tensor, num_experts: int) -> list[int]:
@@ -70,8 +78,12 @@ def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measur
         load[layer] = max(load.get(layer, rows), rows, key=max)
         return rows
 
+    def recorded_arrivals(arriving: Tensor, leaving: list[list[int]], rank: int) -> list[list[int]]:
+        arrived.append(read(arriving, leaving, rank))
+        return arrived[-1]
+
     on_cuda = device.type == "cuda"
-    with counting_by(recorded):
+    with counting_by(recorded), arriving_by(recorded_arrivals):
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
@@ -89,5 +101,6 @@ def measure(config: RunConfig, device: torch.device | str, steps: int) -> Measur
         tokens_per_second=tokens / seconds,
         routing=routing,
         counts=counts,
+        arrived=arrived,
         trace=None if on_cuda else trace,
     )

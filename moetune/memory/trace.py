@@ -7,14 +7,16 @@ value that shapes depend on: how many tokens each expert receives (`routing`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
@@ -26,9 +28,12 @@ from moetune.experts.host import stays_on_host
 from moetune.experts.mlp import Counting, counting_by
 from moetune.memory.loading import load_peaks
 from moetune.memory.replay import Recording, Shown, find_alike, recording
-from moetune.memory.report import PART_NAMES, Allocation, LoadPeaks, Moment, PartName, Parts, Phase, Sample
+from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks, Moment, PartName, Parts, Phase, Sample
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tracker import Block, Mark, Tracker
+from moetune.parallel.exchange import Arriving, arriving_by, as_they_leave
+from moetune.parallel.pretend import pretending
+from moetune.parallel.ranks import here
 from moetune.step.loss import IGNORED
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
@@ -53,6 +58,7 @@ class Trace:
         peak: place in the log after which the most is alive on the device.
         host_peak: the most bytes that are on the host at once.
         load: the peaks before the first step; None for a trace of real steps.
+        collectives: what leaves this rank in the last step, by the phase in which it does.
     """
 
     blocks: list[Block]
@@ -61,10 +67,15 @@ class Trace:
     peak: int
     host_peak: int = 0
     load: LoadPeaks | None = None
+    collectives: tuple[Collective, ...] = ()
 
     @classmethod
-    def of(cls, tracker: Tracker, begin: int = 0) -> Trace:
-        """What the tracker saw, its peak looked for from place `begin` of the log on."""
+    def of(cls, tracker: Tracker, begin: int = 0, axes: Mapping[str, str] = MappingProxyType({})) -> Trace:
+        """What the tracker saw, its peak looked for from place `begin` of the log on.
+
+        Args:
+            axes: names of torch's process groups -> the axis along which they talk.
+        """
         alive = most = peak = on_host = host_peak = 0
         for at, entry in enumerate(tracker.log):
             block = tracker.blocks[entry if entry >= 0 else ~entry]
@@ -76,7 +87,21 @@ class Trace:
             alive += change
             if alive > most and at >= begin:
                 most, peak = alive, at
-        return cls(tracker.blocks, tracker.log, tracker.marks, peak, host_peak)
+        collectives: dict[tuple[str, str, str], list[int]] = {}
+        for step, phase, sent in tracker.messages:
+            if step == tracker.step and sent.ranks > 1:
+                # Where the axes are the same ranks torch has one group for them; only experts exchange all to all.
+                axis = "ep" if sent.kind == "all-to-all" else axes.get(sent.group, sent.group)
+                key = (sent.kind, axis, f"in {phase}")
+                collectives.setdefault(key, []).append(sent.bytes)
+        return cls(
+            tracker.blocks,
+            tracker.log,
+            tracker.marks,
+            peak,
+            host_peak,
+            collectives=tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in collectives.items()),
+        )
 
     def alive(self, at: int) -> Iterator[Block]:
         """What is alive on the device after this place of the log."""
@@ -156,6 +181,8 @@ def trace(
     *,
     compose: bool = True,
     micro_steps: int | None = None,
+    rank: int = 0,
+    arriving: Arriving = as_they_leave,
 ) -> Trace:
     """Traces the first steps of a run, without weights, data or a GPU.
 
@@ -164,6 +191,8 @@ def trace(
         compose: replay layers that are alike instead of running each (docs/concepts/trace.md); about the same result,
             sooner. Runs with a load that differs from layer to layer are traced in full.
         micro_steps: of each step; by default two at most, because all further ones are like the second.
+        rank: which one of `parallel:` it is.
+        arriving: what its experts receive of other ranks; by default as if these sent what it sends.
 
     Raises:
         UserError: as `build`; or the run file asks for what training does not do yet.
@@ -171,23 +200,24 @@ def trace(
     """
     refuse_untrainable(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    adapted = build_fake(config, mode)
-    adapted.model.train()
-    steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
     uniform = not (isinstance(routing, Routing) and routing.load)
-    load = _load_peaks(adapted, config)
-    try:
-        with mode:
-            if compose and uniform and micro_steps is None:
-                return replace(steps.compose(routing), load=load)
-            tracker = Tracker(steps.named)
-            with steps.counting(routing, tracker):
-                return replace(steps.run(tracker, micro_steps or min(2, config.train.accumulate)), load=load)
-    except DataDependentOutputException as error:
-        raise NotTraceable(
-            f"{config.model.path!r} cannot be traced: the code of model type {adapted.anatomy.model_type!r} looks at "
-            f"values ({error.func}); use --method formula"
-        ) from None
+    with pretending(config.parallel, rank) as ranks:
+        adapted = build_fake(config, mode, ranks)
+        adapted.model.train()
+        steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
+        load = _load_peaks(adapted, config)
+        try:
+            with mode:
+                if compose and uniform and micro_steps is None and ranks.alone:
+                    return replace(steps.compose(routing), load=load)
+                tracker = Tracker(steps.named)
+                with steps.counting(routing, tracker), arriving_by(arriving):
+                    return replace(steps.run(tracker, micro_steps or min(2, config.train.accumulate)), load=load)
+        except DataDependentOutputException as error:
+            raise NotTraceable(
+                f"{config.model.path!r} cannot be traced: the code of model type {adapted.anatomy.model_type!r} looks "
+                f"at values ({error.func}); use --method formula"
+            ) from None
 
 
 def _load_peaks(adapted: Adapted, config: RunConfig) -> LoadPeaks:
@@ -247,7 +277,7 @@ class Steps:
                 self._step(tracker, micro_steps)
             self._evaluate(tracker)
         self.watch.remove()
-        return Trace.of(tracker)
+        return Trace.of(tracker, axes=self.adapted.ranks.axes())
 
     def compose(self, routing: Routing | Counting) -> Trace:
         """The same for fake tensors, where layers that are alike are replayed.
@@ -321,8 +351,10 @@ class Steps:
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
+        trained = {id(here(parameter).untyped_storage()) for parameter in self.trained}
         for tensor in self.held:
-            tracker.add(tensor, "trainable_weights" if tensor.requires_grad else "frozen_weights")
+            trains = id(tensor.untyped_storage()) in trained
+            tracker.add(tensor, "trainable_weights" if trains else "frozen_weights")
         for tensor in self.optimizer.masters():
             tracker.add(tensor, "master_weights")
         if self.stepper.fused is not None:
@@ -336,7 +368,7 @@ class Steps:
             tracker.enter("forward")
             batch = self.batch_of(self.config.train.micro_batch)
             tracker.tag(batch.values(), "saved_activations")
-            self._micro_step(batch, count_loss_tokens(batch) * micro_steps, tracker)
+            self._micro_step(batch, count_loss_tokens(batch) * micro_steps, tracker, last=number == micro_steps - 1)
             del batch
         tracker.enter("optimizer")
         self.stepper.update()
@@ -354,7 +386,7 @@ class Steps:
         held_out_loss(self.adapted.model, batch, self.config.train.loss_bytes)
         self.adapted.model.train()
 
-    def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker) -> None:
+    def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, *, last: bool = True) -> None:
         tracker.enter("forward")
         began, passed = len(tracker.log), list[bool]()
 
@@ -368,7 +400,8 @@ class Steps:
                 tracker.enter("forward")  # of the second pass: the first one only measured
                 began = len(tracker.log)
 
-        self.stepper.micro_step(batch, tokens, backward)
+        self.stepper.micro_step(batch, tokens, backward, last=last)
+        tracker.tag((here(p.grad) for p in self.trained if isinstance(p, DTensor) and p.grad is not None), "gradients")
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:

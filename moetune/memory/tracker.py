@@ -16,12 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moetune.experts.host import moving, stays_on_host
 from moetune.memory.report import PartName, Phase
+from moetune.parallel.messages import Message, message
+
+_MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class Tracker(TorchDispatchMode):
         log: births and deaths in order: the number of a block, or ~number when it dies.
         marks: where in the log phases and modules begin.
         alive_bytes, peak_bytes: on the device.
+        messages: what was sent to other ranks, with the step and the phase in which it was.
     """
 
     def __init__(self, modules: dict[nn.Module, str]) -> None:
@@ -74,6 +80,7 @@ class Tracker(TorchDispatchMode):
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
         self.module = ""
+        self.messages: list[tuple[int, Phase, Message]] = []
         self._modules = modules
         self._stack: list[tuple[str, Phase]] = []
         self._alive: dict[int, int] = {}  # id of a storage -> its block
@@ -136,7 +143,36 @@ class Tracker(TorchDispatchMode):
             if block.died is None and block.part == "transient_peak":
                 block.part = "saved_activations"
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Notes that a storage was given or has lost its bytes, as FSDP2's gathered weights do."""
+        key = id(storage)
+        if key in self._alive:
+            self.death(self._alive.pop(key))
+            del self._references[key]
+        if storage.nbytes():
+            self._alive[key] = self.birth(storage.nbytes(), "transient_peak", "resize_")
+            self._references[key] = weakref.ref(storage, partial(self._died, key))
+
+    def __enter__(self) -> Tracker:
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            self.resized(storage)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize_and_note
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*exception)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
+            return NotImplemented  # what they do with the tensors that they are made of comes here again
+        if func.namespace in ("c10d", "_c10d_functional") and (sent := message(func, args)) is not None:
+            self.messages.append((self.step, self.phase, sent))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)

@@ -30,7 +30,8 @@ Arriving = Callable[[Tensor, list[list[int]], int], list[list[int]]]
 """(rows that arrive [R, L], as a tensor; rows that leave [R][L]; this rank's number) -> rows that arrive, read."""
 
 
-def _read(arriving_RL: Tensor, leaving: list[list[int]], rank: int) -> list[list[int]]:
+def read(arriving_RL: Tensor, leaving: list[list[int]], rank: int) -> list[list[int]]:
+    """What the tensor says."""
     return arriving_RL.tolist()
 
 
@@ -39,7 +40,7 @@ def as_they_leave(arriving_RL: Tensor, leaving: list[list[int]], rank: int) -> l
     return [leaving[rank]] * len(leaving)
 
 
-_arriving: ContextVar[Arriving] = ContextVar("arriving", default=_read)
+_arriving: ContextVar[Arriving] = ContextVar("arriving", default=read)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class Ranks:
         placement: the experts that it holds.
         dense: the ranks as (replicate, fsdp, tp); None where there is one only.
         expert: the same ranks as (copy, shard, ep), by whose experts they hold.
+        data: the group of those that see different data and have the same part of every matrix.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -34,9 +35,10 @@ class Ranks:
     placement: Placement = EVERYTHING
     dense: DeviceMesh | None = None
     expert: DeviceMesh | None = None
+    data: Any = None
 
     @classmethod
-    def join(cls, parallel: ParallelConfig, device_type: str, placement: Placement = EVERYTHING) -> Ranks:
+    def join(cls, parallel: ParallelConfig, device_type: str) -> Ranks:
         """The view of this process, which is one of `parallel.ranks` that torch.distributed knows; one is alone."""
         if parallel.ranks == 1:
             return cls(parallel)
@@ -51,7 +53,8 @@ class Ranks:
         if parallel.ep > 1:
             shape = (expert_copies(parallel), expert_shards(parallel), parallel.ep)
             expert = init_device_mesh(device_type, shape, mesh_dim_names=("copy", "shard", "ep"))
-        return cls(parallel, dist.get_rank(), placement, dense, expert)
+        data = dense["replicate", "fsdp"]._flatten("data").get_group()
+        return cls(parallel, dist.get_rank(), EVERYTHING, dense, expert, data)
 
     @property
     def alone(self) -> bool:
@@ -92,14 +95,19 @@ class Ranks:
     def total_over_data(self, tensor: Tensor) -> Tensor:
         """The sum over ranks that see different data, in place."""
         if self.data_size > 1:
-            dist.all_reduce(tensor, group=self.data_group)
+            dist.all_reduce(tensor, group=self.data)
         return tensor
 
-    @property
-    def data_group(self) -> Any:
-        """The ranks that see different data and have the same part of every matrix."""
-        assert self.dense is not None
-        return self.dense["replicate", "fsdp"]._flatten("data").get_group()
+    def axes(self) -> dict[str, str]:
+        """Names of torch's process groups -> the axis of `parallel:` along which they talk."""
+        if self.dense is None:
+            return {}
+        groups = {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
+        if self.expert is not None:
+            named = {"ep": "ep", "copy": "replicate", "shard": "efsdp"}
+            groups |= {self.expert.get_group(dim).group_name: axis for dim, axis in named.items()}
+        sizes = zip(("replicate", "fsdp", "tp"), self.dense.shape, strict=True)
+        return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
     def add_up(self, gradients: Mapping[Tensor, Tensor], experts: Iterable[Tensor]) -> None:
         """Adds up, in place, the gradients of parameters that no engine reduces: those that are whole on this rank.

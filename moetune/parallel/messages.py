@@ -1,0 +1,71 @@
+"""What a rank sends to others, read off torch.distributed's operations as they are dispatched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of a collective.
+
+    Attributes:
+        group: torch's name of its process group.
+        ranks: how many are in it.
+        bytes: that leave this rank, in a ring: (n - 1)/n of the whole tensor, and of an all-reduce twice that; of an
+            all-to-all what is for other ranks.
+    """
+
+    kind: Kind
+    group: str
+    ranks: int
+    bytes: int
+
+
+def message(func: Any, args: Any) -> Message | None:
+    """What an operation sends; None if it is none of these collectives."""
+    match func._schema.name:
+        case "c10d::allreduce_":
+            return _ring("all-reduce", sum(tensor.nbytes for tensor in args[0]), args[1])
+        case "c10d::_allgather_base_":
+            return _ring("all-gather", args[0].nbytes, args[2])
+        case "c10d::_reduce_scatter_base_":
+            return _ring("reduce-scatter", args[1].nbytes, args[2])
+        case "c10d::alltoall_base_":
+            return _all_to_all(args[1], args[4], args[2])
+        case "_c10d_functional::all_reduce" | "_c10d_functional::all_reduce_":
+            return _ring("all-reduce", args[0].nbytes, args[2])
+        case "_c10d_functional::all_gather_into_tensor":
+            return _ring("all-gather", args[0].nbytes * args[1], args[2])
+        case "_c10d_functional::reduce_scatter_tensor":
+            return _ring("reduce-scatter", args[0].nbytes, args[3])
+        case "_c10d_functional::all_to_all_single":
+            return _all_to_all(args[0], args[2], args[3])
+    return None
+
+
+def _ring(kind: Kind, size: int, group: Any) -> Message:
+    process_group = _group(group)
+    ranks = process_group.size()
+    part = -(-size // ranks) * (ranks - 1)
+    return Message(kind, process_group.group_name, ranks, 2 * part if kind == "all-reduce" else part)
+
+
+def _all_to_all(tensor: Any, rows: list[int], group: Any) -> Message:
+    process_group = _group(group)
+    ranks, mine = process_group.size(), process_group.rank()
+    row = tensor.nbytes // max(1, len(tensor))
+    kept = rows[mine] * row if rows else tensor.nbytes // ranks
+    return Message("all-to-all", process_group.group_name, ranks, tensor.nbytes - kept)
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    if isinstance(group, str):
+        return _resolve_process_group(group)
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)

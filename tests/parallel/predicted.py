@@ -1,0 +1,69 @@
+"""A layout measured by real ranks and predicted without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moetune.config import RunConfig
+from moetune.memory.measure import measure
+from moetune.memory.report import Collective, Parts
+from moetune.memory.trace import trace
+from moetune.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one rank: bytes at the peak, and what was sent in one step."""
+
+    parts: Parts
+    collectives: dict[tuple[str, str], tuple[int, int]]
+
+    @property
+    def peak(self) -> int:
+        return self.parts.total
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the experts received, call by call: of this rank's tokens, and from each rank."""
+
+    left: list[list[int]]
+    arrived: list[list[list[int]]]
+
+
+def measured(config: RunConfig) -> tuple[Found, Counts]:
+    """Real steps, as one of several processes."""
+    ranks = Ranks.join(config.parallel, "cpu")
+    torch.manual_seed(ranks.data_index)
+    found = measure(config, "cpu", 2, ranks)
+    assert found.trace is not None
+    return _found(found.trace), Counts(found.counts, found.arrived)
+
+
+def predicted(config: RunConfig, rank: int, counts: Counts) -> Found:
+    """The same steps on fake tensors, told what the experts received."""
+    left, arrived = iter(counts.left), iter(counts.arrived)
+    traced = trace(
+        config,
+        lambda ids, experts: next(left),
+        compose=False,
+        micro_steps=config.train.accumulate,
+        rank=rank,
+        arriving=lambda *_: next(arrived),
+    )
+    return _found(traced)
+
+
+def all_predicted(config: RunConfig, counts: list[Counts]) -> list[Found]:
+    return [predicted(config, rank, counts[rank]) for rank in range(config.parallel.ranks)]
+
+
+def _found(traced) -> Found:
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for one in traced.collectives:
+        assert isinstance(one, Collective)
+        calls, size = sums.get((one.kind, one.axis), (0, 0))
+        sums[one.kind, one.axis] = calls + one.calls, size + one.bytes
+    return Found(traced.parts(traced.peak), sums)
