@@ -56,7 +56,7 @@ def build_fake(config: RunConfig, mode: FakeTensorMode, ranks: Ranks = ALONE) ->
                         own[name] = memo.setdefault(tensor, _fake(tensor))
                         if isinstance(module, PackedStack) and module.on_host:
                             mark_on_host(own[name])
-        distribute(adapted.model, adapted.anatomy, adapted.selection, adapted.ranks)
+    distribute(adapted.model, adapted.anatomy, adapted.selection, adapted.ranks)  # meshes are real tensors
     return adapted
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moetune.config import ParallelConfig
@@ -24,3 +25,4 @@ def pretending(parallel: ParallelConfig, rank: int) -> Iterator[Ranks]:
         yield Ranks.join(parallel, "cpu")
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it remembers meshes, which know groups by names that are gone

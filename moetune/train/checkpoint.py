@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moetune.adapt.build import Adapted
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.parallel.ranks import Ranks, here
 from moetune.step.optimizers import CombinedOptimizer
@@ -38,7 +41,7 @@ TRAINED_FILE = "trained.safetensors"
 OPTIMIZER_FOLDER, OPTIMIZER_FILE = "optimizer", "optimizer.json"
 _FILE_BYTES = 2**30  # written at a time; a file is put together in memory
 _TABLES = ("qmap1", "qmap2")  # the same for every weight
-_BLOCKWISE = ("absmax1", "absmax2")  # one number for a block of weights
+_BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # one number for a block of so many weights
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,10 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
             number, filled = number + 1, 0
         files[name], filled = number, filled + size
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    dcp.save(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, storage_writer=writer, no_dist=ranks.alone
-    )
+    with _plainly():
+        dcp.save(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, storage_writer=writer, no_dist=ranks.alone
+        )
 
 
 def _states(
@@ -171,19 +175,24 @@ def _states(
 
 
 def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
-    rows = len(here(part.parameter))
-    if state in _TABLES:
-        return f"{part.name}.{state}", value
+    if state in _TABLES:  # one for all parameters, and safetensors takes no memory twice
+        return f"{part.name}.{state}", value.clone()
     if part.row is not None:
-        if state in _BLOCKWISE and value.numel() % rows == 0:
-            value = value.view(rows, -1)
-        if value.shape[0] == rows:
-            return f"{part.name}.{state}", part.of(value)
-        return f"{part.name}.{state}{_cut(part)}", value
+        rows, size = len(here(part.parameter)), here(part.parameter)[0].numel()
+        if state in _BLOCKWISE:
+            if size % _BLOCK:  # a block has weights of two experts
+                return f"{part.name}.{state}{_cut(part)}", value.clone()
+            value = value.unflatten(-1, (rows, -1))
+        return f"{part.name}.{state}", value.select(_axis(part, state, value.dim()), part.row)
     is_like = value.shape == here(part.parameter).shape
     if isinstance(part.parameter, DTensor) and (value.dtype == torch.uint8 or not is_like):
         return f"{part.name}.{state}{_cut(part)}", value
     return f"{part.name}.{state}", part.of(value, like=is_like)
+
+
+def _axis(part: Part, state: str, dims: int) -> int:
+    """Where the experts are in the state of a stack; ademamix has two averages in one, before them."""
+    return dims - 2 if state in _BLOCKWISE else int(dims > part.parameter.dim())
 
 
 def _cut(part: Part) -> str:
@@ -272,7 +281,7 @@ def _want(part: Part, states: list[str], stored: Mapping[str, Any], wanted: dict
                 f"the optimizer's states of {part.name} are in 8 bits, in blocks that were cut for other ranks; resume "
                 "with the parallel: that the run had"
             )
-        room = torch.empty(size, dtype=dtype, device=part.parameter.device)
+        room = torch.empty(size, dtype=dtype)  # on the host, whence the optimizer takes it to where its states are
         if (
             not mark
             and part.row is None
@@ -320,14 +329,31 @@ def _together(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbe
         if first.row is None or state in _TABLES or "@" in state:
             values[state.partition("@")[0]] = tensor
             continue
-        rows = torch.stack([tensors[part.name][state] for part in parts])
-        values[state] = rows.flatten() if state in _BLOCKWISE else rows
+        axis = _axis(first, state, tensor.dim() + 1)
+        rows = torch.stack([tensors[part.name][state] for part in parts], axis)
+        values[state] = rows.flatten(axis) if state in _BLOCKWISE else rows
     return values
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
     if any(ranks.everyones(bool(tensors))):
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.alone)
+        with _plainly():
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.alone)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Without the remark that one process is one, and with errors of the usual kinds: torch wraps even Ctrl-C."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"torch\.distributed is .* in a single process")
+            yield
+    except CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values()]
+        for failure in failures:
+            if not isinstance(failure, Exception):
+                raise failure from None
+        raise RuntimeError(one_line(failures[0])) from error
 
 
 def _set_step(scheduler: Any, step: int) -> None:

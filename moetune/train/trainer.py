@@ -192,7 +192,7 @@ class MoeTrainer(Trainer):
                 logs["skipped_steps"] = skipped
             seconds = time.perf_counter() - self._since
             logs["tokens_per_second"] = round(self._tokens * self.ranks.data_size / seconds, 1)
-            self._load = {layer: self.ranks.total_over_data(load) for layer, load in self._load.items()}
+            self._load = {layer: self.ranks.total_over_data(load.clone()) for layer, load in self._load.items()}
             if self._router_loss is not None:
                 self._router_loss = self.ranks.total_over_data(self._router_loss)
             if self.args.device.type == "cuda":

@@ -33,9 +33,8 @@ class Counts:
     arrived: list[list[list[int]]]
 
 
-def measured(config: RunConfig) -> tuple[Found, Counts]:
+def measured(config: RunConfig, ranks: Ranks) -> tuple[Found, Counts]:
     """Real steps, as one of several processes."""
-    ranks = Ranks.join(config.parallel, "cpu")
     torch.manual_seed(ranks.data_index)
     found = measure(config, "cpu", 2, ranks)
     assert found.trace is not None
@@ -54,10 +53,6 @@ def predicted(config: RunConfig, rank: int, counts: Counts) -> Found:
         arriving=lambda *_: next(arrived),
     )
     return _found(traced)
-
-
-def all_predicted(config: RunConfig, counts: list[Counts]) -> list[Found]:
-    return [predicted(config, rank, counts[rank]) for rank in range(config.parallel.ranks)]
 
 
 def _found(traced) -> Found:

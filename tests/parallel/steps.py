@@ -27,9 +27,8 @@ class Taken:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def take(config: RunConfig, steps: int, micro_batches: int) -> Taken:
+def take(config: RunConfig, ranks: Ranks, steps: int, micro_batches: int) -> Taken:
     """`micro_batches` of all ranks together make a step."""
-    ranks = Ranks.join(config.parallel, "cpu")
     adapted = build(config, "cpu", ranks=ranks)
     adapted.model.train()
     optimizer = make_optimizer(adapted, config)

@@ -1,0 +1,65 @@
+"""Every layout against one process: losses, gradient norms and weights; and against its prediction: bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import layouts, world
+from tests.parallel.layouts import CASES, LAYOUTS
+from tests.parallel.steps import Taken
+
+_TOLERANCE = 1e-5
+"""Of losses and norms relative, of weights absolute (they move by up to 3e-3)."""
+
+
+@pytest.fixture(scope="session")
+def alone(small_model: Path) -> list[layouts.Outcome]:
+    """What one process takes, by case."""
+    return world.run(1, layouts.every_case, {}, small_model)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path) -> None:
+    parallel = LAYOUTS[name]
+    ranks = layouts.config_of(parallel, CASES[0], small_model).parallel.ranks
+    found = world.run(ranks, layouts.every_case, parallel, small_model)
+    counts = [[found[rank][case].counts for rank in range(ranks)] for case in range(len(CASES))]
+    predictions = world.run(1, layouts.every_prediction, parallel, small_model, counts)[0]
+    for number, case in enumerate(CASES):
+        assert [outcome[number].refused for outcome in found] == [refusal(name, case, found[0][number])] * ranks
+        if found[0][number].refused:
+            continue
+        for rank in range(ranks):
+            one = found[rank][number]
+            _assert_same(one.taken, alone[number].taken, f"{name}, {case}, rank {rank}")
+            if one.found is None:
+                continue
+            predicted = predictions[number][rank]
+            assert predicted.peak == pytest.approx(one.found.peak, rel=0.02), (name, case, rank)
+            assert predicted.collectives == one.found.collectives, (name, case, rank)
+
+
+def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:
+    """What a layout cannot do, it says by name; nothing else is refused."""
+    if "tp" in name and case[1] == "nf4":
+        assert "is packed (model.base), and packed matrices cannot be split" in outcome.refused
+        return outcome.refused
+    return ""
+
+
+def _assert_same(taken: Taken, alone: Taken, where: str) -> None:
+    assert taken.losses == pytest.approx(alone.losses, rel=_TOLERANCE), where
+    assert taken.norms == pytest.approx(alone.norms, rel=_TOLERANCE), where
+    assert taken.weights.keys() == alone.weights.keys(), where
+    worst = max(float((taken.weights[n] - alone.weights[n]).abs().max()) for n in alone.weights)
+    assert worst < _TOLERANCE, (where, worst)
+
+
+def test_the_cases_clip_and_move(alone: list[layouts.Outcome], small_model: Path) -> None:
+    """Or they would show nothing: the norm is above the bound in one of the cases, and below in another."""
+    bound = layouts.config_of({}, CASES[0], small_model).train.max_grad_norm
+    norms = [norm for outcome in alone for norm in outcome.taken.norms]
+    assert min(norms) < bound < max(norms)
+    assert len({loss for outcome in alone for loss in outcome.taken.losses}) > len(alone)

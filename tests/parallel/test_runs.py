@@ -1,0 +1,122 @@
+"""Whole runs of several ranks: what they log and leave is what one process logs and leaves, and others can go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from moetune.config import RunConfig
+from moetune.export.export import export_run
+from moetune.parallel.ranks import Ranks
+from moetune.train.run import train
+from tests import small
+from tests.parallel import world
+
+_FOUR_A_STEP = {"ep 2": 2, "ep 4": 1, "fsdp 2": 2, "fsdp 4": 1, "alone": 4, "ddp 2": 2}
+_PARALLEL: dict[str, dict[str, Any]] = {
+    "ep 2": {"fsdp": 2, "ep": 2},
+    "ep 4": {"fsdp": 4, "ep": 4},
+    "fsdp 2": {"fsdp": 2},
+    "fsdp 4": {"fsdp": 4},
+    "ddp 2": {"replicate": 2},
+    "alone": {},
+}
+
+
+def config_of(layout: str, model: Path, data: Path, output: Path, adapt: str, steps: int, **sections: Any) -> RunConfig:
+    """Four micro-batches of two rows a step, whatever the layout."""
+    parallel = _PARALLEL[layout]
+    ranks = parallel.get("fsdp", 1) * parallel.get("replicate", 1)
+    return small.run_config(
+        model, data, output, adapt,
+        **{
+            "optimizer": {"lr": 1.0e-3},
+            "train": {"accumulate": _FOUR_A_STEP[layout], "steps": steps, "save_every": 2, "eval_every": 2,
+                      "router_aux_loss": 0.01, "sequence_length": 48},
+            "data": {"train": str(data), "eval": str(data), "packing": False},
+            "parallel": parallel,
+            "hardware": {"count": ranks},
+        }
+        | sections,
+    )  # fmt: skip
+
+
+def on_a_rank(config: RunConfig, resume: str) -> dict[str, Any]:
+    return train(config, resume=resume, device="cpu", ranks=Ranks.join(config.parallel, "cpu")).to_json()
+
+
+def run(config: RunConfig, resume: str = "never") -> dict[str, Any]:
+    return world.run(config.parallel.ranks, on_a_rank, config, resume)[0]
+
+
+@pytest.fixture(scope="session")
+def even_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen records: no layout has a batch too few."""
+    rows = [row | {"completion": f"{row['completion']} {number}"} for number, row in enumerate(small.DATA)]
+    return small.write_data(tmp_path_factory.mktemp("even") / "even.jsonl", [*rows, *rows[:2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapt", "optimizer", "layouts"),
+    [
+        ("experts", "adamw", ["ep 2", "ep 4", "alone", "fsdp 2"]),
+        ("lora", "adamw", ["fsdp 4", "ep 4", "ep 2", "alone"]),
+        ("lora", "adamw8bit", ["ep 2", "alone"]),
+        ("router", "sgd", ["ddp 2", "fsdp 2", "alone"]),
+    ],
+)
+def test_other_ranks_go_on(
+    adapt: str, optimizer: str, layouts: list[str], small_model: Path, even_data: Path, tmp_path: Path
+) -> None:
+    """A run that changes its layout at each checkpoint logs what one process logs, and leaves the same weights."""
+    settings: dict[str, Any] = {"lr": 1.0e-3, "name": optimizer} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+    more = {"optimizer": settings}
+    if optimizer == "adamw8bit":  # shards of a matrix would be cut into other blocks: replicas have it whole
+        more["parallel"], more["hardware"] = {"replicate": 2, "ep": 2}, {"count": 2}
+    last = 2 * len(layouts)
+    run(config_of("alone", small_model, even_data, tmp_path / "one", adapt, last, optimizer=settings))
+    for number, layout in enumerate(layouts):
+        sections = more if layout != "alone" else {"optimizer": settings}
+        config = config_of(layout, small_model, even_data, tmp_path / "many", adapt, 2 * number + 2, **sections)
+        run(config, "auto" if number else "never")
+    expected, found = small.read_metrics(tmp_path / "one"), small.read_metrics(tmp_path / "many")
+    # a run that ends evaluates, and so does one that goes on; one process does the former once
+    for name in ("loss", "router_loss", "grad_norm", "expert_load"):
+        by_step = {line["step"]: line[name] for line in expected if line.get(name) is not None}
+        assert {line["step"] for line in found if line.get(name) is not None} == by_step.keys()
+        for line in found:
+            if line.get(name) is not None:
+                assert line[name] == pytest.approx(by_step[line["step"]], rel=1e-5), (name, line["step"])
+    held_out = {line["step"]: line["eval_loss"] for line in expected if "eval_loss" in line}
+    assert all(
+        line["eval_loss"] == pytest.approx(held_out[line["step"]], rel=1e-5) for line in found if "eval_loss" in line
+    )
+    ends = [tmp_path / name / "checkpoints" / f"step-{last}" for name in ("one", "many")]
+    one, many = (load_file(end / "trained.safetensors") for end in ends)
+    assert one.keys() == many.keys()
+    assert max(float((one[name] - many[name]).abs().max()) for name in one) < 1e-5
+    received = [json.loads((end / "expert_load.json").read_text()) for end in ends]
+    assert received[0] == received[1]
+
+
+@pytest.mark.slow
+def test_exports_are_those_of_one_process(small_model: Path, even_data: Path, tmp_path: Path) -> None:
+    for adapt, layout, formats in (("experts", "ep 4", ("delta", "merged")), ("lora", "ep 2", ("peft", "merged"))):
+        for name, of in (("one", "alone"), ("many", layout)):
+            run(config_of(of, small_model, even_data, tmp_path / adapt / name, adapt, 2))
+        for format_ in formats:
+            folders = []
+            for name in ("one", "many"):
+                folders.append(tmp_path / adapt / f"{name}-{format_}")
+                export_run(tmp_path / adapt / name, format_, folders[-1])
+            files = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in folders]
+            assert files[0] == files[1] != []
+            for file in files[0]:
+                one, many = (load_file(folder / file) for folder in folders)
+                assert one.keys() == many.keys()
+                assert max(float((one[key] - many[key]).abs().max()) for key in one) < 1e-5, (adapt, format_)
