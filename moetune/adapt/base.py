@@ -10,8 +10,9 @@ from moetune.adapt.packed_base import is_packed_base, read_manifest
 from moetune.anatomy.source import ModelSource, resolve
 from moetune.config import ModelConfig
 from moetune.errors import UserError
-from moetune.hub.fingerprint import Base, headers, take_fingerprint, taking_fingerprint
+from moetune.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint, taking_fingerprint
 from moetune.hub.snapshot import download, downloaded
+from moetune.parallel.ranks import ALONE, Ranks
 
 
 def checkpoint_of(path: str) -> Path:
@@ -36,8 +37,8 @@ def checkpoint_of(path: str) -> Path:
 
 
 @contextmanager
-def noting_base(model: ModelConfig) -> Iterator[Callable[[], Base | None]]:
-    """Takes the fingerprint of the base while the body of the `with` loads it.
+def noting_base(model: ModelConfig, ranks: Ranks = ALONE) -> Iterator[Callable[[], Base | None]]:
+    """Takes the fingerprint of the base while the body of the `with` loads it. Ranks share its files.
 
     What is yielded waits for the fingerprint, and is to be called when the weights have been loaded, which may have
     downloaded them. It gives None for random weights. That of a packed base was taken when it was packed.
@@ -51,16 +52,24 @@ def noting_base(model: ModelConfig) -> Iterator[Callable[[], Base | None]]:
         yield lambda: packed
         return
     before = folder_of(source)
+    part = (ranks.rank, ranks.parallel.ranks)
+
+    def whole(mine: Fingerprint) -> Fingerprint:
+        files: dict[str, str] = {}
+        for its in ranks.everyones(dict(mine.files)):
+            files |= its
+        return Fingerprint(mine.tensors, files)
+
     with ExitStack() as stack:
-        taken = None if before is None else stack.enter_context(taking_fingerprint(before))
+        taken = None if before is None else stack.enter_context(taking_fingerprint(before, part))
 
         def noted() -> Base:
             folder = folder_of(source)
             if folder is None:
                 raise UserError(f"the weights of {source.name!r} were loaded and cannot be found: no folder holds them")
             if taken is not None and folder == before:
-                return Base(source.name, taken())
-            return Base(source.name, take_fingerprint(folder))
+                return Base(source.name, whole(taken()))
+            return Base(source.name, whole(take_fingerprint(folder, part=part)))
 
         yield noted
 

@@ -143,11 +143,20 @@ def build(
 
 
 def _with_placement(ranks: Ranks, parallel: ParallelConfig, anatomy: Anatomy, selection: Selection) -> Ranks:
-    if ranks.alone or parallel.ep == 1:
-        return ranks
+    placed = {} if ranks.alone else place(parallel, anatomy, selection)
+    return replace(ranks, placement=Placement(ranks.place.ep, placed)) if placed else ranks
+
+
+def place(parallel: ParallelConfig, anatomy: Anatomy, selection: Selection) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """For each layer the experts on each of the `ep` ranks; nothing where they are not spread.
+
+    Raises:
+        UserError: `parallel.load` cannot be read, or is of another model.
+    """
+    if parallel.ep == 1:
+        return {}
     load = None if parallel.load is None else read_load(parallel.load, "parallel.load")
-    placed = place_experts(anatomy, selection, parallel.ep, load)
-    return replace(ranks, placement=Placement(ranks.place.ep, placed))
+    return place_experts(anatomy, selection, parallel.ep, load)
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:

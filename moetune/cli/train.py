@@ -27,30 +27,36 @@ def train(
     json_: Json = False,
 ) -> None:
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout."""
+    import sys
+
+    from moetune.parallel.launch import start_ranks, was_launched
     from moetune.run_file import load_run_config
 
     config = load_run_config(run, set_ or ())
+    interrupted = "interrupted; --resume auto goes on from the last checkpoint"
+    if config.parallel.ranks > 1 and not dry_run and not was_launched():
+        try:
+            code = start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], config.parallel.ranks)
+        except KeyboardInterrupt:
+            print(interrupted, file=sys.stderr)
+            raise
+        raise typer.Exit(code)
 
     import json
-    import sys
     from contextlib import nullcontext
 
     import torch
 
-    from moetune.parallel.launch import check_launch, joined, start_ranks, was_launched
+    from moetune.parallel.join import joined
     from moetune.parallel.ranks import ALONE
     from moetune.train.run import train as run_training
 
-    check_launch(config.parallel)
     try:
-        if config.parallel.ranks > 1 and not dry_run and not was_launched():
-            code = start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], config.parallel.ranks)
-            raise typer.Exit(code)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with nullcontext(ALONE) if dry_run else joined(config.parallel, device) as ranks:
             result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
     except KeyboardInterrupt:
-        print("interrupted; --resume auto goes on from the last checkpoint", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         raise
     if not ranks.is_first:
         return

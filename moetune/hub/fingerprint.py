@@ -89,29 +89,33 @@ class Base:
 
 
 def take_fingerprint(
-    folder: Path, copy_to: Path | None = None, on_read: Callable[[int], None] | None = None
+    folder: Path,
+    copy_to: Path | None = None,
+    on_read: Callable[[int], None] | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Fingerprint:
     """Reads the headers, then every byte once, in blocks; with `copy_to` the files are copied there on the way.
 
     Args:
         on_read: is told the bytes of each block.
+        part: (k, n) if n readers share the files and this is the k-th: its fingerprint has its files only.
 
     Raises:
         UserError: no safetensors in the folder, or a file is damaged.
     """
-    files = weight_files(folder)
+    files = weight_files(folder)[part[0] :: part[1]]
     return Fingerprint(headers(folder), {file.name: digest(file, copy_to, on_read) for file in files})
 
 
 @contextmanager
-def taking_fingerprint(folder: Path) -> Iterator[Callable[[], Fingerprint]]:
+def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator[Callable[[], Fingerprint]]:
     """Takes a fingerprint while the body of the `with` reads the same files; what is yielded waits for it.
 
     A digest leaves the other threads of Python alone while it is computed, and so does the reading of a file.
     """
     left = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(take_fingerprint, folder, on_read=lambda _: _stop_if(left))
+        taken = pool.submit(take_fingerprint, folder, on_read=lambda _: _stop_if(left), part=part)
         try:
             yield taken.result
         finally:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+from moetune.adapt.build import build, place
 from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.config import RunConfig, refuse_untrainable
 from moetune.errors import UserError
@@ -20,6 +21,7 @@ from moetune.memory.report import GpuMemory, MemoryReport, RankMemory
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import terms as terms_of
 from moetune.memory.trace import NotTraceable, Trace, trace
+from moetune.parallel.place import Place
 
 Method = Literal["trace", "formula"]
 _PAGE = 20 << 20  # growing segments are mapped in pages of this size, small ones in pages of 2 MiB
@@ -42,7 +44,8 @@ def predict(
     """
     name = gpu or config.hardware.gpu
     card = find_gpu(name or "l40s")
-    setup, traced, missing = None, None, []
+    setup, missing = None, list[str]()
+    traced: dict[int, Trace] = {}
     try:
         setup = set_up(read_facts(config.model.path), config, routing=routing)
     except NoClosedForm as error:
@@ -51,7 +54,7 @@ def predict(
         missing.append(str(error))
     if method == "trace" or (method is None and _is_trainable(config)):
         try:
-            traced = trace(config, routing)
+            traced = _traces(config, routing)
         except NotTraceable as error:
             if method == "trace" or setup is None:
                 raise
@@ -69,8 +72,8 @@ def predict(
             *missing,
         ),
     }
-    if traced is not None:
-        report = _by_trace(traced, card, common)
+    if traced:
+        report = _by_trace(traced, config, card, common)
     else:
         assert setup is not None
         report = _by_formula(setup, routing, card, common)
@@ -81,16 +84,60 @@ def predict(
     return replace(report, changes=changes, notes=notes)
 
 
-def _by_trace(traced: Trace, card: Gpu, common: dict[str, Any]) -> MemoryReport:
-    assert traced.load is not None
+def _traces(config: RunConfig, routing: Routing) -> dict[int, Trace]:
+    """By rank. Those that hold as much as another share its trace."""
+    traces: dict[Hashable, Trace] = {}
+    by_rank = {}
+    for rank, kind in enumerate(kinds_of_ranks(config, by_expert=routing != BALANCED)):
+        if kind not in traces:
+            traces[kind] = trace(config, routing, rank=rank)
+        by_rank[rank] = traces[kind]
+    return by_rank
+
+
+def kinds_of_ranks(config: RunConfig, *, by_expert: bool) -> list[Hashable]:
+    """What a rank's memory depends on, in the order of ranks: how much trains of its experts, and where tensors do not
+    divide evenly, which part of them it has.
+
+    Args:
+        by_expert: experts receive unlike numbers of tokens, so it matters which ones a rank holds.
+    """
+    parallel = config.parallel
+    if parallel.ranks == 1:
+        return [()]
+    adapted = build(config, "meta")
+    rows = {p.shape[0] for p in adapted.model.parameters() if p.dim()}
+    is_even = all(size % parallel.fsdp == 0 for size in rows)
+    selection, kinds = adapted.selection, []
+    placed = place(config.parallel, adapted.anatomy, selection)
+    for rank in range(parallel.ranks):
+        at = Place.of(parallel, rank)
+        held = {layer: set(of_ranks[at.ep]) for layer, of_ranks in placed.items()}
+        trained = tuple(len(held[layer] & set(ids)) for layer, ids in selection.experts.items() if layer in held)
+        lora = tuple(len(held[layer] & set(ids)) for layer, ids in selection.lora_experts.items() if layer in held)
+        kinds.append((trained, lora, () if is_even else (at.fsdp, at.shard), at.ep if by_expert else 0))
+    return kinds
+
+
+def _by_trace(traces: dict[int, Trace], config: RunConfig, card: Gpu, common: dict[str, Any]) -> MemoryReport:
+    seen: dict[int, RankMemory] = {}
+    ranks = []
+    for rank, traced in traces.items():
+        known = seen.setdefault(id(traced), _traced_rank(traced, card))
+        ranks.append(replace(known, rank=rank))
+    fullest = traces[max(ranks, key=lambda rank: rank.peak_process).rank]
+    assert fullest.load is not None
     report = MemoryReport(
         **common,
         method="trace",
-        ranks=(_traced_rank(traced, card),),
-        load=traced.load,
-        moment=traced.moment(),
-        timeline=traced.timeline(),
+        ranks=tuple(ranks),
+        load=fullest.load,
+        moment=fullest.moment(),
+        timeline=fullest.timeline(),
+        collectives=fullest.collectives,
     )
+    if len(ranks) > 1:
+        report = _assuming(report, "every rank sends to the others what the traced one sends")
     return _assuming(report, "allocator: expandable segments, simulated on the trace")
 
 

@@ -70,11 +70,14 @@ class Trace:
     collectives: tuple[Collective, ...] = ()
 
     @classmethod
-    def of(cls, tracker: Tracker, begin: int = 0, axes: Mapping[str, str] = MappingProxyType({})) -> Trace:
+    def of(
+        cls, tracker: Tracker, begin: int = 0, axes: Mapping[str, str] = MappingProxyType({}), left_out: int = 0
+    ) -> Trace:
         """What the tracker saw, its peak looked for from place `begin` of the log on.
 
         Args:
             axes: names of torch's process groups -> the axis along which they talk.
+            left_out: micro-steps of a step like its second one, which were not run.
         """
         alive = most = peak = on_host = host_peak = 0
         for at, entry in enumerate(tracker.log):
@@ -88,12 +91,13 @@ class Trace:
             if alive > most and at >= begin:
                 most, peak = alive, at
         collectives: dict[tuple[str, str, str], list[int]] = {}
-        for step, phase, sent in tracker.messages:
+        for step, micro_step, phase, sent in tracker.messages:
             if step == tracker.step and sent.ranks > 1:
                 # Where the axes are the same ranks torch has one group for them; only experts exchange all to all.
                 axis = "ep" if sent.kind == "all-to-all" else axes.get(sent.group, sent.group)
                 key = (sent.kind, axis, f"in {phase}")
-                collectives.setdefault(key, []).append(sent.bytes)
+                times = 1 + left_out if micro_step == 1 else 1
+                collectives.setdefault(key, []).extend([sent.bytes] * times)
         return cls(
             tracker.blocks,
             tracker.log,
@@ -212,7 +216,9 @@ def trace(
                     return replace(steps.compose(routing), load=load)
                 tracker = Tracker(steps.named)
                 with steps.counting(routing, tracker), arriving_by(arriving):
-                    return replace(steps.run(tracker, micro_steps or min(2, config.train.accumulate)), load=load)
+                    # Of several ranks the first and the last send other things than those between.
+                    enough = 2 if ranks.alone else 3
+                    return replace(steps.run(tracker, micro_steps or min(enough, config.train.accumulate)), load=load)
         except DataDependentOutputException as error:
             raise NotTraceable(
                 f"{config.model.path!r} cannot be traced: the code of model type {adapted.anatomy.model_type!r} looks "
@@ -277,7 +283,8 @@ class Steps:
                 self._step(tracker, micro_steps)
             self._evaluate(tracker)
         self.watch.remove()
-        return Trace.of(tracker, axes=self.adapted.ranks.axes())
+        left_out = self.config.train.accumulate - micro_steps if micro_steps > 2 else 0
+        return Trace.of(tracker, axes=self.adapted.ranks.axes(), left_out=left_out)
 
     def compose(self, routing: Routing | Counting) -> Trace:
         """The same for fake tensors, where layers that are alike are replayed.

@@ -68,7 +68,7 @@ class Tracker(TorchDispatchMode):
         log: births and deaths in order: the number of a block, or ~number when it dies.
         marks: where in the log phases and modules begin.
         alive_bytes, peak_bytes: on the device.
-        messages: what was sent to other ranks, with the step and the phase in which it was.
+        messages: what was sent to other ranks, with the step, micro-step and phase in which it was.
     """
 
     def __init__(self, modules: dict[nn.Module, str]) -> None:
@@ -80,7 +80,7 @@ class Tracker(TorchDispatchMode):
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
         self.module = ""
-        self.messages: list[tuple[int, Phase, Message]] = []
+        self.messages: list[tuple[int, int, Phase, Message]] = []
         self._modules = modules
         self._stack: list[tuple[str, Phase]] = []
         self._alive: dict[int, int] = {}  # id of a storage -> its block
@@ -172,7 +172,7 @@ class Tracker(TorchDispatchMode):
         if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # what they do with the tensors that they are made of comes here again
         if func.namespace in ("c10d", "_c10d_functional") and (sent := message(func, args)) is not None:
-            self.messages.append((self.step, self.phase, sent))
+            self.messages.append((self.step, self.micro_step, self.phase, sent))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)

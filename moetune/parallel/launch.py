@@ -1,8 +1,7 @@
-"""How a run becomes several processes: by torchrun or accelerate, or by starting the ranks of this machine itself."""
+"""A run that was not started as several processes starts the ranks of this machine. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -13,77 +12,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from moetune.config import ParallelConfig
-from moetune.errors import UserError
-from moetune.parallel.ranks import Ranks
-
-_ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
-_ERROR_FILE, _PARENT = "TORCHELASTIC_ERROR_FILE", "MOETUNE_PARENT"
+PARENT = "MOETUNEPARENT"
+"""In the environment of a rank: the process that started it."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _GRACE = 5.0  # seconds in which the other ranks may still say what went wrong with them
 
 
 def was_launched() -> bool:
     """Whether something has started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def check_launch(parallel: ParallelConfig) -> None:
-    """Raises `UserError` if as many processes were not started as the run file has ranks, or they cannot have a GPU."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1 and started != parallel.ranks:
-        raise UserError(
-            f"{started} processes were started, and parallel: in the run file makes {parallel.ranks} ranks; start "
-            f"{parallel.ranks}, or change parallel: and hardware.count"
-        )
-    on_this = parallel.ranks if started == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", started))
-    if torch.cuda.is_available() and torch.cuda.device_count() < on_this:
-        raise UserError(
-            f"parallel: wants {on_this} ranks on this machine, which has {torch.cuda.device_count()} GPUs; each rank "
-            "needs one of its own. Start the other ranks on other machines with torchrun"
-        )
-
-
-@contextmanager
-def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
-    """This process as one of the ranks, until the end of the `with`.
-
-    What the environment says of ranks is taken out of it: libraries that find it there would distribute the model once
-    more.
-
-    Raises:
-        UserError: as `check_launch`.
-    """
-    check_launch(parallel)
-    if parallel.ranks == 1:
-        yield Ranks()
-        return
-    _die_with_parent()
-    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = None
-    if device_type == "cuda":
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=parallel.timeout),
-        device_id=device,
-    )
-    for name in _ABOUT_RANK:
-        os.environ.pop(name, None)
-    try:
-        yield Ranks.join(parallel, device_type)
-        dist.barrier()  # none goes while another still has to be answered
-    finally:
-        dist.destroy_process_group()
 
 
 def note_failure(message: str) -> None:
@@ -96,7 +35,7 @@ def note_failure(message: str) -> None:
 
 def is_quiet() -> bool:
     """Whether this process is a rank that leaves speaking to its launcher."""
-    return _PARENT in os.environ
+    return PARENT in os.environ
 
 
 def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, str] = os.environ) -> int:
@@ -107,8 +46,8 @@ def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, st
     Returns:
         The exit code of the rank that failed first, or 0.
     """
-    with tempfile.TemporaryDirectory(prefix="moetune-") as folder, _free_port() as port:
-        common = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), _PARENT: str(os.getpid())}
+    with tempfile.TemporaryDirectory(prefix="moetune-") as folder, free_port() as port:
+        common = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PARENT: str(os.getpid())}
         common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         processes = []
@@ -181,16 +120,9 @@ def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
 
 
 @contextmanager
-def _free_port() -> Iterator[int]:
+def free_port() -> Iterator[int]:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     yield port
-
-
-def _die_with_parent() -> None:
-    """A rank whose launcher is killed ends too, instead of waiting for others that will never come."""
-    if _PARENT in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != int(os.environ[_PARENT]):
-            os._exit(1)

@@ -220,6 +220,14 @@ def _by_parameter(optimizer: CombinedOptimizer) -> Iterator[tuple[nn.Parameter, 
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
+def check(folder: Path) -> None:
+    """Opens each file; raises what its reader raises if it is not what it should be."""
+    json.loads((folder / OPTIMIZER_FILE).read_text(encoding="utf-8"))
+    for path in (folder, folder / OPTIMIZER_FOLDER):
+        if path.is_dir():
+            HuggingFaceStorageReader(str(path)).read_metadata()
+
+
 def read_trained(folder: Path, adapted: Adapted) -> None:
     """Fills what trains; every rank takes part.
 

@@ -16,9 +16,11 @@ from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.memory.facts import read_facts
 from moetune.memory.formulas import quantities
+from moetune.memory.layout import divide
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.tracker import Tracker
 from moetune.memory.verify import TOLERANCE
+from moetune.parallel.ranks import ALONE, Ranks
 from moetune.report.units import gib
 from moetune.train.run_folder import RunFolder
 
@@ -32,7 +34,7 @@ class MemoryRecord(TrainerCallback):
     def __init__(self, adapted: Adapted, config: RunConfig, folder: RunFolder, console: Console) -> None:
         self.adapted, self.config, self.folder, self.console = adapted, config, folder, console
         self.device = adapted.model.device
-        self.predicted = predicted_peak(config)
+        self.predicted = predicted_peak(config, adapted.ranks)
         self.load: dict[int, Tensor] = {}
         self._tracker = Tracker(named_modules(adapted))
         self._tracking = ExitStack()
@@ -82,7 +84,8 @@ class MemoryRecord(TrainerCallback):
             }
         )
         measured = self._measured["peak_allocated"]
-        if is_first and self._steps == MEASURED_STEPS and measured and abs(self.predicted / measured - 1) > TOLERANCE:
+        is_known = bool(self.predicted and measured)
+        if is_first and self._steps == MEASURED_STEPS and is_known and abs(self.predicted / measured - 1) > TOLERANCE:
             self.console.print(
                 f"memory: predicted {gib(self.predicted)}, measured {gib(measured)}; the prediction assumes full "
                 "sequences and that every expert receives as many tokens as the others",
@@ -91,10 +94,17 @@ class MemoryRecord(TrainerCallback):
             )
 
 
-def predicted_peak(config: RunConfig) -> int:
-    """The peak of what a run allocates, by formula, or by a trace of a model that has no closed form."""
+def predicted_peak(config: RunConfig, ranks: Ranks = ALONE) -> int:
+    """The peak of what this rank allocates, by formula; by a trace if the model has no closed form.
+
+    A rank cannot be traced while it runs: without a closed form, 0.
+    """
     try:
-        return quantities(read_facts(config.model.path), config).peak()[1].total
+        whole = quantities(read_facts(config.model.path), config)
+        is_checkpointed = config.train.checkpointing in ("full", "offload")
+        return divide(whole, config.parallel, checkpointing=is_checkpointed)[ranks.rank].quantities.peak()[1].total
     except UserError:
+        if not ranks.alone:
+            return 0
         traced = trace(config)
         return traced.parts(traced.peak).total

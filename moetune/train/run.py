@@ -97,7 +97,7 @@ def train(
             f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False, soft_wrap=True
         )
         if config.model.weights == "pretrained" and folder.base() is None:
-            with noting_base(config.model) as noted:
+            with noting_base(config.model, ranks) as noted:
                 base = noted()
             _refuse_other_base(folder, config, base, console)
             folder.write_base(base)
@@ -108,7 +108,7 @@ def train(
         check_checkpoint(checkpoint)
         folder.base()  # a damaged one is named before the weights are read
     weights = resolve(config.model.path).folder if config.model.weights == "pretrained" else None
-    with noting_base(config.model) as noted, reading(console, weights) as on_read:
+    with noting_base(config.model, ranks) as noted, reading(console, weights) as on_read:
         adapted = build(config, device, on_read, ranks)
         base = noted()
     _refuse_different_ranks(ranks, config, tokens, base)

@@ -27,7 +27,7 @@ from moetune.errors import UserError
 from moetune.hub.fingerprint import Base
 from moetune.parallel.place import data_ranks
 from moetune.parallel.ranks import ALONE, Ranks
-from moetune.train.seal import damage, files_in, seal
+from moetune.train.seal import damage, seal
 
 RUN_FILE, BASE_FILE = "run.yaml", "base.json"
 _OWN = (RUN_FILE, BASE_FILE, "metrics.jsonl", "memory.json", "checkpoints", "runs", "delta", "adapter", "report.html")
@@ -188,7 +188,7 @@ class RunFolder:
                 for file in (self.path / RUN_FILE, self.metrics_file):
                     shutil.copyfile(file, aside / file.name)
                 seal(aside, step)
-                for file in (*files_in(aside), self.metrics_file):
+                for file in (*aside.rglob("*"), self.metrics_file):
                     sync(file)
                 sync(aside)
                 aside.rename(final)

@@ -292,7 +292,7 @@ def check_checkpoint(folder: Path) -> None:
     with _whole(str(folder)):
         for file in sorted(folder.glob("generators-*.pt")):
             torch.load(file, weights_only=True, map_location="cpu")
-        json.loads((folder / checkpoint.OPTIMIZER_FILE).read_text(encoding="utf-8"))
+        checkpoint.check(folder)
 
 
 @contextmanager

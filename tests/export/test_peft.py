@@ -27,6 +27,7 @@ from moetune.export.export import export_run
 from moetune.export.finished_run import open_run
 from moetune.export.peft import export_peft
 from moetune.hub.fingerprint import Base, take_fingerprint
+from moetune.train.checkpoint import TRAINED_FILE, parts_of
 from moetune.train.run import train
 from moetune.train.run_folder import RunFolder
 from moetune.train.seal import seal
@@ -97,9 +98,14 @@ def write_run(folder: Path, config: RunConfig, adapted: Adapted, step: int = 3) 
     checkpoint.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(config.to_yaml())
     RunFolder(folder).write_base(Base("model", take_fingerprint(Path(config.model.path))))
-    tensors = {name: p.detach().contiguous() for name, p in adapted.trainable().items()}
-    save_file(tensors, checkpoint / "trained.safetensors")
+    save_file(trained_of(adapted), checkpoint / TRAINED_FILE)
     seal(checkpoint, step)
+
+
+def trained_of(adapted: Adapted) -> dict[str, Tensor]:
+    """What trains, by the names and in the pieces of a checkpoint."""
+    places = parts_of(adapted)
+    return {part.name: part.of(p.detach()).contiguous() for p, parts in places.items() for part in parts}
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -120,6 +126,13 @@ def only_the_known_warning() -> Iterator[None]:
         yield
     others = [str(one.message) for one in said if "did not match any targeted module" not in str(one.message)]
     assert not [text for text in others if "adapter" in text or "target" in text], others
+
+
+def assert_holds(adapted: Adapted, saved: dict[str, Tensor]) -> None:
+    found = trained_of(adapted)
+    assert found.keys() == saved.keys()
+    for name, tensor in found.items():
+        assert tensor.equal(saved[name]), name
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -207,8 +220,7 @@ def test_a_run_that_trained(small_model: Path, small_data: Path, tmp_path: Path)
     adapted = build(config, "cpu")
     load_peft(adapted, tmp_path / "adapter")
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-3" / "trained.safetensors")
-    for name, parameter in adapted.trainable().items():
-        assert parameter.equal(saved[name])
+    assert_holds(adapted, saved)
     plain = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).eval()
     adapted.model.eval()
     assert_same(logits(stock(plain, tmp_path / "adapter")), logits(adapted.model))
@@ -232,8 +244,7 @@ def test_a_checkpoint_that_comes_later_is_not_what_was_opened(tmp_path: Path) ->
     load_peft(again, tmp_path / "adapter")
     saved = load_file(run.folder / "checkpoints" / "step-3" / "trained.safetensors")
     assert exported.step == 3
-    for name, parameter in again.trainable().items():
-        assert parameter.equal(saved[name])
+    assert_holds(again, saved)
 
 
 def test_the_layout_on_disk() -> None:

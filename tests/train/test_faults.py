@@ -25,7 +25,7 @@ from moetune.export.export import export_run
 from moetune.train.run import train
 from moetune.train.run_folder import RunFolder
 from tests import small
-from tests.train.test_resume import assert_same, elsewhere, in_process, outcome, processes, trained, work
+from tests.train.test_resume import ONE_FILE, assert_same, elsewhere, in_process, outcome, processes, trained, work
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,9 @@ class Finished:
         return elsewhere(self.file, path) | {"train": self.file["train"] | {"steps": 4}}
 
     def files(self, folder: Path) -> list[str]:
-        return sorted(file.name for file in folder.iterdir() if file.is_file())
+        """Of a checkpoint those in its folders too, of a run folder only its own."""
+        inside = folder.rglob("*") if folder.name.startswith("step-") else folder.iterdir()
+        return sorted(str(file.relative_to(folder)) for file in inside if file.is_file())
 
 
 def exported(path: Path, out: Path) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -197,7 +199,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
 ) -> None:
     """Each file of the newest one: exported, and trained again from the one before, by hand or by `--resume auto`."""
     names = finished.files(finished.path / finished.newest)
-    assert {"run.yaml", "metrics.jsonl", "optimizer.pt", "trained.safetensors", "manifest.json"} <= set(names)
+    assert {"run.yaml", "metrics.jsonl", "optimizer.json", "trained.safetensors", "manifest.json"} <= set(names)
+    assert {ONE_FILE, "generators-0.pt"} <= set(names)
     for number, name in enumerate(names):
         path = finished.copy(tmp_path / str(number))
         DAMAGE[how](path / finished.newest / name)

@@ -57,7 +57,15 @@ def test_a_router_that_keeps_its_logits(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("damaged", ["trained.safetensors", "optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "trained.safetensors",
+        "optimizer/shard-00001-model-00001-of-00001.safetensors",
+        "optimizer.json",
+        "generators-0.pt",
+    ],
+)
 def test_a_damaged_checkpoint_costs_no_other(damaged: str, small_model: Path, small_data: Path, tmp_path: Path) -> None:
     config = small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 4, "save_every": 2})
     train(config)

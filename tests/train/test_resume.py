@@ -7,6 +7,7 @@ A process kills itself at an exact moment, which no polling from outside could h
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -38,12 +39,12 @@ MOMENTS: dict[str, Moment] = {
     "no metrics file": ("moetune.train.run_folder._write_atomically", 3, "before"),
     "before the first step": ("moetune.step.stepper.micro_step", 1, "before"),
     "before the first checkpoint": ("moetune.step.stepper.micro_step", 4, "before"),
-    "within the first checkpoint": ("moetune.train.trainer.save_file", 1, "after"),
+    "within the first checkpoint": ("moetune.train.checkpoint.save_file", 1, "after"),
     "a checkpoint complete but for its name": ("pathlib.Path.rename", 4, "before"),
     "just after a checkpoint": ("pathlib.Path.rename", 4, "after"),
     "between checkpoints, mid-step": ("moetune.step.stepper.micro_step", 9, "before"),
     "within a line of metrics": ("moetune.train.run_folder.RunFolder.append_metrics", 6, "within"),
-    "within the second checkpoint": ("moetune.train.trainer.save_file", 2, "after"),
+    "within the second checkpoint": ("moetune.train.checkpoint.dcp.save", 2, "after"),
     "an old checkpoint half removed": ("pathlib.Path.rename", 6, "after"),
     "after the epoch's end": ("moetune.step.stepper.micro_step", 13, "before"),
 }
@@ -102,14 +103,23 @@ def in_process(run: dict[str, Any], resume: str = "never", moment: Moment | None
     assert process.exitcode == (0 if moment is None else -signal.SIGKILL)
 
 
+def optimizer_files(checkpoint: Path) -> list[Path]:
+    """Those of the optimizer's tensors; none where it has no states."""
+    return sorted((checkpoint / "optimizer").glob("*.safetensors"))
+
+
 def outcome(run: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
-    """Metrics without those that are times, trained tensors, and the optimizer's states."""
+    """Metrics without those that are times, trained tensors, and the optimizer's and the generators' states."""
     folder = Path(run["output"])
     lines = small.read_metrics(folder)
     for line in lines:
         line.pop("tokens_per_second", None)
     last = folder / "checkpoints" / f"step-{run['train']['steps']}"
-    optimizer = torch.load(last / "optimizer.pt", weights_only=True)
+    optimizer = {
+        "tensors": {name: tensor for file in optimizer_files(last) for name, tensor in load_file(file).items()},
+        "numbers": json.loads((last / "optimizer.json").read_text()),
+        "generators": torch.load(last / "generators-0.pt", weights_only=True),
+    }
     return lines, load_file(last / "trained.safetensors"), optimizer
 
 
@@ -119,7 +129,9 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any]) -> None:
     assert lines == true_lines
     assert tensors.keys() == true_tensors.keys()
     assert all(torch.equal(tensors[name], true_tensors[name]) for name in tensors)
-    torch.testing.assert_close(optimizer, true_optimizer, rtol=0, atol=0)
+    assert optimizer["numbers"] == true_optimizer["numbers"]
+    for kind in ("tensors", "generators"):
+        torch.testing.assert_close(optimizer[kind], true_optimizer[kind], rtol=0, atol=0)
     left = sorted(path.name for path in Path(run["output"]).rglob(".*"))
     assert left == [], "half-written files stayed behind"
 
@@ -260,21 +272,34 @@ class Mkdir:
         return os.mkdir, (self.folder,)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_code_in_a_checkpoint_never_runs(name: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
+ONE_FILE = "optimizer/shard-00001-model-00001-of-00001.safetensors"
+"""Of a small optimizer's states."""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("generators-0.pt", "Weights only load failed"),
+        ("trained.safetensors", "Error while deserializing header"),
+        (ONE_FILE, "Error while deserializing header"),
+        ("optimizer.json", ""),
+    ],
+)
+def test_code_in_a_checkpoint_never_runs(name: str, reason: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
     in_process(run, moment=("moetune.step.stepper.micro_step", 9, "before"))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
+    assert (checkpoint / name).is_file()
     torch.save({"state": Mkdir(tmp_path / "executed")}, checkpoint / name)
     with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} "):
         train(RunConfig.model_validate(run), resume="auto")
     seal(checkpoint, 3)  # whoever can write there can do that too
-    with pytest.raises(UserError, match=r"step-3.* is damaged: Weights only load failed"):
+    with pytest.raises(UserError, match=rf"step-3.* is damaged: {reason}"):
         train(RunConfig.model_validate(run), resume="auto")
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "trained.safetensors", "rng_state.pth"])
+@pytest.mark.parametrize("name", [ONE_FILE, "optimizer.json", "trained.safetensors", "generators-0.pt"])
 def test_a_truncated_file_in_a_checkpoint(name: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
     in_process(run, moment=("moetune.step.stepper.micro_step", 9, "before"))

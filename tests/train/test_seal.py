@@ -15,6 +15,7 @@ from moetune.train.seal import damage, seal
 from tests import small
 
 Run = Callable[..., Any]
+OPTIMIZER_STATES = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def files(checkpoint: Path) -> list[str]:
-    return sorted(file.name for file in checkpoint.iterdir())
+    return sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
 
 
 def flip(file: Path) -> None:
@@ -58,7 +59,8 @@ def test_damage_of_any_file_is_named_and_the_checkpoint_before_is_used(copy: Pat
     newest = copy / "checkpoints" / "step-6"
     assert RunFolder(copy).newest_whole() == newest
     names = files(newest)
-    assert {"trained.safetensors", "optimizer.pt", "scheduler.pt", "manifest.json"} <= set(names)
+    assert {"trained.safetensors", "optimizer.json", "generators-0.pt", "manifest.json"} <= set(names)
+    assert OPTIMIZER_STATES in names
     for name in names:
         whole = (newest / name).read_bytes()
         DAMAGE[how](newest / name)
@@ -73,6 +75,12 @@ def test_damage_of_any_file_is_named_and_the_checkpoint_before_is_used(copy: Pat
 def test_a_file_that_does_not_belong_is_named(copy: Path) -> None:
     (copy / "checkpoints" / "step-6" / "pytorch_model.bin").write_bytes(b"\x80")
     assert damage(copy / "checkpoints" / "step-6") == "pytorch_model.bin does not belong there; remove it"
+
+
+def test_a_file_that_does_not_belong_in_a_folder_is_named(copy: Path) -> None:
+    (copy / "checkpoints" / "step-6" / "optimizer" / "more.safetensors").write_bytes(b"\x80")
+    there = damage(copy / "checkpoints" / "step-6")
+    assert there == "optimizer/more.safetensors does not belong there; remove it"
 
 
 def test_what_a_file_manager_leaves_is_no_damage(copy: Path) -> None:
@@ -90,12 +98,12 @@ def test_a_run_without_a_whole_checkpoint_is_refused(copy: Path) -> None:
 def test_resuming_says_what_it_skips_and_ends_as_if_nothing_had_happened(
     copy: Path, run: Path, small_model: Path, small_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flip(copy / "checkpoints" / "step-6" / "optimizer.pt")
+    flip(copy / "checkpoints" / "step-6" / OPTIMIZER_STATES)
     settings = {"steps": 6, "save_every": 2, "keep_checkpoints": 3}
     result = train(small.run_config(small_model, small_data, copy, "router", train=settings), resume="auto")
     assert result.steps == 6
     assert "skipping damaged" in (said := capsys.readouterr().err)
-    assert "optimizer.pt was changed after it was written" in said.replace("\n", "")
+    assert f"{OPTIMIZER_STATES} was changed after it was written" in said.replace("\n", "")
     name = "checkpoints/step-6/trained.safetensors"
     assert (copy / name).read_bytes() == (run / name).read_bytes()
     loads = [json.loads((folder / "memory.json").read_text())["expert_load"] for folder in (copy, run)]
@@ -138,3 +146,14 @@ def test_a_seal_covers_every_byte(tmp_path: Path) -> None:
     assert damage(tmp_path) is None
     (tmp_path / "a").write_bytes(b"abd")
     assert damage(tmp_path) == "a was changed after it was written"
+
+
+def test_a_seal_covers_the_files_of_folders(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a").write_bytes(b"abc")
+    seal(tmp_path, 1)
+    assert damage(tmp_path) is None
+    (tmp_path / "inner" / "a").write_bytes(b"abd")
+    assert damage(tmp_path) == "inner/a was changed after it was written"
+    (tmp_path / "inner" / "a").unlink()
+    assert damage(tmp_path) == "inner/a is missing"

@@ -1,0 +1,86 @@
+"""A process that was started as one of several, by us, torchrun or accelerate, becomes a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moetune.config import ParallelConfig
+from moetune.errors import UserError
+from moetune.parallel.launch import PARENT
+from moetune.parallel.ranks import Ranks
+
+_ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+
+
+def check_launch(parallel: ParallelConfig) -> None:
+    """Raises `UserError` if as many processes were not started as the run file has ranks, or they cannot have a GPU."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and started != parallel.ranks:
+        raise UserError(
+            f"{started} processes were started, and parallel: in the run file makes {parallel.ranks} ranks; start "
+            f"{parallel.ranks}, or change parallel: and hardware.count"
+        )
+    on_this = parallel.ranks if started == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    if torch.cuda.is_available() and torch.cuda.device_count() < on_this:
+        raise UserError(
+            f"parallel: wants {on_this} ranks on this machine, which has {torch.cuda.device_count()} GPUs; each rank "
+            "needs one of its own. Start the other ranks on other machines with torchrun"
+        )
+
+
+@contextmanager
+def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
+    """This process as one of the ranks, until the end of the `with`.
+
+    What the environment says of ranks is taken out of it: libraries that find it there would distribute the model once
+    more.
+
+    Raises:
+        UserError: as `check_launch`.
+    """
+    check_launch(parallel)
+    if parallel.ranks == 1:
+        yield Ranks()
+        return
+    _die_with_parent()
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = None
+    if device_type == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=parallel.timeout),
+        device_id=device,
+    )
+    for name in _ABOUT_RANK:
+        os.environ.pop(name, None)
+    # Trainer, which runs each rank as if it were alone, wonders whether that is meant.
+    about_mode = "parallel_mode != ParallelMode.DISTRIBUTED"
+    logging.getLogger("transformers.training_args").addFilter(lambda record: about_mode not in record.getMessage())
+    try:
+        yield Ranks.join(parallel, device_type)
+        dist.barrier()  # none goes while another still has to be answered
+    finally:
+        dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """A rank whose launcher is killed ends too, instead of waiting for others that will never come."""
+    if PARENT in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(os.environ[PARENT]):
+            os._exit(1)

@@ -1,0 +1,131 @@
+"""How ranks are started, and how a run of several ends when one of them does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moetune.parallel.launch import free_port, start_ranks
+from tests import small
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
+    """Two ranks with half of the experts each; two steps."""
+    run: dict[str, Any] = small.run_file(
+        small_model, small_data, tmp_path / "run", "router",
+        train={"accumulate": 1, "steps": 2, "save_every": 1, "sequence_length": 48},
+        parallel={"fsdp": 2, "ep": 2, "timeout": 60},
+        hardware={"count": 2},
+    )  # fmt: skip
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    return file
+
+
+def ended(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    )
+
+
+MOETUNE = [sys.executable, "-m", "moetune"]
+
+
+def test_the_ranks_of_this_machine(run_file: Path, tmp_path: Path) -> None:
+    done = ended([*MOETUNE, "train", str(run_file), "--json"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2  # one rank speaks
+    assert done.stderr.count("training tokens") == 1
+    assert "parallel_mode" not in done.stderr
+    assert [line["step"] for line in small.read_metrics(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+         "--dynamo_backend", "no", "--main_process_port", "FREE"],
+    ],
+    ids=["torchrun", "accelerate"],
+)  # fmt: skip
+def test_by_a_launcher(launcher: list[str], run_file: Path, tmp_path: Path) -> None:
+    with free_port() as port:
+        words = [str(port) if word == "FREE" else word for word in launcher]
+    done = ended([sys.executable, "-m", *words, "-m", "moetune", "train", str(run_file), "--json"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["steps"] == 2
+    assert [line["step"] for line in small.read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_launcher_with_other_ranks(run_file: Path) -> None:
+    done = ended([*MOETUNE, "train", str(run_file)], WORLD_SIZE="3", RANK="0", LOCAL_RANK="0")
+    assert done.returncode == 2
+    assert "3 processes were started, and parallel: in the run file makes 2 ranks" in done.stderr
+
+
+def test_what_all_ranks_find_wrong_is_said_once(run_file: Path, tmp_path: Path) -> None:
+    done = ended([*MOETUNE, "train", str(run_file), "--set", "adapt.router=7"])
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: adapt.router: layer 7 has no router; choose from 0-1"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_rank_ends_the_run_and_it_resumes(run_file: Path, tmp_path: Path) -> None:
+    command = [*MOETUNE, "train", str(run_file), "--set", "train.steps=500", "--set", "train.keep_checkpoints=2"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    deadline = time.monotonic() + 90
+    while not list(checkpoints.glob("step-*")):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    ranks = [int(pid) for pid in Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode not in (0, 2)
+    assert "error: rank 1 was ended by SIGKILL" in said
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+    last = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
+    done = ended([*MOETUNE, "train", str(run_file), "--resume", "auto", "--set", f"train.steps={last + 1}"])
+    assert done.returncode == 0, done.stderr
+    assert small.read_metrics(tmp_path / "run")[-1]["step"] == last + 1
+
+
+_ONE_FAILS = """
+import os, sys, time
+from moetune.parallel.launch import note_failure
+if os.environ["RANK"] == "1":
+    note_failure("it was me")
+    sys.exit(2)
+time.sleep(1)
+note_failure("the other one has gone")
+sys.exit(1)
+"""
+
+
+def test_the_first_failure_is_the_one_that_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    assert start_ranks([sys.executable, "-c", _ONE_FAILS], 2) != 0
+    assert capfd.readouterr().err.strip() == "error: rank 1: it was me"
+
+
+def test_a_rank_that_hangs_is_ended_with_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import os, sys, time; print('gone'); sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
+    began = time.monotonic()
+    assert start_ranks([sys.executable, "-c", code], 3) == 3
+    assert time.monotonic() - began < 30
+    assert "error: rank 1" in capfd.readouterr().err
