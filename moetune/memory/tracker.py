@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moetune.experts.host import moving, stays_on_host
 from moetune.memory.report import PartName, Phase
+
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(slots=True)
@@ -137,6 +140,8 @@ class Tracker(TorchDispatchMode):
                 block.part = "saved_activations"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # torch asks more often than it computes; its own way to the answer is long
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)
