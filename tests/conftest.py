@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: each full collection, and training asks for some, would look at all
+    of it again, which takes longer than three steps of a small model."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

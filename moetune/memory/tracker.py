@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -27,6 +28,8 @@ from moetune.memory.report import PartName, Phase
 from moetune.parallel.messages import Message, message
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
+
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(slots=True)
@@ -169,6 +172,8 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # torch asks more often than it computes; its own way to the answer is long
         if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # what they do with the tensors that they are made of comes here again
         if func.namespace in ("c10d", "_c10d_functional") and (sent := message(func, args)) is not None:

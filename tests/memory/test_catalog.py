@@ -14,8 +14,10 @@ from moetune.memory.trace import trace
 
 MODELS = Path(moetune.catalog.__file__).parent / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
-EXPERTS = 16
+EXPERTS = 12
 """A trace runs expert by expert: of a layer with more, this many are traced. Nothing else of a model is cut."""
+IN_GROUPS = {"deepseek-v3": 16}
+"""Its router looks at the best two experts of each of eight groups."""
 SETTINGS = {"router": ("full", 2048), "lora": ("none", 256)}
 LARGER_SIBLINGS = ("gpt-oss-120b", "llama-30b", "llama-65b", "mixtral-8x22b", "qwen3-235b-a22b")
 QUICK = ("llama-7b", "tiny-mixtral")
@@ -29,10 +31,11 @@ CASES = [
 def with_fewer_experts(name: str, folder: Path) -> str:
     """The model itself, or a folder with its configuration and no more than so many experts."""
     model = json.loads((MODELS / f"{name}.json").read_text()).get("config", {})
-    keys = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if model.get(key, 0) > EXPERTS]
+    most = IN_GROUPS.get(name, EXPERTS)
+    keys = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if model.get(key, 0) > most]
     if not keys:
         return name
-    (folder / "config.json").write_text(json.dumps(model | dict.fromkeys(keys, EXPERTS)))
+    (folder / "config.json").write_text(json.dumps(model | dict.fromkeys(keys, most)))
     return str(folder)
 
 

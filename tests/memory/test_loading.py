@@ -16,7 +16,8 @@ from tests.memory.models import toy_run, write_toy
 EXPERTS: dict[str, Any] = {"experts": {"ids": [0, 1]}}
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
 
-SIZES = {
+SIZES: dict[str, Any] = {
+    "experts": 8,  # so that what is unpacked of one is little beside all
     "hidden_size": 256,
     "intermediate_size": 512,
     "moe_intermediate_size": 192,

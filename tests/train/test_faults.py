@@ -25,7 +25,17 @@ from moetune.export.export import export_run
 from moetune.train.run import train
 from moetune.train.run_folder import RunFolder
 from tests import small
-from tests.train.test_resume import ONE_FILE, assert_same, elsewhere, in_process, outcome, processes, trained, work
+from tests.train.test_resume import (
+    ONE_FILE,
+    assert_same,
+    elsewhere,
+    in_process,
+    outcome,
+    processes,
+    trained,
+    work,
+    work_alone,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -268,14 +278,6 @@ def on_a_small_disk(run: dict[str, Any], disk: Path, size: int, ballast: int, ke
         told["after"] = tried(run, "auto")
         shutil.copytree(run["output"], kept / "run", dirs_exist_ok=True)
     (kept / "told.json").write_text(json.dumps(told))
-
-
-def work_alone() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    with open(os.devnull, "w") as null:
-        os.dup2(null.fileno(), 2)
 
 
 def tried(run: dict[str, Any], resume: str) -> str | None:

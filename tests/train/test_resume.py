@@ -6,6 +6,7 @@ A process kills itself at an exact moment, which no polling from outside could h
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -27,7 +28,7 @@ from moetune.train.seal import seal
 from tests import small
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["moetune.train.run", "bitsandbytes.optim"])
+processes.set_forkserver_preload(["moetune.train.run", "bitsandbytes.optim", "lomo_optim", "tests.train.test_resume"])
 
 Moment = tuple[str, int, str]
 """A function, the number of its call, and whether the process dies `before` it, `after` it, or `within` a write."""
@@ -63,12 +64,18 @@ TRAIN = {
 
 def work(run: dict[str, Any], resume: str, moment: Moment | None) -> None:
     """What a process does: train, and die if told so."""
-    torch.set_num_threads(1)
-    with open(os.devnull, "w") as null:
-        os.dup2(null.fileno(), 2)
+    work_alone()
     if moment is not None:
         die_at(*moment)
     train(RunConfig.model_validate(run), resume=resume)
+
+
+def work_alone() -> None:
+    """What a process that trains does first."""
+    gc.freeze()  # what the server imported stays; tests/conftest.py says what that is good for
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
 
 
 def die_at(function: str, call: int, when: str) -> None:
