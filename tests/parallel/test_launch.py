@@ -56,8 +56,8 @@ def test_the_ranks_of_this_machine(run_file: Path, tmp_path: Path) -> None:
     "launcher",
     [
         ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
-         "--dynamo_backend", "no", "--main_process_port", "FREE"],
+        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
+         "no", "--dynamo_backend", "no", "--main_process_port", "FREE"],
     ],
     ids=["torchrun", "accelerate"],
 )  # fmt: skip
