@@ -12,8 +12,8 @@ from moetune.parallel.ranks import Ranks
 from tests import small
 from tests.parallel import predicted, steps
 
-STEPS, MICRO_BATCHES = 2, 8
-"""Micro-batches of all ranks together in a step: one process takes eight, four ranks two each."""
+STEPS, MICRO_BATCHES = 2, 4
+"""Micro-batches of all ranks together in a step: one process takes four, two ranks that see different data two each."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp 2": {"replicate": 2},
@@ -39,6 +39,16 @@ Case = tuple[str, str]
 CASES: list[Case] = [(adapt, base) for base in BASES for adapt in small.ADAPT]
 
 
+TOLERANCE = 1e-5
+"""Of losses and norms relative, of weights absolute (they move by up to 1e-3)."""
+HEADER = (
+    "| layout | `parallel:` | "
+    + " | ".join(f"{adapt}, {base}" for adapt, base in CASES)
+    + " |\n|"
+    + "---|" * (len(CASES) + 2)
+)
+
+
 @dataclass
 class Outcome:
     """Of one case on one rank."""
@@ -59,7 +69,7 @@ def config_of(parallel: dict[str, Any], case: Case, model: Path) -> RunConfig:
         model / "no-output",
         adapt,
         model={"base": base, "dtype": "fp32"},
-        optimizer={"lr": 1.0e-3},
+        optimizer={"lr": 5.0e-4},
         train={"max_grad_norm": 0.15, "router_aux_loss": 0.01, "sequence_length": 24},
         parallel=parallel,
         hardware={"count": ranks},
@@ -85,17 +95,45 @@ def every_case(parallel: dict[str, Any], model: Path) -> list[Outcome]:
 
 def every_prediction(
     parallel: dict[str, Any], model: Path, counts: list[list[predicted.Counts | None]]
-) -> list[list[predicted.Found]]:
-    """The memory and messages of each rank in each case, predicted in one process.
+) -> list[dict[int, predicted.Found]]:
+    """The memory and messages of each rank in each case, predicted in one process; where ranks train the same, of the
+    first and the last.
 
     Args:
         counts: what the experts received, by case and rank.
     """
-    return [
-        [
-            predicted.predicted(config_of(parallel, case, model), rank, of_rank)
-            for rank, of_rank in enumerate(of_case)
-            if of_rank is not None
-        ]
-        for case, of_case in zip(CASES, counts, strict=True)
-    ]
+    found = []
+    for case, of_case in zip(CASES, counts, strict=True):
+        ranks = range(len(of_case)) if case[0] == "lora" else {0, len(of_case) - 1}
+        of_ranks = {rank: of_case[rank] for rank in ranks}
+        config = config_of(parallel, case, model)
+        found.append({r: predicted.predicted(config, r, one) for r, one in of_ranks.items() if one is not None})
+    return found
+
+
+def measured_again(parallel: dict[str, Any], case: Case, model: Path) -> int:
+    """The peak of one case, once more."""
+    config = config_of(parallel, case, model)
+    return predicted.measured(config, Ranks.join(config.parallel, "cpu"))[0].peak
+
+
+def difference(taken: steps.Taken, alone: steps.Taken) -> float:
+    """The worst of all: of losses and norms relative, of weights absolute."""
+    assert taken.weights.keys() == alone.weights.keys()
+    numbers = zip([*taken.losses, *taken.norms], [*alone.losses, *alone.norms], strict=True)
+    weights = [float((taken.weights[name] - alone.weights[name]).abs().max()) for name in alone.weights]
+    return max(*(abs(mine / its - 1) for mine, its in numbers), *weights)
+
+
+def row(name: str, found: list[list[Outcome]], alone: list[Outcome]) -> str:
+    """A layout's line of the table."""
+    cells = []
+    for number in range(len(CASES)):
+        of_ranks = [outcomes[number] for outcomes in found]
+        if any(outcome.refused for outcome in of_ranks):
+            cells.append("–")
+        else:
+            worst = max(difference(outcome.taken, alone[number].taken) for outcome in of_ranks)
+            cells.append("✓" if worst < TOLERANCE else f"{worst:.0e}")
+    settings = ", ".join(f"{key}: {value}" for key, value in LAYOUTS[name].items())
+    return f"| {name} | `{{{settings}}}` | {' | '.join(cells)} |"
