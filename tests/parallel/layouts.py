@@ -41,12 +41,8 @@ CASES: list[Case] = [(adapt, base) for base in BASES for adapt in small.ADAPT]
 
 TOLERANCE = 1e-5
 """Of losses and norms relative, of weights absolute (they move by up to 1e-3)."""
-HEADER = (
-    "| layout | `parallel:` | "
-    + " | ".join(f"{adapt}, {base}" for adapt, base in CASES)
-    + " |\n|"
-    + "---|" * (len(CASES) + 2)
-)
+_COLUMNS = " | ".join(f"{adapt}, {base}" for adapt, base in CASES)
+HEADER = f"| layout | `parallel:` | {_COLUMNS} |\n|" + "---|" * (len(CASES) + 2)
 
 
 @dataclass

@@ -27,15 +27,19 @@ class Taken:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def take(config: RunConfig, ranks: Ranks, steps: int, micro_batches: int) -> Taken:
-    """`micro_batches` of all ranks together make a step."""
+def take(config: RunConfig, ranks: Ranks, steps: int, micro_batches: int, *, word: int | None = None) -> Taken:
+    """`micro_batches` of all ranks together make a step.
+
+    Args:
+        word: makes every token this one.
+    """
     adapted = build(config, "cpu", ranks=ranks)
     adapted.model.train()
     optimizer = make_optimizer(adapted, config)
     stepper = Stepper(adapted, config, optimizer)
     taken = Taken()
     for step in range(steps):
-        batches = [batch_of(config, step * micro_batches + number) for number in range(micro_batches)]
+        batches = [batch_of(config, step * micro_batches + number, word) for number in range(micro_batches)]
         total = sum(count_loss_tokens(batch) for batch in batches)
         mine = batches[ranks.data_index :: ranks.data_size]
         for number, batch in enumerate(mine):
@@ -46,11 +50,12 @@ def take(config: RunConfig, ranks: Ranks, steps: int, micro_batches: int) -> Tak
     return taken
 
 
-def batch_of(config: RunConfig, number: int) -> dict[str, Tensor]:
+def batch_of(config: RunConfig, number: int, word: int | None = None) -> dict[str, Tensor]:
     """Rows of unlike lengths, some tokens without a loss."""
     made = torch.Generator().manual_seed(number)
     rows, length = config.train.micro_batch, config.train.sequence_length
     ids = torch.randint(5, 500, (rows, length), generator=made)
+    ids = ids if word is None else torch.full_like(ids, word)
     lengths = torch.randint(length // 3, length + 1, (rows,), generator=made)
     mask = (torch.arange(length) < lengths[:, None]).long()
     labels = ids.masked_fill(mask == 0, -100)
