@@ -63,6 +63,11 @@ def verify(
     Raises:
         UserError: as `build`.
     """
+    if config.parallel.ranks > 1:
+        raise UserError(
+            f"parallel: makes {config.parallel.ranks} ranks, and verify measures one process; train with them for two "
+            "steps: memory.json in the run folder has what was predicted and measured"
+        )
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = resolved(config, device)
     measured = measure(config, device, steps)

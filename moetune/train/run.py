@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.base import noting_base
-from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable
+from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable, place
 from moetune.adapt.start import Start, open_start
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, refuse_untrainable, require
@@ -156,6 +156,7 @@ def _check_parts(config: RunConfig) -> dict[str, int]:
     problems = indivisible(config.parallel, layers=adapted.anatomy.num_layers, experts=experts, kv_heads=heads)
     if problems:
         raise UserError("\n".join(problems))
+    place(config.parallel, adapted.anatomy, adapted.selection)
     return count_trainable(adapted)
 
 

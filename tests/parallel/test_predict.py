@@ -1,0 +1,64 @@
+"""`predict` of several ranks: each has its own figures, and ranks that are alike share a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.memory import predict as module
+from moetune.memory.predict import kinds_of_ranks, predict
+from moetune.memory.routing import Routing
+from moetune.memory.trace import trace
+from tests import small
+
+
+def config_of(model: Path, adapt: str, accumulate: int = 2, **parallel: Any) -> Any:
+    ranks = parallel.get("fsdp", 1) * parallel.get("replicate", 1)
+    return small.run_config(
+        model, model, model, adapt, parallel=parallel, hardware={"count": ranks}, train={"accumulate": accumulate}
+    )
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"fsdp": 2, "ep": 2}, {"fsdp": 2, "zero": 1}, {"fsdp": 2, "zero": 2}, {"replicate": 2}]
+)
+def test_micro_steps_between_the_first_and_the_last_are_alike(parallel: dict[str, Any], small_model: Path) -> None:
+    """Three of five are run; what all five send is counted, and the peak is theirs."""
+    config = config_of(small_model, "experts", 5, **parallel)
+    three, five = trace(config), trace(config, micro_steps=5)
+    assert three.parts(three.peak) == five.parts(five.peak)
+    key = lambda one: (one.kind, one.axis, one.what)  # noqa: E731
+    assert sorted(three.collectives, key=key) == sorted(five.collectives, key=key) != []
+
+
+def test_every_rank_is_reported(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+
+    def counted(config: Any, routing: Any, *, rank: int) -> Any:
+        traced.append(rank)
+        return trace(config, routing, rank=rank)
+
+    monkeypatch.setattr(module, "trace", counted)
+    report = predict(config_of(small_model, "experts", fsdp=4, ep=2), method="trace")
+    assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
+    assert traced == [0]  # one trained expert on each rank, and every row divides by four
+    assert {one.axis for one in report.collectives} == {"fsdp", "efsdp", "ep"}
+    assert report.to_json()["collectives"]
+
+
+def test_ranks_that_differ_have_figures_of_their_own(small_model: Path) -> None:
+    """One expert of one layer trains whole: on one of four ranks."""
+    one = {"experts": {"layers": "0", "ids": [0]}}
+    report = predict(config_of(small_model, "router", more=one, fsdp=4, ep=4), method="trace")
+    assert len({rank.parts.optimizer_states for rank in report.ranks}) > 1
+    assert report.fullest.peak_process == max(rank.peak_process for rank in report.ranks)
+
+
+def test_what_makes_ranks_differ(small_model: Path) -> None:
+    config = config_of(small_model, "router", fsdp=4, ep=4)
+    assert len(set(kinds_of_ranks(config, by_expert=False))) == 1
+    assert len(set(kinds_of_ranks(config, by_expert=True))) == 4  # a full expert is on one of them
+    assert len(predict(config, method="trace", routing=Routing("skew:3", 3.0)).ranks) == 4
+    assert len(set(kinds_of_ranks(config_of(small_model, "router", fsdp=3), by_expert=False))) == 3  # 64 / 3

@@ -1,0 +1,61 @@
+"""What several ranks cannot do is refused by name, before a process is started or a weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.verify import verify
+from moetune.train.run import train
+from tests import small
+
+TWO = {"fsdp": 2}
+
+
+def config_of(model: Path, data: Path, tmp_path: Path, parallel: dict[str, Any], **sections: Any) -> RunConfig:
+    ranks = {"replicate": 1, "fsdp": 1, "tp": 1, "pp": 1} | parallel
+    count = ranks["replicate"] * ranks["fsdp"] * ranks["tp"] * ranks["pp"]
+    return small.run_config(
+        model, data, tmp_path / "run", "experts", parallel=parallel, hardware={"count": count}, **sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections", "said"),
+    [
+        ({"pp": 2}, {}, r"parallel\.pp: transformers' pipeline stages run forward only"),
+        (TWO | {"offload": "optimizer"}, {}, r"parallel\.offload"),
+        ({"fsdp": 3, "ep": 3}, {}, r"parallel\.ep: 3 ranks cannot hold 4 experts evenly; set ep to 1, 2, 4"),
+        ({"fsdp": 8, "ep": 8}, {}, r"parallel\.ep: more ranks than experts, 8 and 4"),
+        ({"tp": 2, "fsdp": 3, "ep": 3}, {}, r"parallel\.ep: 3 is no multiple of tp 2"),
+        ({"tp": 8}, {}, r"parallel\.tp: 8 ranks cannot split 2 key/value heads evenly; set tp to 1, 2"),
+        (TWO, {"optimizer": {"name": "adamw", "offload": True}}, "adamw with offload takes gradients away"),
+        (TWO, {"optimizer": {"name": "adalomo"}, "train": {"accumulate": 1}}, "adalomo needs whole matrices"),
+        (
+            {"replicate": 2},
+            {"optimizer": {"name": "lomo"}, "train": {"accumulate": 1}},
+            "lomo with fused_backward uses gradients up before the ranks have added them",
+        ),
+        (
+            TWO,
+            {"optimizer": {"name": "adamw", "master_weights": "stochastic"}},
+            "master_weights: stochastic would round",
+        ),
+        (TWO | {"ep": 2, "load": "none.json"}, {}, r"parallel\.load 'none\.json'"),
+    ],
+)
+def test_refused(
+    parallel: dict[str, Any], sections: dict[str, Any], said: str, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        train(config_of(small_model, small_data, tmp_path, parallel, **sections), device="cpu", dry_run=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_verify_measures_one_process(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"makes 2 ranks, and verify measures one process.*memory\.json"):
+        verify(config_of(small_model, small_data, tmp_path, TWO), 1)
