@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         is_recipe = re.fullmatch(r"train configs/tiny-\w+\.yaml", " ".join(arguments)) is not None
         less = () if arguments[0] != "train" else FEWER_STEPS if is_recipe else (f"data.eval={some}",)
         options = [option for setting in less for option in ("--set", setting)]
+        monkeypatch.setattr(sys, "argv", ["moetune", *arguments, *options])  # which ranks are started with
         result = CliRunner().invoke(app, [*arguments, *options], catch_exceptions=False)
         expected = int(f"{command}{REFUSED}" in page.read_text(encoding="utf-8"))
         assert result.exit_code == expected, f"{command}\n{result.output}"
