@@ -37,14 +37,21 @@ def refuse_leaky_packing(model: torch.nn.Module, micro_batch: int) -> None:
     ids = torch.arange(tokens, device=device).remainder(embedding.weight.shape[0]).expand(micro_batch, tokens)
     positions = torch.arange(DOCUMENT_TOKENS, device=device).repeat(micro_batch, 2)
     was_training = model.training
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
     model.eval()  # dropout and router jitter would draw from the random state
+    hook = embedding.register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            embeds = embedding(ids).detach().requires_grad_()
-            logits = model(inputs_embeds=embeds, position_ids=positions, use_cache=False).logits
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
             second = logits[:, DOCUMENT_TOKENS:].float().logsumexp(-1).sum()
-            (gradient,) = torch.autograd.grad(second, embeds)
+            (gradient,) = torch.autograd.grad(second, embedded[0])
     finally:
+        hook.remove()
         model.train(was_training)
     if gradient[:, :DOCUMENT_TOKENS].any():
         config = wrapped.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from moetune.parallel.place import indivisible
 from moetune.parallel.ranks import ALONE, Ranks
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import refuse_silent_routers
+from moetune.step.values import generator_states
 from moetune.train.data import Datasets, load_data, pad_token_id
 from moetune.train.interrupt import Interruptible
 from moetune.train.isolation import refuse_leaky_packing
@@ -111,7 +113,7 @@ def train(
     with noting_base(config.model, ranks) as noted, reading(console, weights) as on_read:
         adapted = build(config, device, on_read, ranks)
         base = noted()
-    _refuse_different_ranks(ranks, config, tokens, base)
+    _refuse_different_ranks(adapted, config, tokens, base)
     if checkpoint is not None and base is not None:
         _refuse_other_base(folder, config, base, console)
     for note in start.load(adapted, base) if start is not None else ():
@@ -160,13 +162,16 @@ def _check_parts(config: RunConfig) -> dict[str, int]:
     return count_trainable(adapted)
 
 
-def _refuse_different_ranks(ranks: Ranks, config: RunConfig, tokens: int, base: Base | None) -> None:
+def _refuse_different_ranks(adapted: Adapted, config: RunConfig, tokens: int, base: Base | None) -> None:
     """Raises `UserError` if ranks were given different run files, data or weights: their gradients would not add up."""
+    ranks = adapted.ranks
+    drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
     mine = {
         "the run file": config.to_yaml(),
         "the number of training tokens": tokens,
         "the base": None if base is None else base.fingerprint.content,
         "the version of torch": torch.__version__,
+        "what random weights were drawn": hashlib.sha256(drawn).hexdigest(),  # from here on generators may differ
     }
     for rank, its in enumerate(ranks.everyones(mine)):
         for what, value in its.items():
