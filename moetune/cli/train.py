@@ -29,7 +29,7 @@ def train(
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout."""
     import sys
 
-    from moetune.parallel.launch import start_ranks, was_launched
+    from moetune.parallel.launch import is_quiet, start_ranks, was_launched
     from moetune.run_file import load_run_config
 
     config = load_run_config(run, set_ or ())
@@ -56,7 +56,8 @@ def train(
         with nullcontext(ALONE) if dry_run else joined(config.parallel, device) as ranks:
             result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        if not is_quiet():
+            print(interrupted, file=sys.stderr)
         raise
     if not ranks.is_first:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
 from moetune.parallel.place import indivisible
-from moetune.parallel.ranks import ALONE, Ranks
+from moetune.parallel.ranks import ALONE, Ranks, here
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.step.values import generator_states
@@ -211,9 +212,14 @@ def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console:
 
 
 def _checkpoint_bytes(adapted: Adapted, config: RunConfig) -> int:
-    """What trains, its master weights and its optimizer's states."""
-    optimizers, trained = PartOptimizers.of(config), adapted.trainable()
-    return sum(optimizers.saved(adapted.part_of(name), tuple(p.shape), p.itemsize) for name, p in trained.items())
+    """What trains, its master weights and its optimizer's states, of all ranks."""
+    optimizers, ranks, experts = PartOptimizers.of(config), adapted.ranks, set(adapted.of_experts())
+    mine = sum(
+        optimizers.saved(adapted.part_of(name), tuple(here(p).shape), p.itemsize)
+        / ranks.copies(p, of_expert=p in experts)
+        for name, p in adapted.trainable().items()
+    )
+    return ceil(sum(ranks.everyones(mine)))
 
 
 def _held_out(folder: RunFolder) -> tuple[float | None, float | None]:
