@@ -144,11 +144,12 @@ class LayerTape:
         path, plan = self.facts.attention_path, self.plan
         hidden, low = self.input.bytes, 4 * self.tape.numel("T·r")
         into = [name for name in self.facts.linears if name.startswith(f"{path}.") and name != f"{path}.o_proj"]
+        reads = plan.input_needs or self._trains(f"{self.facts.norms[0]}.weight")
         labels = [node.label for node in self.tape.nodes]
         after = self.tape.nodes[labels.index("gather") + 1 :] if "gather" in labels else []
         return Split(
             added=(hidden,) + (low,) * (f"{path}.o_proj" in plan.lora),
-            added_back=(hidden,) * len(into) + (low,) * len(plan.lora & set(into)),
+            added_back=(hidden,) * (len(into) if reads else 0) + (low,) * len(plan.lora & set(into)),
             gathered=self.gathered,
             gathered_back=self.gathered_back,
             again=any(node.saved for node in after),

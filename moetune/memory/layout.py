@@ -85,7 +85,10 @@ def divide(whole: Quantities | At, parallel: ParallelConfig, *, checkpointing: b
         # Quantities that every rank shares need no second look; places that differ in their copy only are alike.
         key = replace(place, replicate=0, copy=0)
         if key not in cached:
-            cached[key] = share(_stage(at(place), parallel, place.pp), parallel, place, checkpointing)
+            q = _stage(at(place), parallel, place.pp)
+            more = _common(q, parallel, place, at(place).embedding.trainable, checkpointing)
+            alone = share(q, parallel, place)
+            cached[key] = replace(alone, collectives=tuple(c for c in (*alone.collectives, *more) if c.bytes))
         cached[place] = replace(cached[key], rank=rank, place=place)
     return tuple(cached[place] for place in places)
 
@@ -146,29 +149,27 @@ def _receiving(layer: Layer, size: int) -> Layer:
     return replace(layer, transients=tuple(replace(moment, dense=moment.dense + size) for moment in layer.transients))
 
 
-def _common(q: Quantities, parallel: ParallelConfig, place: Place, checkpointing: bool) -> Iterator[Collective]:
-    """What both engines send for tp, ep and pp."""
+def _common(
+    q: Quantities, parallel: ParallelConfig, place: Place, tied: int, checkpointing: bool
+) -> Iterator[Collective]:
+    """What a stage sends for tp, ep and pp, whatever the engine. `tied`: bytes of the gradient of a tied embedding."""
     if parallel.tp > 1:
         yield from split_collectives(q.layers, parallel.tp, q.accumulate, checkpointing=checkpointing)
     if parallel.ep > 1:
         yield exchange_collective(q.layers, q.accumulate, checkpointing=checkpointing)
     if parallel.pp > 1:
-        tied = part(q.embedding.trainable if place.pp == 0 else q.head.trainable, parallel.fsdp, place.fsdp)
-        yield from stage_collectives(q, place.pp, parallel.pp, tied)
+        yield from stage_collectives(q, place.pp, parallel.pp, part(tied, parallel.fsdp, place.fsdp))
 
 
 # --- Engines ------------------------------------------------------------------------------------------------------
 
 
-def _by_engine(q: Quantities, parallel: ParallelConfig, place: Place, checkpointing: bool) -> RankShare:
+def _by_engine(q: Quantities, parallel: ParallelConfig, place: Place) -> RankShare:
     sharded = Sharded(q, parallel, place)
-    sent = [*sharded.collectives(), *_common(q, parallel, place, checkpointing)]
-    return RankShare(
-        0, place, sharded.quantities(), Tensors(), largest(sharded), tuple(one for one in sent if one.bytes)
-    )
+    return RankShare(0, place, sharded.quantities(), Tensors(), largest(sharded), tuple(sharded.collectives()))
 
 
-def _by_textbook(q: Quantities, parallel: ParallelConfig, place: Place, checkpointing: bool) -> RankShare:
+def _by_textbook(q: Quantities, parallel: ParallelConfig, place: Place) -> RankShare:
     dense = Sharing("fsdp", "", parallel.fsdp, place.fsdp, parallel.replicate)
     experts = dense
     if parallel.ep > 1:
@@ -194,17 +195,13 @@ def _by_textbook(q: Quantities, parallel: ParallelConfig, place: Place, checkpoi
         loss=q.loss + buffers[-1].total,
         embedding_backward=q.embedding_backward + buffers[0].total,
     )
-    sent = [
-        *textbook.collectives(chain, parallel, q.accumulate, used_up=bool(q.tensors.alone)),
-        *_common(q, parallel, place, checkpointing),
-    ]
     return RankShare(
         0,
         place,
         quantities,
         host=total(host for _, hosts in kept for host in hosts),
         buffers=max(buffers[1:-1], key=lambda b: b.total),
-        collectives=tuple(one for one in sent if one.bytes),
+        collectives=tuple(textbook.collectives(chain, parallel, q.accumulate, used_up=bool(q.tensors.alone))),
     )
 
 

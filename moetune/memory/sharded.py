@@ -304,16 +304,24 @@ class Sharded:
 
     def _copies(self, k: int) -> Iterator[Transient]:
         """The moments at which a gather's output and the copy of it are both there, if those may be the fullest: of the
-        embedding, whose weights are gathered for backward even if they are frozen, and of what is gathered last."""
-        if k == 0 and self.table.matrices:
-            first = self.layer(self.q.layers[k]).rest
-            beside = first.whole if self._keeps else first.reduced  # in forward the next is gathered already
-            taken = 2 * self.table.whole + self.norm.whole + beside + self.q.hidden
-            made = 0.0 if self._keeps or self.q.accumulate > 1 else 1.0
-            yield Transient("embedding gathered", taken, gradients=made)
-        if self._keeps and k == len(self.q.layers) - 1:
-            copy = max(group.whole for group in self.layer(self.q.layers[k]).all)
-            yield Transient("forward, gathered", self._gathered(k) + copy, gradients=0.0)
+        embedding, whose weights are gathered for backward even if they are frozen; and, where all that is gathered
+        stays, of each layer in forward."""
+        layers = self.q.layers
+        if not self._keeps:
+            if k == 0 and self.table.matrices:
+                taken = 2 * self.table.whole + self.norm.whole + self.layer(layers[k]).rest.reduced + self.q.hidden
+                yield Transient("embedding gathered", taken, gradients=0.0 if self.q.accumulate > 1 else 1.0)
+            return
+        sizes = [self.norm.whole, self.table.whole]
+        fullest = 0
+        for layer in layers[: k + 1]:
+            for group in reversed(self.layer(layer).all):
+                fullest = max(fullest, sum(sizes) + sizes[-1] + group.whole)  # a copy goes when the next is gathered
+                sizes.append(group.whole)
+        fullest = max(fullest, sum(sizes) + sizes[-1])
+        counted = layers[k + 1 :] if self.q.accumulate == 1 else layers if self.parallel.zero < 3 else ()
+        not_yet = sum(group.reduced // group.ranks for layer in counted for group in self.layer(layer).all)
+        yield Transient("forward, gathered", fullest - not_yet, gradients=0.0)
 
 
 def largest(sharded: Sharded) -> Buffers:
