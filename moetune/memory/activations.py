@@ -569,6 +569,10 @@ class LayerTape:
         weighted, total = self._new("weighted rows", "M·H", wide), self._new("their sums", "U·H", wide)
         cast = (self._piece("gradient of rows", "M·H", wide),) * ((wide != b) + weights.needs)
         tape.record("weighted", weighted, fresh=(returned, weights), saved=(returned, weights), temporaries=cast)
+        # Running forward again stops once the rows are there, unless something after it keeps more.
+        stops = self.facts.experts is not None and self.facts.experts.shared is None
+        beside = (out, back) if stops else (out, back, weighted, total)
+        tape.pass_by(*(value.storage.piece for value in beside))
         tape.record("sums", total, passed=(weighted,))
         if exchange.sliced:
             total, part = self._new("gathered sums", "T·H", wide), total

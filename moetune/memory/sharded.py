@@ -288,7 +288,7 @@ class Sharded:
         """The moments at which gradients of a group, whole, and the copy that is reduced are there."""
         layer, p = self.q.layers[k], self.parallel
         groups = self.layer(layer)
-        fullest = max((m.dense for m in layer.transients if "experts" in m.name), default=0)
+        fullest = max((m.dense for m in layer.transients if m.name == "experts"), default=0)
         stays = p.zero == 2 and self.q.accumulate > 1  # else its weights are let go of first
         for group in groups.all:
             if not group.reduced:
