@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 
+import moetune.catalog
 from moetune.config import RunConfig
 from moetune.memory.facts import read_facts
 from moetune.memory.formulas import set_up
 from moetune.memory.layout import RankShare, divide_run
+from moetune.memory.predict import predict
 from moetune.memory.report import Collective
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace import trace
+from moetune.run_file import load_run_config
 from tests import small
 from tests.memory.models import toy_run, write_toy
 from tests.parallel.layouts import LAYOUTS
 
+RECIPES = Path(moetune.catalog.__file__).parent / "recipes"
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 2048}
 QUICK = {("fsdp 2", "experts"), ("ep 2 × fsdp 2", "lora"), ("replicate 2 × fsdp 2, ep 2", "router")}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -146,6 +150,15 @@ def test_uneven_load_raises_the_rank_that_holds_the_hot_experts_and_no_other(mid
     even, uneven = shares_of(config), shares_of(config, hot)
     grown = [b.quantities.peak()[1].total / a.quantities.peak()[1].total for a, b in zip(even, uneven, strict=True)]
     assert [ratio > 1 for ratio in grown] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("recipe", "gib"), [("mixtral-8x7b-lora-2gpu", 17.7), ("mixtral-8x22b-lora-4gpu", 30.0)])
+def test_the_recipes_of_several_gpus_take_what_they_say(recipe: str, gib: float) -> None:
+    file = RECIPES / f"{recipe}.yaml"
+    assert f"Predicted, not measured on GPUs: {gib} GiB a rank." in file.read_text(encoding="utf-8")
+    report = predict(load_run_config(file), method="formula")
+    assert report.fits
+    assert [rank.peak_process / 2**30 for rank in report.ranks] == pytest.approx([gib] * len(report.ranks), abs=0.1)
 
 
 def test_stages_hold_their_layers_under_either_engine(mid_size: Path) -> None:
