@@ -2,16 +2,19 @@
 
 Letters: B sequences of S tokens, T = B·S; H hidden size; h query heads, k key-value heads, d their size, v a value
 head's size; F rows of an MLP; E experts, K of them a token, N rows of the fullest expert, I expert dim, O rows of
-gate_up; r LoRA rank. b is the width of the compute dtype.
+gate_up; r LoRA rank. b is the width of the compute dtype. Where experts are spread over ranks: U tokens whose rows this
+rank sends, M = U·K rows that it sends, A rows that arrive.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moetune.memory.experts import experts_backward
 from moetune.memory.facts import LayerFacts, Linear
 from moetune.memory.optimizers import NO_OPTIMIZERS, PartOptimizers
+from moetune.memory.quantities import Split
 from moetune.memory.tape import Moment, Piece, Tape, Value
 
 Needs = frozenset[str]
@@ -52,6 +55,17 @@ class Run:
         return self.optimizers.fused()
 
 
+class Exchanged(NamedTuple):
+    """Of a layer whose experts are spread over ranks: tokens U that this rank sends to their experts, rows A that
+    arrive, experts that are here, and whether any rank's train; whether the tokens are a slice of the micro-batch."""
+
+    tokens: int
+    arriving: int
+    held: int
+    trains: bool
+    sliced: bool
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """What trains in one layer.
@@ -64,6 +78,7 @@ class LayerPlan:
         input_needs: whether a gradient goes further down.
         rows: N.
         offloads: whether its input waits for backward on the host.
+        exchange: None where all experts are here.
     """
 
     full: Needs
@@ -73,6 +88,7 @@ class LayerPlan:
     input_needs: bool
     rows: int
     offloads: bool = False
+    exchange: Exchanged | None = None
 
 
 class LayerTape:
@@ -82,6 +98,8 @@ class LayerTape:
         self.facts, self.plan, self.run, self.family = facts, plan, run, family
         self.tape = Tape(_letters(facts, plan, run, hidden), run.fused)
         self._wide: dict[tuple[str, int], Value] = {}  # copies of inputs in float32, by module and input
+        self.gathered: tuple[int, ...] = ()  # bytes, by the tensor-parallel ranks of a layer whose experts are spread
+        self.gathered_back: tuple[int, ...] = ()
         self.input = self.tape.new(
             "input of the layer", "T·H", run.width, needs=plan.input_needs, external=run.checkpointed
         )
@@ -119,6 +137,23 @@ class LayerTape:
     def keeps_input(self) -> bool:
         """Whether the layer's own operations keep its input, and not a copy of it in float32."""
         return self.run.width == 4 or self.facts.norm == "layer"
+
+    @property
+    def split(self) -> Split:
+        """What tensor-parallel ranks send: rows and columns of attention's matrices make parts of sums."""
+        path, plan = self.facts.attention_path, self.plan
+        hidden, low = self.input.bytes, 4 * self.tape.numel("T·r")
+        into = [name for name in self.facts.linears if name.startswith(f"{path}.") and name != f"{path}.o_proj"]
+        reads = plan.input_needs or self._trains(f"{self.facts.norms[0]}.weight")
+        labels = [node.label for node in self.tape.nodes]
+        after = self.tape.nodes[labels.index("gather") + 1 :] if "gather" in labels else []
+        return Split(
+            added=(hidden,) + (low,) * (f"{path}.o_proj" in plan.lora),
+            added_back=(hidden,) * (len(into) if reads else 0) + (low,) * len(plan.lora & set(into)),
+            gathered=self.gathered,
+            gathered_back=self.gathered_back,
+            again=any(node.saved for node in after),
+        )
 
     @property
     def experts_return(self) -> bool:
@@ -489,24 +524,62 @@ class LayerTape:
         return weights
 
     def _experts(self, x: Value, weights: Value) -> Value:
+        if self.plan.exchange is not None:
+            return self._exchanged(x, weights, self.plan.exchange)
+        return self._bank(x, weights, "T", "T·K")
+
+    def _bank(self, x: Value, weights: Value, tokens: str, rows: str) -> Value:
         """The bank's one node (docs/concepts/expert-bank.md): keeps its input and the routing, and recomputes the
         rest; without checkpointing it keeps the rows of gate_up too."""
         moe, plan, run = self.facts.experts, self.plan, self.run
         assert moe is not None
-        out = self._new("experts' output", "T·H")
-        order = self._new("order of rows", "T·K", 8)
+        out = self._new("experts' output", f"{tokens}·H")
+        order = self._new("order of rows", rows, 8)
         back = experts_backward(self.tape, moe, plan, run, needs_x=x.needs, weights_width=weights.width)
         self.tape.record(
             "experts",
             out,
             fresh=(x, weights),
-            saved=(x, weights, order, self._new("gate_up", "T·K·O")) if run.keeps_rows else (x, weights, order),
+            saved=(x, weights, order, self._new("gate_up", f"{rows}·O")) if run.keeps_rows else (x, weights, order),
             temporaries=back.temporaries,
             gradients=back.gradients,
             gradients_then=back.gradients_then,
             trains=bool(plan.experts or plan.lora_experts),
         )
         return out
+
+    def _exchanged(self, x: Value, weights: Value, exchange: Exchanged) -> Value:
+        """Rows go to the ranks of their experts and come back (parallel/exchange.py and transformers' AllToAllEP)."""
+        b, tape = self.run.width, self.tape
+        if exchange.trains and not x.needs:
+            x = tape.part_of(x, x.shape)
+            x.needs = True
+        if exchange.sliced:  # the slice is a view, its gradient is gathered
+            x, whole = tape.part_of(x, "U·H"), x
+            tape.record("slice", x, fresh=(whole,))
+        order = self._new("order of rows", "M", 8)
+        sent, arrived = self._new("rows sent", "M·H"), self._new("rows that arrived", "A·H")
+        tape.record("rows", sent, fresh=(x,), saved=(order,))
+        tape.record("dispatch", arrived, fresh=(sent,))
+        out = self._bank(arrived, self._new("ones", "A"), "A", "A")
+        back, returned = self._new("rows returned", "M·H"), self._new("rows in their order", "M·H")
+        tape.record("combine", back, fresh=(out,))
+        tape.record("order", returned, fresh=(back,), saved=(order,))
+        wide = max(b, weights.width)
+        weighted, total = self._new("weighted rows", "M·H", wide), self._new("their sums", "U·H", wide)
+        cast = (self._piece("gradient of rows", "M·H", wide),) * ((wide != b) + weights.needs)
+        tape.record("weighted", weighted, fresh=(returned, weights), saved=(returned, weights), temporaries=cast)
+        # Running forward again stops once the rows are there, unless something after it keeps more.
+        stops = self.facts.experts is not None and self.facts.experts.shared is None
+        beside = (out, back) if stops else (out, back, weighted, total)
+        tape.pass_by(*(value.storage.piece for value in beside))
+        tape.record("sums", total, passed=(weighted,))
+        if exchange.sliced:
+            total, part = self._new("gathered sums", "T·H", wide), total
+            tape.record("gather", total, fresh=(part,))
+            self.gathered = (total.bytes,)
+            self.gathered_back = (self.input.bytes,) + (tape.numel("T·K") * weights.width,) * weights.needs
+        return self._cast(total, b, "experts' output")
 
 
 def _letters(facts: LayerFacts, plan: LayerPlan, run: Run, hidden: int) -> dict[str, int]:
@@ -543,6 +616,8 @@ def _letters(facts: LayerFacts, plan: LayerPlan, run: Run, hidden: int) -> dict[
         "I": shape.intermediate,
         "O": rows,
     }
+    if plan.exchange is not None:
+        letters |= {"U": plan.exchange.tokens, "M": plan.exchange.tokens * moe.top_k, "A": plan.exchange.arriving}
     if moe.shared is not None:
         letters["F"] = facts.linears[f"{moe.shared}.gate_proj"].out
     return letters

@@ -33,7 +33,8 @@ def experts_backward(
     used_up = plan.lora_experts * factors if "lora" in run.fused else 0
     whole, factors = whole * ("experts" not in run.fused), factors * ("lora" not in run.fused)
     everything = plan.experts * whole + plan.lora_experts * factors
-    frozen = moe.shape.num_experts - plan.experts - plan.lora_experts
+    held = moe.shape.num_experts if plan.exchange is None else plan.exchange.held
+    frozen = held - plan.experts - plan.lora_experts
     best: _Expert | None = None
     for kind, count in (("frozen", frozen), ("lora", plan.lora_experts), ("trained", plan.experts)):
         if count:

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -172,6 +172,29 @@ class Facts:
     @property
     def moe_layers(self) -> dict[int, MoeLayer]:
         return {layer.index: layer for layer in self.anatomy.moe_layers}
+
+
+@functools.lru_cache(maxsize=256)
+def split_heads(layer: LayerFacts, tp: int) -> LayerFacts:
+    """What each of `tp` ranks has of a layer: its share of the heads, and with them of attention's linear layers, rows
+    of those that make heads and columns of the one that reads them (parallel/tensor.py)."""
+    path = layer.attention_path
+    linears, shapes = dict(layer.linears), dict[str, tuple[int, ...]]()
+    for name, linear in layer.linears.items():
+        if not name.startswith(f"{path}."):
+            continue
+        if name == f"{path}.o_proj":
+            part = replace(linear, into=linear.into // tp)
+        else:
+            part = replace(linear, out=linear.out // tp)
+            shapes[f"{name}.bias"] = (part.out,)
+        linears[name], shapes[f"{name}.weight"] = part, (part.out, part.into)
+    return replace(
+        layer,
+        parameters=tuple(replace(p, shape=shapes.get(p.name, p.shape)) for p in layer.parameters),
+        linears=_Frozen(linears),
+        attention=replace(layer.attention, heads=layer.attention.heads // tp, kv_heads=layer.attention.kv_heads // tp),
+    )
 
 
 @functools.lru_cache(maxsize=64)

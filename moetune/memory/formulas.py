@@ -7,19 +7,21 @@ the layers' tapes (activations.py). docs/concepts/{weights,optimizer-states,acti
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moetune.anatomy.selection import Selection, select
 from moetune.config import Part, RunConfig
 from moetune.experts.packed import BLOCK, NESTED_BLOCK
-from moetune.memory.activations import LayerPlan, LayerTape, Run
-from moetune.memory.facts import Experts, Facts, LayerFacts, Parameter
+from moetune.memory.activations import Exchanged, LayerPlan, LayerTape, Run
+from moetune.memory.facts import Experts, Facts, LayerFacts, Parameter, split_heads
 from moetune.memory.head import Head, head_lora
 from moetune.memory.optimizers import PartOptimizers
-from moetune.memory.quantities import Layer, Quantities, Tensors, Transient, total
+from moetune.memory.quantities import Exchange, Layer, Matrix, Quantities, Split, Tensors, Transient, total
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.tape import Piece
+from moetune.parallel.place import Place
+from moetune.parallel.placement import place_experts, read_load
 from moetune.step.optimizers import refuse_parts_without
 
 _SMALLEST_8BIT = 4096  # bitsandbytes keeps states of tensors with fewer elements in float32
@@ -67,15 +69,51 @@ class Setup:
     plans: tuple[LayerPlan, ...]
     outside: frozenset[str]
     loss_width: int | None
+    routing: Routing = BALANCED
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Ids of the experts of a layer that are here; layers left out have all."""
 
     @property
     def accumulating(self) -> bool:
-        """Whether a gradient joins what is there as it comes."""
-        return self.config.train.accumulate > 1
+        """Whether a gradient joins what is there as it comes. FSDP2 takes those of a layer away when all are made."""
+        parallel = self.config.parallel
+        return self.config.train.accumulate > 1 and (parallel.fsdp == 1 or parallel.zero == 1)
 
     @property
     def optimizers(self) -> PartOptimizers:
         return PartOptimizers.of(self.config)
+
+    @functools.cached_property
+    def placed(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """By layer, the experts of each `ep` rank."""
+        parallel = self.config.parallel
+        load = None if parallel.load is None else read_load(parallel.load, "parallel.load")
+        return place_experts(self.facts.anatomy, self.selection, parallel.ep, load) if parallel.ep > 1 else {}
+
+    def at(self, place: Place) -> Setup:
+        """What the rank at a place has of each layer: its heads and its experts. All ranks send what this one sends."""
+        parallel, layers, plans = self.config.parallel, list[LayerFacts](), list[LayerPlan]()
+        held = {index: of_ranks[place.ep] for index, of_ranks in self.placed.items()}
+        for index, (layer, plan) in enumerate(zip(self.facts.layers, self.plans, strict=True)):
+            layers.append(split_heads(layer, parallel.tp) if parallel.tp > 1 else layer)
+            plans.append(self._plan_at(index, plan, held[index]) if index in held else plan)
+        return replace(self, facts=replace(self.facts, layers=tuple(layers)), plans=tuple(plans), held=held)
+
+    def _plan_at(self, index: int, plan: LayerPlan, held: tuple[int, ...]) -> LayerPlan:
+        moe, parallel = self.facts.layers[index].experts, self.config.parallel
+        assert moe is not None
+        tokens = self.run.batch * self.run.sequence // parallel.tp
+        leaving = self.routing.rows(index, tokens, moe.top_k, moe.shape.num_experts)
+        here = [leaving[expert] * parallel.ep for expert in held]
+        return replace(
+            plan,
+            experts=len(set(held) & set(self.selection.experts.get(index, ()))),
+            lora_experts=len(set(held) & set(self.selection.lora_experts.get(index, ()))),
+            rows=max(here),
+            exchange=Exchanged(
+                tokens, sum(here), len(held), bool(plan.experts or plan.lora_experts), sliced=parallel.tp > 1
+            ),
+        )
 
 
 def set_up(
@@ -140,7 +178,7 @@ def set_up(
         )
         plans.append(plan)
         needs = needs or bool(plan.full or plan.lora or plan.experts or plan.lora_experts)
-    return Setup(facts, config, selection, run, tuple(plans), outside, loss_width)
+    return Setup(facts, config, selection, run, tuple(plans), outside, loss_width, routing)
 
 
 def _rows(routing: Routing, layer: int, tokens: int, moe: Experts) -> int:
@@ -255,29 +293,54 @@ def _layer(
     lora_ids: tuple[int, ...],
 ) -> Layer:
     """The layer's tensors."""
-    groups = dense_groups(facts, plan, run, optimizers)
-    dense = total(tensors for component, tensors in groups if component not in _UNSPLIT)
-    unsplit = total(tensors for component, tensors in groups if component in _UNSPLIT)
-    kinds: tuple[Tensors, ...] = ()
-    if facts.experts is not None:
-        kinds = expert_tensors(facts.experts, plan, run, optimizers)
+    dense = total(tensors for _, tensors in dense_groups(facts, plan, run, optimizers))
+    matrices = _matrices(facts, plan, run)
     if facts.experts is None:
-        return Layer(0, dense, (), 0, (), unsplit)
-    frozen, lora, whole = kinds
+        return Layer(0, dense, (), 0, (), matrices=matrices)
+    frozen, lora, whole = expert_tensors(facts.experts, plan, run, optimizers)
     experts = [frozen] * facts.experts.shape.num_experts
     for expert in lora_ids:
         experts[expert] = lora
     for expert in whole_ids:
         experts[expert] = whole
-    return Layer(0, dense, tuple(experts), 0, (), unsplit)
+    return Layer(0, dense, tuple(experts), 0, (), matrices=matrices, bank=_bank(facts.experts, plan, run))
+
+
+def _matrices(facts: LayerFacts, plan: LayerPlan, run: Run) -> tuple[Matrix, ...]:
+    """The parameters of a layer but those of its routed experts, and but what is packed."""
+    found = []
+    for p in facts.parameters:
+        path, _, end = p.name.rpartition(".")
+        linear, trains = facts.linears.get(path), p.name in plan.full
+        if trains or linear is None or end != "weight" or not is_packed(linear.packable, run):
+            found.append(_matrix(p, run, trains))
+    for path in sorted(plan.lora):
+        linear = facts.linears[path]
+        found += [Matrix(run.rank, 4 * linear.into, True), Matrix(linear.out, 4 * run.rank, True)]
+    return tuple(found)
+
+
+def _matrix(p: Parameter, run: Run, trains: bool) -> Matrix:
+    return Matrix(p.shape[0], math.prod(p.shape[1:]) * (p.width or run.width), trains)
+
+
+def _bank(moe: Experts, plan: LayerPlan, run: Run) -> tuple[Matrix, ...]:
+    """The parameters of the routed experts that are here: whole ones one by one, low-rank factors in stacks."""
+    shape, b = moe.shape, run.width
+    rows = shape.intermediate * (2 if shape.has_gate else 1)
+    whole = [Matrix(rows, shape.hidden * b, True), Matrix(shape.hidden, shape.intermediate * b, True)]
+    whole += [Matrix(rows, b, True), Matrix(shape.hidden, b, True)] if shape.has_bias else []
+    parts = 2 if run.split and shape.has_gate else 1
+    sides = (parts * shape.hidden, rows, shape.intermediate, shape.hidden) if plan.lora_experts else ()
+    return tuple(whole * plan.experts) + tuple(Matrix(plan.lora_experts, 4 * run.rank * side, True) for side in sides)
 
 
 @dataclass(frozen=True)
 class _Activations:
     saved: int
-    saved_split: int
     offloaded: int
     experts_return: bool
+    split: Split
     moments: tuple[tuple[Transient, int], ...]
 
 
@@ -293,35 +356,17 @@ def _activations(
     moments = []
     for m in layer.moments(accumulating):
         own = 0 if run.checkpointed else m.saved
-        _, pieces = layer.alive_at(m, accumulating)
         transient = Transient(
             m.where,
             m.alive - own - m.rows,
             m.rows,
-            split=layer.tape.nbytes(p for p in pieces if _splits(p) and not _is_row(p)),
-            experts_split=layer.tape.nbytes(p for p in pieces if _splits(p) and _is_row(p)),
             saved=1.0 if run.checkpointed or not saved else m.saved / saved,
             recomputes=run.checkpointed and m.node < 0,
             has_input=m.node < 0 or layer.keeps_input,
         )
         moments.append((transient, m.gradients))
-    split = layer.tape.nbytes(piece for piece in kept if _splits(piece))
     offloaded = layer.input.bytes if plan.offloads else 0
-    return _Activations(saved, split, offloaded, layer.experts_return, tuple(moments))
-
-
-_UNSPLIT = ("norm", "router")  # tensor parallelism leaves them whole
-_SPLIT_BY_HEADS_OR_ROWS = frozenset({"h", "k", "F", "I", "O", "X", "qd", "kd"})
-
-
-def _splits(piece: Piece) -> bool:
-    """Whether tensor parallelism divides it: an activation over heads or over rows of an MLP."""
-    factors = set(piece.shape.split("·"))
-    return bool(factors & _SPLIT_BY_HEADS_OR_ROWS and factors & {"T", "N", "B"})
-
-
-def _is_row(piece: Piece) -> bool:
-    return "N" in piece.shape.split("·")
+    return _Activations(saved, offloaded, layer.experts_return, layer.split, tuple(moments))
 
 
 # --- All of it ----------------------------------------------------------------------------------------------------
@@ -346,10 +391,16 @@ def quantities_of(setup: Setup) -> Quantities:
     embedding, after = _outside(setup)
     # A tied table's gradient comes from the head and waits for the embedding's.
     waiting = embedding.trainable if facts.tied else 0
+    outside: list[tuple[Matrix, str]] = [(_matrix(p, run, p.name in setup.outside), p.component) for p in facts.outside]
+    for _ in head_lora(setup):
+        low = Matrix(run.rank, 4 * facts.hidden, True), Matrix(facts.vocabulary, 4 * run.rank, True)
+        outside += [(matrix, "lora") for matrix in low]
     layers = []
     for index, plan in enumerate(setup.plans):
         whole_ids, lora_ids = setup.selection.experts.get(index, ()), setup.selection.lora_experts.get(index, ())
         layer = _layer(facts.layers[index], plan, run, setup.optimizers, whole_ids, lora_ids)
+        if index in setup.held:
+            layer = replace(layer, experts=tuple(layer.experts[expert] for expert in setup.held[index]))
         kept = _activations(facts.layers[index], plan, run, facts.family, facts.hidden, setup.accumulating)
         own = layer.tensors.gradients
         transients = tuple(
@@ -361,15 +412,15 @@ def quantities_of(setup: Setup) -> Quantities:
             replace(
                 layer,
                 index=index,
+                exchange=_exchange(facts.layers[index], plan, run, facts.hidden),
                 saved=kept.saved,
-                saved_split=kept.saved_split,
                 transients=transients,
                 offloaded=kept.offloaded,
                 returns=kept.experts_return,
+                split=kept.split if config.parallel.tp > 1 else None,
             )
         )
     hidden = run.batch * run.sequence * facts.hidden * run.width
-    top_k = max((layer.experts.top_k for layer in facts.layers if layer.experts), default=0)
     return Quantities(
         embedding=embedding,
         layers=tuple(layers),
@@ -380,11 +431,25 @@ def quantities_of(setup: Setup) -> Quantities:
         # A tied table's second gradient is whole beside the first, and then their sum.
         embedding_backward=hidden + (2 * facts.vocabulary * facts.hidden * run.width if waiting else 0),
         hidden=hidden,
-        routed=hidden * top_k,
         accumulate=config.train.accumulate,
-        logits=run.batch * run.sequence * facts.vocabulary * run.width,
         tied=facts.tied,
         evaluation=0 if (held_out := evaluation_of(setup)) is None else held_out.nbytes(held_out.evaluation()),
+        table=tuple(matrix for matrix, component in outside if component == "embedding"),
+        norm=tuple(matrix for matrix, component in outside if component == "norm"),
+        tail=tuple(matrix for matrix, component in outside if component not in ("embedding", "norm")),
+    )
+
+
+def _exchange(facts: LayerFacts, plan: LayerPlan, run: Run, hidden: int) -> Exchange | None:
+    """What others' experts are sent in one direction: all rows less those that stay."""
+    if plan.exchange is None or facts.experts is None:
+        return None
+    tokens, arriving, held, _, _ = plan.exchange
+    ep = facts.experts.shape.num_experts // held
+    kept = arriving // ep  # every rank sends as many as this one
+    counts = 8 * facts.experts.shape.num_experts * (ep - 1) // ep
+    return Exchange(
+        (tokens * facts.experts.top_k - kept) * hidden * run.width, (arriving - kept) * hidden * run.width, counts
     )
 
 

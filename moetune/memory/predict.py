@@ -13,8 +13,8 @@ from moetune.errors import UserError
 from moetune.memory.allocator import Event, simulate
 from moetune.memory.changes import best_changes
 from moetune.memory.facts import NoClosedForm, read_facts
-from moetune.memory.formulas import Setup, quantities_of, set_up
-from moetune.memory.layout import RankShare, divide, model_states
+from moetune.memory.formulas import Setup, set_up
+from moetune.memory.layout import RankShare, divide_run, model_states
 from moetune.memory.loading import load_peaks
 from moetune.memory.quantities import Tensors, total
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory
@@ -76,7 +76,7 @@ def predict(
         report = _by_trace(traced, config, card, common)
     else:
         assert setup is not None
-        report = _by_formula(setup, routing, card, common)
+        report = _by_formula(setup, card, common)
     if report.fits is not False or setup is None:
         return report
     changes = tuple(best_changes(config, setup.facts, report, routing))
@@ -141,15 +141,9 @@ def _by_trace(traces: dict[int, Trace], config: RunConfig, card: Gpu, common: di
     return _assuming(report, "allocator: expandable segments, simulated on the trace")
 
 
-def _by_formula(setup: Setup, routing: Routing, card: Gpu, common: dict[str, Any]) -> MemoryReport:
+def _by_formula(setup: Setup, card: Gpu, common: dict[str, Any]) -> MemoryReport:
     config = setup.config
-    shares = divide(
-        quantities_of(setup),
-        config.parallel,
-        checkpointing=config.train.checkpointing in ("full", "offload"),
-        load=dict(routing.load) or None,
-        kv_heads=min(layer.attention.kv_heads for layer in setup.facts.layers),
-    )
+    shares = divide_run(setup)
     fullest = max(shares, key=lambda share: share.quantities.peak()[1].total)
     kept = fullest.quantities
     banks = {layer.index: _stays(total(layer.experts)) for layer in kept.layers if layer.experts}

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from moetune.memory.report import Parts
 
@@ -68,22 +69,61 @@ _ONE_AT_A_TIME = ("update", "alone", "leaving")
 _SUMMED = tuple(field.name for field in fields(Tensors) if field.name not in _ONE_AT_A_TIME)
 
 
+class Matrix(NamedTuple):
+    """A parameter as torch shards it: `rows` along its first dimension, `row` bytes each."""
+
+    rows: int
+    row: int
+    trains: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row
+
+    def part(self, ranks: int) -> int:
+        """Bytes that each rank has room for; whole rows, so that some may be padding."""
+        return -(-self.rows // ranks) * self.row
+
+
+class Exchange(NamedTuple):
+    """Rows of a layer that its experts' ranks exchange: bytes of all that a rank sends away and gets back, of all that
+    arrive from others and return to them, and of the table that says how many there are, one way."""
+
+    sent: int
+    arrived: int
+    counts: int
+
+
+class Split(NamedTuple):
+    """Bytes of whole tensors of a layer that its tensor-parallel ranks add up or gather.
+
+    Attributes:
+        added, gathered: in its forward pass.
+        added_back, gathered_back: in its backward.
+        again: whether `gathered` is, too, when a checkpointed layer runs forward again; that stops once all is there
+            that backward reads.
+    """
+
+    added: tuple[int, ...]
+    added_back: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+    gathered_back: tuple[int, ...] = ()
+    again: bool = False
+
+
 @dataclass(frozen=True)
 class Transient:
     """What a layer's backward holds at one moment beyond gradients of parameters and other layers' activations.
 
-    `experts` is the share that grows with the tokens a rank's experts receive, `dense` all the rest. `split` and
-    `experts_split` are the activations in them that tensor parallelism divides (heads, intermediates); rows of hidden
-    size and unpacked matrices are not among them. `gradients` and `saved` are the shares of the layer's gradients and
-    of what its forward pass kept that exist at this moment. `recomputes`: it is before the layer's backward begins.
-    `has_input`: the layer's input, if it was brought back from the host, is still there.
+    `experts` is the share that grows with the rows of the fullest expert, `dense` all the rest. `gradients` and `saved`
+    are the shares of the layer's gradients and of what its forward pass kept that exist at this moment. `recomputes`:
+    it is before the layer's backward begins. `has_input`: the layer's input, if it was brought back from the host, is
+    still there.
     """
 
     name: str
     dense: int
     experts: int = 0
-    split: int = 0
-    experts_split: int = 0
     gradients: float = 1.0
     saved: float = 1.0
     recomputes: bool = False
@@ -103,15 +143,16 @@ class Layer:
     """One decoder layer.
 
     Attributes:
-        dense: all but the routed experts and `unsplit`.
-        experts: by expert id; empty in a layer without experts.
+        dense: all but the routed experts.
+        experts: one for each that is here; empty in a layer without experts.
         saved: what its forward pass keeps for backward (its input, under checkpointing).
         transients: the moments of its backward that may be its fullest.
-        unsplit: norms and router, which tensor parallelism leaves whole.
-        saved_split: the part of `saved` that tensor parallelism divides.
-        saved_experts: the part of `saved` that grows with the tokens a rank's experts receive.
         offloaded: its input, where that waits for backward on the host; no part of `saved` then.
         returns: whether its experts run backward.
+        matrices: parameters of `dense`; what is packed is none.
+        bank: parameters of the experts.
+        exchange: what leaves this rank for others' experts; None where all experts are here.
+        split: what tensor parallelism sends; None where matrices are whole.
     """
 
     index: int
@@ -119,15 +160,16 @@ class Layer:
     experts: tuple[Tensors, ...]
     saved: int
     transients: tuple[Transient, ...]
-    unsplit: Tensors = Tensors()
-    saved_split: int = 0
-    saved_experts: int = 0
     offloaded: int = 0
     returns: bool = True
+    matrices: tuple[Matrix, ...] = ()
+    bank: tuple[Matrix, ...] = ()
+    exchange: Exchange | None = None
+    split: Split | None = None
 
     @cached_property
     def tensors(self) -> Tensors:
-        return self.dense + self.unsplit + total(self.experts)
+        return self.dense + total(self.experts)
 
 
 @dataclass(frozen=True)
@@ -141,13 +183,11 @@ class Quantities:
         loss: logits and what the loss takes beside them, at most.
         embedding_backward: what the embedding's backward takes, if it trains.
         hidden: one activation [B, S, H].
-        routed: rows [B·S·K, H] that a layer's tokens send to experts.
         accumulate: micro-steps in a step.
-        logits: [B, S, V], which the tensor-parallel ranks gather.
         tied: the head is the embedding; a pipeline's last stage then holds a copy of it.
         in_flight: activations of micro-batches that wait in a pipeline for their backward.
-        gradients_stay: gradients live from the first micro-step on, in DDP's buckets.
         evaluation: what a larger batch of held-out data takes at its loss; 0 if it is no larger.
+        table, norm, tail: parameters of the embedding, the final norm, and the head where it is no embedding.
     """
 
     embedding: Tensors
@@ -158,13 +198,13 @@ class Quantities:
     loss: int
     embedding_backward: int
     hidden: int
-    routed: int
     accumulate: int
-    logits: int = 0
     tied: bool = False
     in_flight: int = 0
-    gradients_stay: bool = False
     evaluation: int = 0
+    table: tuple[Matrix, ...] = ()
+    norm: tuple[Matrix, ...] = ()
+    tail: tuple[Matrix, ...] = ()
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -202,7 +242,7 @@ class Quantities:
             optimizer_states=everything.states,
             master_weights=everything.master,
         )
-        again = self.accumulate > 1 or self.gradients_stay
+        again = self.accumulate > 1
         saved = self.batch + self.in_flight + self.saved + sum(layer.saved for layer in self.layers)
         gradients = everything.gradients if again else 0
         left = sum(layer.tensors.host for layer in self._on_host[-1:])

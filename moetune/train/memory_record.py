@@ -15,8 +15,8 @@ from moetune.adapt.fake import tensors_of
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.memory.facts import read_facts
-from moetune.memory.formulas import quantities
-from moetune.memory.layout import divide
+from moetune.memory.formulas import set_up
+from moetune.memory.layout import divide_run
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.tracker import Tracker
 from moetune.memory.verify import TOLERANCE
@@ -100,9 +100,7 @@ def predicted_peak(config: RunConfig, ranks: Ranks = ALONE) -> int:
     A rank cannot be traced while it runs: without a closed form, 0.
     """
     try:
-        whole = quantities(read_facts(config.model.path), config)
-        is_checkpointed = config.train.checkpointing in ("full", "offload")
-        return divide(whole, config.parallel, checkpointing=is_checkpointed)[ranks.rank].quantities.peak()[1].total
+        return divide_run(set_up(read_facts(config.model.path), config))[ranks.rank].quantities.peak()[1].total
     except UserError:
         if not ranks.alone:
             return 0
