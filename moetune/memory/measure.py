@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.config import RunConfig, refuse_untrainable
+from moetune.config import RunConfig, refuse_untraceable
 from moetune.experts.mlp import count, counting_by
 from moetune.memory.routing import Routing
 from moetune.memory.trace import Steps, Trace, make_batch, vocabulary_of
@@ -55,7 +55,7 @@ def measure(config: RunConfig, device: torch.device | str, steps: int, ranks: Ra
     Raises:
         UserError: as `build`.
     """
-    refuse_untrainable(config)
+    refuse_untraceable(config)
     device = torch.device(device)
     random = config.model_copy(update={"model": config.model.model_copy(update={"weights": "random"})})
     adapted = build(random, device, ranks=ranks)

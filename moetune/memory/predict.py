@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from moetune.adapt.build import build, place
 from moetune.catalog.gpus import Gpu, find_gpu
-from moetune.config import RunConfig, refuse_untrainable
+from moetune.config import RunConfig, refuse_untraceable
 from moetune.errors import UserError
 from moetune.memory.allocator import Event, simulate
 from moetune.memory.changes import best_changes
@@ -49,10 +49,10 @@ def predict(
     try:
         setup = set_up(read_facts(config.model.path), config, routing=routing)
     except NoClosedForm as error:
-        if method == "formula" or not _is_trainable(config):
+        if method == "formula" or not _is_traceable(config):
             raise
         missing.append(str(error))
-    if method == "trace" or (method is None and _is_trainable(config)):
+    if method == "trace" or (method is None and _is_traceable(config)):
         try:
             traced = _traces(config, routing)
         except NotTraceable as error:
@@ -177,9 +177,9 @@ def _stays(tensors: Tensors) -> int:
     return tensors.frozen + tensors.trainable
 
 
-def _is_trainable(config: RunConfig) -> bool:
+def _is_traceable(config: RunConfig) -> bool:
     try:
-        refuse_untrainable(config)
+        refuse_untraceable(config)
     except UserError:
         return False
     return True

@@ -21,6 +21,8 @@ from moetune.errors import UserError, one_line, suggest
 from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
+from moetune.parallel.deepspeed import require_deepspeed
+from moetune.parallel.deepspeed_json import deepspeed_json
 from moetune.parallel.place import indivisible
 from moetune.parallel.ranks import ALONE, Ranks
 from moetune.step.optimizers import make_optimizer
@@ -79,10 +81,11 @@ def train(
     config = _with_dtype(config, device)
     folder = RunFolder(Path(config.output), ranks)
     # A run that is resumed has its values from a checkpoint, so that what it started from may be gone.
-    checkpoint, start, _, counts, (data, padding) = _all_of(
+    checkpoint, start, _, _, counts, (data, padding) = _all_of(
         lambda: folder.check(config, resume, overwrite),
         lambda: _start(config, overwrite) if resume == "never" else None,
         lambda: _check_reporters(config.train.report_to),
+        lambda: _check_engine(config),
         lambda: _check_parts(config),
         lambda: _data(config),
     )
@@ -143,6 +146,13 @@ def train(
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
 
+def _check_engine(config: RunConfig) -> None:
+    """Raises `UserError` if the run is DeepSpeed's, and it is not installed or cannot do what the run file asks for."""
+    if config.parallel.engine == "deepspeed":
+        require_deepspeed()
+        deepspeed_json(config)
+
+
 def _check_parts(config: RunConfig) -> dict[str, int]:
     """Counts what trains, by part, makes its optimizers on the meta device, and checks that the ranks can divide it.
 
@@ -164,6 +174,7 @@ def _refuse_different_ranks(ranks: Ranks, config: RunConfig, tokens: int, base: 
     mine = {
         "the run file": config.to_yaml(),
         "the number of training tokens": tokens,
+        "the file of parallel.deepspeed": deepspeed_json(config) if config.parallel.deepspeed else None,
         "the base": None if base is None else base.fingerprint.content,
         "the version of torch": torch.__version__,
     }

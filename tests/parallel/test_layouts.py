@@ -8,16 +8,7 @@ import pytest
 
 from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, LAYOUTS
-from tests.parallel.steps import Taken
-
-_TOLERANCE = 1e-5
-"""Of losses and norms relative, of weights absolute (they move by up to 3e-3)."""
-
-
-@pytest.fixture(scope="session")
-def alone(small_model: Path) -> list[layouts.Outcome]:
-    """What one process takes, by case."""
-    return world.run(1, layouts.every_case, {}, small_model)[0]
+from tests.parallel.steps import assert_same
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -33,7 +24,7 @@ def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path) ->
             continue
         for rank in range(ranks):
             one = found[rank][number]
-            _assert_same(one.taken, alone[number].taken, f"{name}, {case}, rank {rank}")
+            assert_same(one.taken, alone[number].taken, f"{name}, {case}, rank {rank}")
             if one.found is None:
                 continue
             predicted = predictions[number][rank]
@@ -47,14 +38,6 @@ def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:
         assert "is packed (model.base), and packed matrices cannot be split" in outcome.refused
         return outcome.refused
     return ""
-
-
-def _assert_same(taken: Taken, alone: Taken, where: str) -> None:
-    assert taken.losses == pytest.approx(alone.losses, rel=_TOLERANCE), where
-    assert taken.norms == pytest.approx(alone.norms, rel=_TOLERANCE), where
-    assert taken.weights.keys() == alone.weights.keys(), where
-    worst = max(float((taken.weights[n] - alone.weights[n]).abs().max()) for n in alone.weights)
-    assert worst < _TOLERANCE, (where, worst)
 
 
 def test_the_cases_clip_and_move(alone: list[layouts.Outcome], small_model: Path) -> None:
