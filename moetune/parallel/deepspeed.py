@@ -31,6 +31,12 @@ def require_deepspeed() -> None:
         )
 
 
+def keep_quiet(device: torch.device) -> None:
+    """Where the package is installed, accelerate imports it in every run: it then need not look for a GPU, and say on
+    standard output that there is none."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+
+
 class Engine:
     """Trains what requires a gradient in a model, on as many ranks as torch.distributed knows.
 
@@ -42,14 +48,16 @@ class Engine:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
         require_deepspeed()
         device = next(model.parameters()).device
-        os.environ["DS_ACCELERATOR"] = device.type
+        keep_quiet(device)
         # DeepSpeed reads there which GPU is its own, now and at later steps. Everyone else has read it by now.
         os.environ["LOCAL_RANK"] = str(device.index or 0)
         warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")  # what it calls
         import deepspeed
         from deepspeed.utils import set_z3_leaf_modules
 
-        for handler in logging.getLogger("DeepSpeed").handlers:
+        logger = logging.getLogger("DeepSpeed")
+        logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # torch's, but for Adam
+        for handler in logger.handlers:
             handler.setStream(sys.stderr)  # standard output is for what a command was asked for
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, to go past gloo
         if settings["zero_optimization"]["stage"] == 3 and any(isinstance(m, ExpertBank) for m in model.modules()):

@@ -12,6 +12,9 @@ from typing import Any
 from moetune.config import RunConfig
 from moetune.errors import UserError
 
+_BUCKET = 2**26
+"""Gradients that are sent at a time. DeepSpeed allocates as many numbers in advance, and by itself 5·10⁸ of them: 2 GB
+in float32, which is much beside a few adapters."""
 _OTHERWISE = {
     "optimizer": "optimizer: of the run file says it",
     "scheduler": "train.schedule and train.warmup say it",
@@ -41,11 +44,12 @@ _OTHERWISE = {
 """What a user's file may not have, and why."""
 
 
-def deepspeed_json(config: RunConfig) -> dict[str, Any]:
+def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
     """What `deepspeed.initialize` is given.
 
     Args:
         config: with `model.dtype` resolved.
+        trained: how many parameters train, if that is known by now.
 
     Raises:
         UserError: DeepSpeed cannot do what the run file asks for, or the file of `parallel.deepspeed` cannot be read or
@@ -53,8 +57,9 @@ def deepspeed_json(config: RunConfig) -> dict[str, Any]:
     """
     _refuse(config)
     decided, file = _decided(config), config.parallel.deepspeed
+    preferred: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": min(trained or _BUCKET, _BUCKET)}}
     if file is None:
-        return decided
+        return _merge(preferred, decided)
     given = _read(file)
     problems = [
         f"{key}: {json.dumps(value)}, and the run file makes it {json.dumps(said)}"
@@ -64,7 +69,7 @@ def deepspeed_json(config: RunConfig) -> dict[str, Any]:
     problems += [f"{key}: leave it out; {why}" for key, why in _OTHERWISE.items() if _has(given, key)]
     if problems:
         raise UserError("\n".join(f"parallel.deepspeed: {file!r} has {problem}" for problem in problems))
-    return _merge(given, decided)
+    return _merge(preferred, _merge(given, decided))
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:

@@ -103,9 +103,9 @@ def make_optimizer(adapted: Adapted, config: RunConfig) -> CombinedOptimizer:
     if adapted.ranks.alone:  # one of several may hold none of a part
         refuse_parts_without(config, {part: len(parameters) for part, parameters in parts.items()})
     if not adapted.ranks.alone and config.parallel.engine == "deepspeed":
-        settings = deepspeed_json(config)
         (one,) = set(config.optimizers.values())
         trained = [*adapted.trainable().values()]
+        settings = deepspeed_json(config, sum(parameter.numel() for parameter in trained))
         return CombinedOptimizer([ZeroUpdater(adapted.model, trained, _maker(one), settings, adapted.ranks)])
     refuse_unshared(config)
     by_config: dict[OptimizerConfig, dict[str, nn.Parameter]] = {}

@@ -21,7 +21,7 @@ from moetune.errors import UserError, one_line, suggest
 from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
-from moetune.parallel.deepspeed import require_deepspeed
+from moetune.parallel.deepspeed import keep_quiet, require_deepspeed
 from moetune.parallel.deepspeed_json import deepspeed_json
 from moetune.parallel.place import indivisible
 from moetune.parallel.ranks import ALONE, Ranks
@@ -78,6 +78,7 @@ def train(
     assert config.data is not None
     assert config.output is not None
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    keep_quiet(device)
     config = _with_dtype(config, device)
     folder = RunFolder(Path(config.output), ranks)
     # A run that is resumed has its values from a checkpoint, so that what it started from may be gone.

@@ -27,7 +27,9 @@ _PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(layout: str, model: Path, data: Path, output: Path, adapt: str, steps: int, **sections: Any) -> RunConfig:
+def config_of(
+    layout: str, model: Path, data: Path, output: Path, adapt: str, steps: int, /, **sections: Any
+) -> RunConfig:
     """Four micro-batches of two rows a step, whatever the layout."""
     parallel = _PARALLEL[layout]
     ranks = parallel.get("fsdp", 1) * parallel.get("replicate", 1)
