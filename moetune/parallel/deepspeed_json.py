@@ -61,11 +61,7 @@ def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
     if file is None:
         return _merge(preferred, decided)
     given = _read(file)
-    problems = [
-        f"{key}: {json.dumps(value)}, and the run file makes it {json.dumps(said)}"
-        for key, said in _flat(decided).items()
-        if (value := _flat(given).get(key, "auto")) not in ("auto", said)
-    ]
+    problems = _conflicts(given, decided)
     problems += [f"{key}: leave it out; {why}" for key, why in _OTHERWISE.items() if _has(given, key)]
     if problems:
         raise UserError("\n".join(f"parallel.deepspeed: {file!r} has {problem}" for problem in problems))
@@ -160,12 +156,15 @@ def _read(file: str) -> dict[str, Any]:
     return given
 
 
-def _flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
-    return flat
+def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = "") -> list[str]:
+    problems = []
+    for key, said in decided.items():
+        value = given.get(key, "auto")
+        if isinstance(said, dict) and isinstance(value, dict):
+            problems += _conflicts(value, said, f"{section}{key}.")
+        elif value not in ("auto", said):
+            problems.append(f"{section}{key}: {json.dumps(value)}, and the run file makes it {json.dumps(said)}")
+    return problems
 
 
 def _has(tree: Any, key: str) -> bool:
