@@ -251,7 +251,8 @@ class ParallelConfig(Section):
 
     `zero` says what the `fsdp` ranks share: 1 optimizer states, 2 gradients as well, 3 weights as well. Under
     `reshard: false` gathered weights stay gathered from forward to backward. `offload: optimizer` keeps optimizer
-    states and master weights on the host, and updates there. `load` is a file with the tokens that each expert is known
+    states and master weights on the host, and updates there; `deepspeed` is a JSON file with more of that engine's own
+    settings. `load` is a file with the tokens that each expert is known
     to receive, such as a run's memory.json: experts are then spread over `ep` ranks so that these are balanced. A rank
     that waits for another longer than `timeout` seconds gives up.
     """
@@ -264,6 +265,7 @@ class ParallelConfig(Section):
     replicate: Positive = 1
     zero: Literal[1, 2, 3] = 3
     reshard: bool = True
+    deepspeed: str | None = None
     offload: Literal["none", "optimizer"] = "none"
     load: str | None = None
     timeout: Positive = 600
@@ -271,6 +273,12 @@ class ParallelConfig(Section):
     @property
     def ranks(self) -> int:
         return self.replicate * self.fsdp * self.tp * self.pp
+
+    @model_validator(mode="after")
+    def _settings_of_its_engine(self) -> ParallelConfig:
+        if self.deepspeed is not None and self.engine != "deepspeed":
+            raise ValueError("deepspeed: has settings of another engine; set engine: deepspeed, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _experts_fit_the_ranks(self) -> ParallelConfig:
@@ -348,11 +356,21 @@ def refuse_untrainable(config: RunConfig) -> None:
     problems = []
     if parallel.pp > 1:
         problems.append("parallel.pp: transformers' pipeline stages run forward only; set pp to 1 and fsdp higher")
-    if parallel.engine == "deepspeed":
-        problems.append("parallel.engine: deepspeed; use fsdp2, which has the same stages (parallel.zero)")
-    if parallel.offload != "none":
-        problems.append("parallel.offload; use optimizer.offload with one rank")
+    if parallel.engine == "fsdp2" and parallel.offload != "none":
+        problems.append("parallel.offload and engine: fsdp2; use engine: deepspeed, or one rank with optimizer.offload")
     if problems:
         raise UserError(
             f"{'; '.join(problems)}. It can be predicted (moetune predict --method formula), not trained or traced yet"
+        )
+
+
+def refuse_untraceable(config: RunConfig) -> None:
+    """Raises `UserError` for settings that a trace does not know: those that cannot be trained, and DeepSpeed, which
+    does its work outside of what can be run without the other ranks.
+    """
+    refuse_untrainable(config)
+    if config.parallel.engine == "deepspeed":
+        raise UserError(
+            "parallel.engine: deepspeed can be trained, and predicted by formula (moetune predict --method formula); "
+            "it cannot be traced or verified. engine: fsdp2 can, and has the same stages"
         )

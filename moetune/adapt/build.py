@@ -42,6 +42,7 @@ from moetune.experts.packed import DTYPES
 from moetune.hub.fingerprint import taking_fingerprint
 from moetune.hub.tensor_files import weight_files
 from moetune.parallel.distribute import distribute
+from moetune.parallel.place import indivisible
 from moetune.parallel.placement import Placement, place_experts, read_load
 from moetune.parallel.ranks import ALONE, Ranks
 
@@ -157,6 +158,16 @@ def place(parallel: ParallelConfig, anatomy: Anatomy, selection: Selection) -> d
         return {}
     load = None if parallel.load is None else read_load(parallel.load, "parallel.load")
     return place_experts(anatomy, selection, parallel.ep, load)
+
+
+def refuse_indivisible(adapted: Adapted, parallel: ParallelConfig) -> None:
+    """Raises `UserError` if the model does not have the parts that `parallel` divides it into."""
+    heads = getattr(adapted.model.config.get_text_config(), "num_key_value_heads", None)
+    experts = [layer.shape.num_experts for layer in adapted.anatomy.moe_layers]
+    problems = indivisible(parallel, layers=adapted.anatomy.num_layers, experts=experts, kv_heads=heads)
+    if problems:
+        raise UserError("\n".join(problems))
+    place(parallel, adapted.anatomy, adapted.selection)
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:

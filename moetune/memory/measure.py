@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.config import RunConfig, refuse_untrainable
+from moetune.config import RunConfig, refuse_untraceable
 from moetune.experts.mlp import count, counting_by
 from moetune.memory.routing import Routing
 from moetune.memory.trace import Steps, Trace, make_batch, vocabulary_of
@@ -37,8 +37,8 @@ class Measured:
     tokens_per_second: float
     routing: Routing
     counts: list[list[int]]
-    arrived: list[list[list[int]]]
     trace: Trace | None
+    arrived: list[list[list[int]]] = field(default_factory=list)
 
     @property
     def host_bytes(self) -> int | None:
@@ -55,7 +55,7 @@ def measure(config: RunConfig, device: torch.device | str, steps: int, ranks: Ra
     Raises:
         UserError: as `build`.
     """
-    refuse_untrainable(config)
+    refuse_untraceable(config)
     device = torch.device(device)
     random = config.model_copy(update={"model": config.model.model_copy(update={"weights": "random"})})
     adapted = build(random, device, ranks=ranks)

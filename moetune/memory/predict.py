@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from moetune.adapt.build import build, place
+from moetune.adapt.build import build, place, refuse_indivisible
 from moetune.catalog.gpus import Gpu, find_gpu
-from moetune.config import RunConfig, refuse_untrainable
+from moetune.config import RunConfig, refuse_untraceable
 from moetune.errors import UserError
 from moetune.memory.allocator import Event, simulate
 from moetune.memory.changes import best_changes
@@ -49,10 +49,10 @@ def predict(
     try:
         setup = set_up(read_facts(config.model.path), config, routing=routing)
     except NoClosedForm as error:
-        if method == "formula" or not _is_trainable(config):
+        if method == "formula" or not _is_traceable(config):
             raise
         missing.append(str(error))
-    if method == "trace" or (method is None and _is_trainable(config)):
+    if method == "trace" or (method is None and _is_traceable(config)):
         try:
             traced = _traces(config, routing)
         except NotTraceable as error:
@@ -106,6 +106,7 @@ def kinds_of_ranks(config: RunConfig, *, by_expert: bool) -> list[Hashable]:
     if parallel.ranks == 1:
         return [()]
     adapted = build(config, "meta")
+    refuse_indivisible(adapted, parallel)
     rows = {p.shape[0] for p in adapted.model.parameters() if p.dim()}
     is_even = all(size % parallel.fsdp == 0 for size in rows)
     selection, kinds = adapted.selection, []
@@ -171,9 +172,9 @@ def _stays(tensors: Tensors) -> int:
     return tensors.frozen + tensors.trainable
 
 
-def _is_trainable(config: RunConfig) -> bool:
+def _is_traceable(config: RunConfig) -> bool:
     try:
-        refuse_untrainable(config)
+        refuse_untraceable(config)
     except UserError:
         return False
     return True

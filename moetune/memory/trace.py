@@ -22,7 +22,7 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.stack import decoder_layers
-from moetune.config import RunConfig, refuse_untrainable
+from moetune.config import RunConfig, refuse_untraceable
 from moetune.errors import UserError
 from moetune.experts.host import stays_on_host
 from moetune.experts.mlp import Counting, counting_by
@@ -202,7 +202,7 @@ def trace(
         UserError: as `build`; or the run file asks for what training does not do yet.
         NotTraceable: the model's own code looks at values.
     """
-    refuse_untrainable(config)
+    refuse_untraceable(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     uniform = not (isinstance(routing, Routing) and routing.load)
     with pretending(config.parallel, rank) as ranks:

@@ -40,9 +40,9 @@ def distribute(model: PreTrainedModel, anatomy: Anatomy, selection: Selection, r
     Raises:
         UserError: the layout does not go with this model.
     """
-    if ranks.alone:
-        return
     parallel = ranks.parallel
+    if ranks.alone or parallel.engine == "deepspeed":  # which shares a model with its optimizer (step/zero.py)
+        return
     assert ranks.dense is not None
     if ranks.expert is not None:
         for layer in anatomy.moe_layers:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from moetune.adapt.build import Adapted
 from moetune.config import OptimizerConfig, Part, RunConfig
 from moetune.errors import UserError
+from moetune.parallel.deepspeed_json import deepspeed_json
 from moetune.step.lomo import Adafactor, AdaLomo, Lomo
 from moetune.step.loss_scale import LossScale
 from moetune.step.offload import Bus, HostUpdater
 from moetune.step.updater import Updater
+from moetune.step.zero import ZeroUpdater
 
 _8BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "lion8bit": "Lion8bit",
          "ademamix8bit": "AdEMAMix8bit", "paged_adamw": "PagedAdamW32bit"}  # fmt: skip
@@ -100,6 +102,11 @@ def make_optimizer(adapted: Adapted, config: RunConfig) -> CombinedOptimizer:
         parts.setdefault(adapted.part_of(name), {})[name] = parameter
     if adapted.ranks.alone:  # one of several may hold none of a part
         refuse_parts_without(config, {part: len(parameters) for part, parameters in parts.items()})
+    if not adapted.ranks.alone and config.parallel.engine == "deepspeed":
+        (one,) = set(config.optimizers.values())
+        trained = [*adapted.trainable().values()]
+        settings = deepspeed_json(config, sum(parameter.numel() for parameter in trained))
+        return CombinedOptimizer([ZeroUpdater(adapted.model, trained, _maker(one), settings, adapted.ranks)])
     refuse_unshared(config)
     by_config: dict[OptimizerConfig, dict[str, nn.Parameter]] = {}
     for part, parameters in parts.items():

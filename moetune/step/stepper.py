@@ -35,6 +35,7 @@ from moetune.step.optimizers import CombinedOptimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import Batch, MicroStep, micro_step
 from moetune.step.values import as_float, bound_, generator_states, norm_of, set_generator_states
+from moetune.step.zero import ZeroUpdater
 
 
 class Stepper:
@@ -55,6 +56,7 @@ class Stepper:
         self.fused = None
         if any(updater.fused or updater.on_host for updater in optimizer.updaters):
             self.fused = FusedBackward(adapted, optimizer)
+        self._engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._norm: Tensor | None = None  # of all gradients, where a pass has measured it
         self._broken: list[str] = []
@@ -81,6 +83,8 @@ class Stepper:
         Args:
             last: it is the last of its step, after which the ranks' gradients must have met.
         """
+        if self._engine is not None:
+            backward = partial(self._engine.backward, last=last)
         with gathering(self._stack, self.adapted.ranks, last=last):
             done = self._micro_step(batch, total_tokens, backward)
         self._loss = self._loss + done.loss
@@ -133,10 +137,12 @@ class Stepper:
         Raises:
             UserError: one is not finite, under `train.on_nonfinite: stop`.
         """
-        left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None}
+        left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None and self._engine is None}
         self.adapted.ranks.add_up(left, self._of_experts)
         norm, self._norm = self._norm, None
-        if not self.measures_first:
+        if self._engine is not None:  # gradients have met, and each rank knows the norm of all
+            norm = self._engine.norm() / math.sqrt(self.adapted.ranks.parallel.ranks)
+        elif not self.measures_first:
             if self.config.train.max_grad_value:
                 bound = self.config.train.max_grad_value * self._scale
                 for gradient in left.values():
@@ -156,6 +162,8 @@ class Stepper:
                 self.loss_scale.went_well()
         else:
             self._refuse(self._broken or self._broken_among(left))
+            if self._engine is not None:
+                self._engine.forget()
             self.optimizer.zero_grad()
             self.optimizer.skips = True
             self.skipped += 1
@@ -199,6 +207,8 @@ class Stepper:
     def _broken_among(self, gradients: dict[Tensor, Tensor]) -> list[str]:
         """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
         trained = reversed(self.adapted.trainable().items())
+        if self._engine is not None:
+            return [name for name, p in trained if not self._engine.gradient(p).isfinite().all()]
         there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
         mine = [name for name, p in trained if p in there and not here(there[p]).isfinite().all()]
         return list(dict.fromkeys(chain.from_iterable(self.adapted.ranks.everyones(mine))))

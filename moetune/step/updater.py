@@ -91,6 +91,14 @@ class Updater:
                 round_stochastically_(shard, copy)
                 copy.data = _nothing(shard).data
 
+    def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
+        """What a checkpoint has of each parameter here: its values; its states and, of a float32 copy, `master`."""
+        for parameter, shard in self.shards.items():
+            states = dict(self.optimizer.state.get(self.copies.get(parameter, shard), {}))
+            if parameter in self.copies and self.masters == "fp32":
+                states["master"] = self.copies[parameter].detach()
+            yield parameter, shard.detach(), states
+
     def masters_kept(self) -> Iterator[Tensor]:
         """The float32 copies that stay from step to step."""
         return iter(self.copies.values()) if self.masters == "fp32" else iter(())

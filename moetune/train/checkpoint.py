@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from moetune.experts.bank import ExpertBank
 from moetune.parallel.ranks import Ranks, here
 from moetune.step.optimizers import CombinedOptimizer
 from moetune.step.updater import Updater
+from moetune.step.zero import ZeroUpdater
 
 TRAINED_FILE = "trained.safetensors"
 OPTIMIZER_FOLDER, OPTIMIZER_FILE = "optimizer", "optimizer.json"
@@ -79,23 +81,23 @@ def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
         if isinstance(bank, ExpertBank) and bank.lora is not None:
-            first, count = _rows_here(parameter)
+            rows = _rows_here(parameter, len(bank.lora.slots))
             parts[parameter] = [
-                Part(f"{name}.{expert}", parameter, slot - first)
+                Part(f"{name}.{expert}", parameter, slot - rows.start)
                 for expert, slot in bank.lora.slots.items()
-                if first <= slot < first + count
+                if slot in rows
             ]
         else:
             parts[parameter] = [Part(name, parameter)]
     return parts
 
 
-def _rows_here(parameter: Tensor) -> tuple[int, int]:
-    """(first row, rows) of a parameter on this rank."""
+def _rows_here(parameter: Tensor, rows: int) -> range:
+    """Which of its rows a parameter has on this rank, and DeepSpeed at least for as long as it is gathered."""
     if not isinstance(parameter, DTensor):
-        return 0, len(parameter)
+        return range(rows)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0], shape[0]
+    return range(offset[0], offset[0] + shape[0])
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------
@@ -104,9 +106,8 @@ def _rows_here(parameter: Tensor) -> tuple[int, int]:
 def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, scheduler: Any) -> None:
     """Writes into a folder that is there; every rank takes part."""
     parts, ranks = parts_of(adapted), adapted.ranks
-    trained = {part.name: part.of(here(p).detach()) for p, all_ in parts.items() for part in all_}
+    trained, states, numbers = _contents(parts, optimizer)
     _save_trained(trained, folder, ranks)
-    states, numbers = _states(parts, optimizer)
     _save(states, folder / OPTIMIZER_FOLDER, ranks)
     every = ranks.everyones(numbers)
     if not ranks.is_first:
@@ -154,14 +155,16 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
         )
 
 
-def _states(
+def _contents(
     parts: Mapping[nn.Parameter, list[Part]], optimizer: CombinedOptimizer
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Tensors by name, and numbers by the name of their parameter."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """What trains and its states by name, and numbers by the name of their parameter."""
+    trained: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for parameter, values in _by_parameter(optimizer):
+    for parameter, weight, values in chain.from_iterable(updater.saved() for updater in optimizer.updaters):
         for part in parts[parameter]:
+            trained[part.name] = part.of(weight)
             for state, value in values.items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(part.name, {})[state] = {"value": value}
@@ -171,7 +174,7 @@ def _states(
                 else:
                     name, tensor = _saved(part, state, value)
                     tensors[name] = tensor
-    return tensors, numbers
+    return trained, tensors, numbers
 
 
 def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
@@ -204,17 +207,6 @@ def _cut(part: Part) -> str:
         part.parameter.shape, part.parameter.device_mesh, part.parameter.placements
     )
     return "@" + ",".join(f"{first}+{size}" for first, size in zip(offset, shape, strict=True))
-
-
-def _by_parameter(optimizer: CombinedOptimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """The model's parameters, each with its states and, if there is one, its float32 copy as `master`."""
-    for updater in optimizer.updaters:
-        for parameter in updater.parameters:
-            updated = updater.copies.get(parameter, updater.shards[parameter])
-            values = dict(updater.optimizer.state.get(updated, {}))
-            if parameter in updater.copies and updater.masters == "fp32":
-                values["master"] = updater.copies[parameter].detach()
-            yield parameter, values
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
@@ -264,13 +256,29 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer,
     for name in stored:
         owner, _, state = name.rpartition(".")
         names.setdefault(owner, []).append(state)
-    wanted: dict[str, Tensor] = {}
-    for all_ in parts.values():
-        for part in all_:
+
+    def read(some: Iterable[Part]) -> dict[str, dict[str, Tensor]]:
+        """States by the name of their part."""
+        wanted: dict[str, Tensor] = {}
+        for part in some:
             _want(part, names.get(part.name, []), stored, wanted)
-    _load(wanted, path, adapted.ranks)
+        _load(wanted, path, adapted.ranks)
+        by_part: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in wanted.items():
+            owner, _, state = name.rpartition(".")
+            by_part.setdefault(owner, {})[state] = here(tensor)
+        return by_part
+
     for updater in optimizer.updaters:
-        updater.load_state_dict(_state_dict(updater, parts, wanted, said["numbers"]))
+        if isinstance(updater, ZeroUpdater):  # whole tensors: no more at once than one parameter's
+            for parameter in updater.parameters:
+                with updater.engine.gathered(parameter):
+                    mine = parts[parameter]
+                    updater.restore(parameter, _together(mine, read(mine), said["numbers"]))
+    others = [updater for updater in optimizer.updaters if not isinstance(updater, ZeroUpdater)]
+    states = read(part for updater in others for p in updater.parameters for part in parts[p])
+    for updater in others:
+        updater.load_state_dict(_state_dict(updater, parts, states, said["numbers"]))
     if optimizer.loss_scale is not None:
         optimizer.loss_scale.load_state_dict(said["loss_scale"])
     _set_step(scheduler, said["scheduler_step"])
@@ -301,21 +309,17 @@ def _want(part: Part, states: list[str], stored: Mapping[str, Any], wanted: dict
 
 
 def _state_dict(
-    updater: Updater, parts: Mapping[nn.Parameter, list[Part]], tensors: Mapping[str, Tensor], numbers: Any
+    updater: Updater, parts: Mapping[nn.Parameter, list[Part]], tensors: Mapping[str, dict[str, Tensor]], numbers: Any
 ) -> dict[str, Any]:
     """What `Updater.load_state_dict` takes."""
     owners = {updater.copies.get(p, updater.shards[p]): p for p in updater.parameters}
     plain = updater.optimizer.state_dict()
     updated = [p for group in updater.optimizer.param_groups for p in group["params"]]
-    by_owner: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        owner, _, state = name.rpartition(".")
-        by_owner.setdefault(owner, {})[state] = here(tensor)
     state = {}
     masters: dict[nn.Parameter, Tensor] = {}
     for number, one in enumerate(updated):
         parameter = owners[one]
-        values = _together(parts[parameter], by_owner, numbers)
+        values = _together(parts[parameter], tensors, numbers)
         if "master" in values:
             masters[parameter] = values.pop("master")
         if values:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.base import noting_base
-from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable, place
+from moetune.adapt.build import Adapted, build, compute_dtype, count_trainable, refuse_indivisible
 from moetune.adapt.start import Start, open_start
 from moetune.anatomy.source import resolve
 from moetune.config import RunConfig, refuse_untrainable, require
@@ -23,7 +23,8 @@ from moetune.errors import UserError, one_line, suggest
 from moetune.experts.packed import dtype_name
 from moetune.hub.fingerprint import Base
 from moetune.memory.optimizers import PartOptimizers
-from moetune.parallel.place import indivisible
+from moetune.parallel.deepspeed import keep_quiet, require_deepspeed
+from moetune.parallel.deepspeed_json import deepspeed_json
 from moetune.parallel.ranks import ALONE, Ranks, here
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import refuse_silent_routers
@@ -79,13 +80,15 @@ def train(
     assert config.data is not None
     assert config.output is not None
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    keep_quiet(device)
     config = _with_dtype(config, device)
     folder = RunFolder(Path(config.output), ranks)
     # A run that is resumed has its values from a checkpoint, so that what it started from may be gone.
-    checkpoint, start, _, counts, (data, padding) = _all_of(
+    checkpoint, start, _, _, counts, (data, padding) = _all_of(
         lambda: folder.check(config, resume, overwrite),
         lambda: _start(config, overwrite) if resume == "never" else None,
         lambda: _check_reporters(config.train.report_to),
+        lambda: _check_engine(config),
         lambda: _check_parts(config),
         lambda: _data(config),
     )
@@ -146,6 +149,13 @@ def train(
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
 
+def _check_engine(config: RunConfig) -> None:
+    """Raises `UserError` if the run is DeepSpeed's, and it is not installed or cannot do what the run file asks for."""
+    if config.parallel.engine == "deepspeed":
+        require_deepspeed()
+        deepspeed_json(config)
+
+
 def _check_parts(config: RunConfig) -> dict[str, int]:
     """Counts what trains, by part, makes its optimizers on the meta device, and checks that the ranks can divide it.
 
@@ -154,12 +164,7 @@ def _check_parts(config: RunConfig) -> dict[str, int]:
     """
     adapted = build(config, "meta")
     make_optimizer(adapted, config)
-    experts = [layer.shape.num_experts for layer in adapted.anatomy.moe_layers]
-    heads = getattr(adapted.model.config.get_text_config(), "num_key_value_heads", None)
-    problems = indivisible(config.parallel, layers=adapted.anatomy.num_layers, experts=experts, kv_heads=heads)
-    if problems:
-        raise UserError("\n".join(problems))
-    place(config.parallel, adapted.anatomy, adapted.selection)
+    refuse_indivisible(adapted, config.parallel)
     return count_trainable(adapted)
 
 
@@ -170,6 +175,7 @@ def _refuse_different_ranks(adapted: Adapted, config: RunConfig, tokens: int, ba
     mine = {
         "the run file": config.to_yaml(),
         "the number of training tokens": tokens,
+        "the file of parallel.deepspeed": deepspeed_json(config) if config.parallel.deepspeed else None,
         "the base": None if base is None else base.fingerprint.content,
         "the version of torch": torch.__version__,
         "what random weights were drawn": hashlib.sha256(drawn).hexdigest(),  # from here on generators may differ

@@ -101,8 +101,8 @@ def test_a_table_of_a_run_that_does_not_fit(moetune: Run) -> None:
         (ROUTER, ["--method", "guess"], ["--method 'guess': it is trace or formula"]),
         (
             ROUTER,
-            ["--method", "trace", "--set", "parallel.fsdp=2", "--set", "hardware.count=2"],
-            ["parallel: can be predicted (moetune predict --method formula), not trained or traced"],
+            ["--method", "trace", "--set", "parallel.pp=2", "--set", "hardware.count=2"],
+            ["parallel.pp: ", "can be predicted (moetune predict --method formula), not trained or traced"],
         ),
         (ROUTER, ["--routing", "skew:0"], ["--routing 'skew:0'", "a number from 1 up"]),
         (ROUTER, ["--routing", "nope"], ["--routing 'nope': is not balanced, skew:S, worst, or a file"]),

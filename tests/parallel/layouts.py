@@ -81,7 +81,7 @@ def every_case(parallel: dict[str, Any], model: Path) -> list[Outcome]:
         outcome = Outcome()
         try:
             outcome.taken = steps.take(config, ranks, STEPS, MICRO_BATCHES)
-            if case[1] == ("fp32" if config.parallel.tp > 1 else "nf4"):
+            if config.parallel.engine == "fsdp2" and case[1] == ("fp32" if config.parallel.tp > 1 else "nf4"):
                 outcome.found, outcome.counts = predicted.measured(config, ranks)
         except UserError as error:
             outcome.refused = str(error)

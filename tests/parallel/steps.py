@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,10 @@ from moetune.adapt.build import Adapted, build
 from moetune.config import RunConfig
 from moetune.experts.bank import ExpertBank
 from moetune.parallel.ranks import Ranks, here
-from moetune.step.optimizers import make_optimizer
+from moetune.step.optimizers import CombinedOptimizer, make_optimizer
 from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
+from moetune.step.zero import ZeroUpdater
 
 
 @dataclass
@@ -46,7 +48,7 @@ def take(config: RunConfig, ranks: Ranks, steps: int, micro_batches: int, *, wor
             stepper.micro_step(batch, total, last=number == len(mine) - 1)
         taken.norms.append(float(stepper.update()))
         taken.losses.append(float(stepper.loss))
-    taken.weights = whole_weights(adapted)
+    taken.weights = whole_weights(adapted, optimizer)
     return taken
 
 
@@ -63,14 +65,16 @@ def batch_of(config: RunConfig, number: int, word: int | None = None) -> dict[st
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def whole_weights(adapted: Adapted) -> dict[str, Tensor]:
+def whole_weights(adapted: Adapted, optimizer: CombinedOptimizer) -> dict[str, Tensor]:
     """What trains, by name, whole; low-rank factors of experts one by one. Every rank gets all of it."""
     banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.anatomy.moe_layers}
     mine: dict[str, Any] = {}
+    engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
-        tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else here(parameter)
-        tensor = tensor.detach().clone()
+        with nullcontext() if engine is None else engine.gathered(parameter):
+            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else here(parameter)
+            tensor = tensor.detach().clone()
         if isinstance(bank, ExpertBank):
             mine |= {f"{name}.{expert}": tensor[slot] for expert, slot in bank.lora.slots.items()}
         else:

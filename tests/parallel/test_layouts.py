@@ -12,12 +12,6 @@ from tests.parallel.layouts import CASES, LAYOUTS
 _PAGE = Path(__file__).parents[2] / "docs" / "reference" / "parallel.md"
 
 
-@pytest.fixture(scope="session")
-def alone(small_model: Path) -> list[layouts.Outcome]:
-    """What one process takes, by case."""
-    return world.run(1, layouts.every_case, {}, small_model)[0]
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path) -> None:
     parallel = LAYOUTS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,22 @@ from moetune.train.run import train
 from tests import small
 from tests.parallel import world
 
-_FOUR_A_STEP = {"ep 2": 2, "ep 4": 1, "fsdp 2": 2, "fsdp 4": 1, "alone": 4, "ddp 2": 2}
+_FOUR_A_STEP = {"ep 2": 2, "ep 4": 1, "fsdp 2": 2, "fsdp 4": 1, "alone": 4, "ddp 2": 2, "zero 2": 2, "zero 3": 2}
 _PARALLEL: dict[str, dict[str, Any]] = {
     "ep 2": {"fsdp": 2, "ep": 2},
     "ep 4": {"fsdp": 4, "ep": 4},
     "fsdp 2": {"fsdp": 2},
     "fsdp 4": {"fsdp": 4},
     "ddp 2": {"replicate": 2},
+    "zero 2": {"engine": "deepspeed", "fsdp": 2, "zero": 2, "offload": "optimizer"},
+    "zero 3": {"engine": "deepspeed", "fsdp": 2, "zero": 3},
     "alone": {},
 }
 
 
-def config_of(layout: str, model: Path, data: Path, output: Path, adapt: str, steps: int, **sections: Any) -> RunConfig:
+def config_of(
+    layout: str, model: Path, data: Path, output: Path, adapt: str, steps: int, /, **sections: Any
+) -> RunConfig:
     """Four micro-batches of two rows a step, whatever the layout."""
     parallel = _PARALLEL[layout]
     ranks = parallel.get("fsdp", 1) * parallel.get("replicate", 1)
@@ -83,6 +88,22 @@ def test_other_ranks_go_on(
         sections = more if layout != "alone" else {"optimizer": settings}
         config = config_of(layout, small_model, even_data, tmp_path / "many", adapt, 2 * number + 2, **sections)
         run(config, "auto" if number else "never")
+    assert_same_runs(tmp_path, last)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed_goes_on_and_others_do(small_model: Path, even_data: Path, tmp_path: Path) -> None:
+    model = {"path": str(small_model), "base": "fp32", "dtype": "fp32"}
+    run(config_of("alone", small_model, even_data, tmp_path / "one", "lora", 6, model=model))
+    for last, layout in ((2, "zero 2"), (4, "alone"), (6, "zero 3")):
+        config = config_of(layout, small_model, even_data, tmp_path / "many", "lora", last, model=model)
+        run(config, "auto" if last > 2 else "never")
+    assert_same_runs(tmp_path, 6)
+
+
+def assert_same_runs(tmp_path: Path, last: int) -> None:
+    """`one` and `many` logged the same and ended with the same weights."""
     expected, found = small.read_metrics(tmp_path / "one"), small.read_metrics(tmp_path / "many")
     # a run that ends evaluates, and so does one that goes on; one process does the former once
     for name in ("loss", "router_loss", "grad_norm", "expert_load"):

@@ -1,0 +1,147 @@
+"""DeepSpeed's engine under a run's own steps: ZeRO-1, 2, 3 and ZeRO-Offload. The only place that imports deepspeed.
+
+DeepSpeed averages gradients over ranks; here a rank's loss is its share of the step's, so gradients are to be summed:
+the loss is multiplied by the number of ranks before it goes backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moetune.errors import UserError
+from moetune.experts.bank import ExpertBank
+
+
+def require_deepspeed() -> None:
+    """Raises `UserError` if the package is not installed."""
+    if find_spec("deepspeed") is None:
+        raise UserError(
+            "parallel.engine: deepspeed needs a package that is not installed: DS_BUILD_OPS=0 pip install "
+            "--no-build-isolation deepspeed"
+        )
+
+
+def keep_quiet(device: torch.device) -> None:
+    """Where the package is installed, accelerate imports it in every run: it then need not look for a GPU, and say on
+    standard output that there is none."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+
+
+class Engine:
+    """Trains what requires a gradient in a model, on as many ranks as torch.distributed knows.
+
+    Args:
+        optimizer: torch's, over parameters of one dtype. DeepSpeed puts its own flat tensors in their place.
+        settings: `deepspeed_json`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
+        require_deepspeed()
+        device = next(model.parameters()).device
+        keep_quiet(device)
+        # DeepSpeed reads there which GPU is its own, now and at later steps. Everyone else has read it by now.
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
+        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")  # what it calls
+        import deepspeed
+        from deepspeed.utils import set_z3_leaf_modules
+
+        logger = logging.getLogger("DeepSpeed")
+        logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # torch's, but for Adam
+        for handler in logger.handlers:
+            handler.setStream(sys.stderr)  # standard output is for what a command was asked for
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, to go past gloo
+        if settings["zero_optimization"]["stage"] == 3 and any(isinstance(m, ExpertBank) for m in model.modules()):
+            set_z3_leaf_modules(model, [ExpertBank])  # it reads its experts' weights, their modules do not run
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        self.optimizer, self.stage = optimizer, settings["zero_optimization"]["stage"]
+        self.ranks = torch.distributed.get_world_size()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Of one micro-batch; after the `last` of a step the ranks' gradients have met."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.optimizer.clear_backward_seen_flag()
+        self.engine._backward_prologue()  # what calling the engine, not the model, would have arranged
+        # A loss that is not finite makes all gradients so, and DeepSpeed leaves those out.
+        self.engine.backward(loss * (self.ranks + 0 * loss.detach()), scale_wrt_gas=False)
+
+    def norm(self) -> Tensor:
+        """Of all ranks' gradients, before clipping; infinite if one of them is not finite."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        zero = self.engine.optimizer
+        return combine_grad_norm_groups(zero._get_norm_groups()) if self.stage == 3 else zero.scaled_global_norm()
+
+    def step(self) -> None:
+        """Clips and updates."""
+        self.engine.step()
+
+    def forget(self) -> None:
+        """The gradients of this step, one of which is not finite."""
+        self.engine.step()
+        assert not self.engine.was_step_applied()
+
+    def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
+        """Inside, the parameter is whole on every rank."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        return GatheredParameters([parameter])
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Whole, on every rank, between `backward` and `step`."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """This rank's part of the float32 weights, flat."""
+        zero = self.engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's states of a parameter and, of one of 16 bits, its float32 copy as `master`: whole, on every
+        rank."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        states = {"master": safe_get_full_fp32_param(parameter)} if parameter.itemsize < 4 else {}
+        for key, value in self.optimizer.state.get(self.masters[0], {}).items():
+            states[key] = safe_get_full_optimizer_state(parameter, key) if value.dim() else value
+        return states
+
+    def put(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
+        """Takes over what `states` gave."""
+        if not states:
+            return
+        for flat in self.masters:
+            there = self.optimizer.state[flat]
+            for key in states.keys() - there.keys() - {"master"}:
+                there[key] = torch.zeros_like(flat) if states[key].dim() else states[key].to(flat.device, copy=True)
+        if self.stage < 3:
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for key, value in states.items():
+            if value.dim():
+                self._put(parameter, value, None if key == "master" else key)
+
+    def _put(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        from deepspeed import utils
+
+        if self.stage < 3:
+            put_weight, put_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+        else:  # where ranks do not divide a tensor, DeepSpeed fills up its own parts of it, but not what it is given
+            put_weight, put_state = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+            size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
+            value = pad(value.flatten(), (0, self.ranks * size - value.numel()))[rank * size : (rank + 1) * size]
+        if key is None:
+            put_weight(parameter, value)
+        else:
+            put_state(parameter, value, key)
