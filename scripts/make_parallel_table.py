@@ -21,7 +21,7 @@ def main() -> None:
         model = small.write_model(Path(folder) / "model")
         alone = world.run(1, layouts.every_case, {}, model)[0]
         rows = []
-        for name, parallel in layouts.LAYOUTS.items():
+        for name, parallel in (layouts.LAYOUTS | layouts.DEEPSPEED).items():
             ranks = layouts.config_of(parallel, layouts.CASES[0], model).parallel.ranks
             found = world.run(ranks, layouts.every_case, parallel, model)
             rows.append(layouts.row(name, found, alone))
@@ -33,5 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if __package__ is None:
-        main()
+    main()

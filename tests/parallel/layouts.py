@@ -12,6 +12,7 @@ from moetune.parallel.ranks import Ranks
 from tests import small
 from tests.parallel import predicted, steps
 
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "parallel.md"
 STEPS, MICRO_BATCHES = 2, 4
 """Micro-batches of all ranks together in a step: one process takes four, two ranks that see different data two each."""
 
@@ -32,6 +33,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2 × fsdp 2, ep 4": {"tp": 2, "fsdp": 2, "ep": 4},
 }
 """Name -> `parallel:` of a run file."""
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    f"deepspeed, zero {stage}": {"engine": "deepspeed", "fsdp": 2, "zero": stage} for stage in (1, 2, 3)
+}
 BASES = ("fp32", "nf4")
 
 Case = tuple[str, str]
@@ -131,5 +135,12 @@ def row(name: str, found: list[list[Outcome]], alone: list[Outcome]) -> str:
         else:
             worst = max(difference(outcome.taken, alone[number].taken) for outcome in of_ranks)
             cells.append("✓" if worst < TOLERANCE else f"{worst:.0e}")
-    settings = ", ".join(f"{key}: {value}" for key, value in LAYOUTS[name].items())
+    settings = ", ".join(f"{key}: {value}" for key, value in (LAYOUTS | DEEPSPEED)[name].items())
     return f"| {name} | `{{{settings}}}` | {' | '.join(cells)} |"
+
+
+def without_checkpointing(parallel: dict[str, Any], case: Case, model: Path) -> steps.Taken:
+    """Steps of one case that keep every activation."""
+    config = config_of(parallel, case, model)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"checkpointing": "none"})})
+    return steps.take(config, Ranks.join(config.parallel, "cpu"), STEPS, MICRO_BATCHES)

@@ -39,8 +39,10 @@ def sharded(tmp_path: Path) -> Path:
 @with_deepspeed
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_stage(zero: int, alone: list[layouts.Outcome], small_model: Path, sharded: Path) -> None:
-    parallel = {"engine": "deepspeed", "fsdp": 2, "zero": zero, "deepspeed": str(sharded)}
+    name = f"deepspeed, zero {zero}"
+    parallel = layouts.DEEPSPEED[name] | {"deepspeed": str(sharded)}
     found = world.run(2, layouts.every_case, parallel, small_model)
+    assert layouts.row(name, found, alone) in layouts.PAGE.read_text(encoding="utf-8")
     for number, case in enumerate(CASES):
         for rank in range(2):
             one = found[rank][number]

@@ -9,8 +9,6 @@ import pytest
 from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, LAYOUTS
 
-_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "parallel.md"
-
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path) -> None:
@@ -18,7 +16,7 @@ def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path) ->
     ranks = layouts.config_of(parallel, CASES[0], small_model).parallel.ranks
     found = world.run(ranks, layouts.every_case, parallel, small_model)
     counts = [[found[rank][case].counts for rank in range(ranks)] for case in range(len(CASES))]
-    assert layouts.row(name, found, alone) in _PAGE.read_text(encoding="utf-8")
+    assert layouts.row(name, found, alone) in layouts.PAGE.read_text(encoding="utf-8")
     predictions = world.run(1, layouts.every_prediction, parallel, small_model, counts)[0]
     for number, case in enumerate(CASES):
         assert [outcome[number].refused for outcome in found] == [refusal(name, case, found[0][number])] * ranks
@@ -36,6 +34,14 @@ def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path) ->
                 peak = min(peak, world.run(ranks, layouts.measured_again, parallel, case, small_model)[rank])
             assert predicted.peak == pytest.approx(peak, rel=0.02), (name, case, rank)
             assert predicted.collectives == one.found.collectives, (name, case, rank)
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "ep 2 × fsdp 2"])
+def test_without_checkpointing(name: str, alone: list[layouts.Outcome], small_model: Path) -> None:
+    parallel, case = LAYOUTS[name], ("experts", "nf4")
+    ranks = layouts.config_of(parallel, case, small_model).parallel.ranks
+    for taken in world.run(ranks, layouts.without_checkpointing, parallel, case, small_model):
+        assert layouts.difference(taken, alone[CASES.index(case)].taken) < layouts.TOLERANCE
 
 
 def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:
