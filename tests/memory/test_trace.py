@@ -340,9 +340,9 @@ def test_router_losses_are_traced(toys: dict[str, Path]) -> None:
 
 
 def test_what_training_does_not_do_is_not_traced(toys: dict[str, Path]) -> None:
-    ranks = {"parallel": {"fsdp": 2}, "hardware": {"count": 2}}
+    ranks = {"parallel": {"pp": 2}, "hardware": {"count": 2}}
     config = toy_run(toys["mixtral"], "mixtral", ADAPT["router"], **ranks)
-    with pytest.raises(UserError, match=r"parallel: can be predicted .* not trained"):
+    with pytest.raises(UserError, match=r"parallel\.pp: .* can be predicted .* not trained"):
         trace(config)
 
 
