@@ -90,7 +90,12 @@ class LayerGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharded:
-    """A rank's quantities under FSDP2: `layers` and what `kept` says of them are in the order of the rank's layers."""
+    """A rank under FSDP2.
+
+    Attributes:
+        q: its layers with its heads and experts, whole.
+        place: which shard of them is its own.
+    """
 
     q: Quantities
     parallel: ParallelConfig
