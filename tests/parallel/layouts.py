@@ -96,15 +96,15 @@ def every_case(parallel: dict[str, Any], model: Path) -> list[Outcome]:
 def every_prediction(
     parallel: dict[str, Any], model: Path, counts: list[list[predicted.Counts | None]]
 ) -> list[dict[int, predicted.Found]]:
-    """The memory and messages of each rank in each case, predicted in one process; where ranks train the same, of the
-    first and the last.
+    """The memory and messages of ranks in each case, predicted in one process: of all where what trains is placed
+    unevenly, else of the last.
 
     Args:
         counts: what the experts received, by case and rank.
     """
     found = []
     for case, of_case in zip(CASES, counts, strict=True):
-        ranks = range(len(of_case)) if case[0] == "lora" else {0, len(of_case) - 1}
+        ranks = range(len(of_case)) if case[0] == "experts" else {len(of_case) - 1}
         of_ranks = {rank: of_case[rank] for rank in ranks}
         config = config_of(parallel, case, model)
         found.append({r: predicted.predicted(config, r, one) for r, one in of_ranks.items() if one is not None})
