@@ -26,10 +26,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 2": {"fsdp": 2, "ep": 2},
     "ep 4": {"fsdp": 4, "ep": 4},
     "ep 2 × fsdp 2": {"fsdp": 4, "ep": 2},
-    "replicate 2, ep 2": {"replicate": 2, "ep": 2},
     "replicate 2 × fsdp 2, ep 2": {"replicate": 2, "fsdp": 2, "ep": 2},
     "tp 2 × ep 2": {"tp": 2, "ep": 2},
-    "tp 2 × fsdp 2, ep 2": {"tp": 2, "fsdp": 2, "ep": 2},
     "tp 2 × fsdp 2, ep 4": {"tp": 2, "fsdp": 2, "ep": 4},
 }
 """Name -> `parallel:` of a run file."""
