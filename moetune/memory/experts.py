@@ -6,13 +6,10 @@ Experts run one after the other, so one expert's rows count, those of the fulles
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moetune.memory.facts import Experts
+from moetune.memory.layer_plan import LayerPlan, Run
 from moetune.memory.tape import Piece, Tape
-
-if TYPE_CHECKING:
-    from moetune.memory.activations import LayerPlan, Run
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from moetune.anatomy.selection import Selection, select
 from moetune.config import Part, RunConfig
 from moetune.experts.packed import BLOCK, NESTED_BLOCK
-from moetune.memory.activations import Exchanged, LayerPlan, LayerTape, Run
+from moetune.memory.activations import LayerTape
 from moetune.memory.facts import Experts, Facts, LayerFacts, Parameter, split_heads
 from moetune.memory.head import Head, head_lora
+from moetune.memory.layer_plan import Exchanged, LayerPlan, Run
 from moetune.memory.optimizers import PartOptimizers
 from moetune.memory.quantities import Exchange, Layer, Matrix, Quantities, Split, Tensors, Transient, total
 from moetune.memory.routing import BALANCED, Routing

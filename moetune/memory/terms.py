@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from moetune.memory.activations import LayerTape, Run
+from moetune.memory.activations import LayerTape
 from moetune.memory.formulas import Setup, dense_groups, evaluation_of, expert_tensors, outside_groups, quantities_of
 from moetune.memory.head import Head
+from moetune.memory.layer_plan import Run
 from moetune.memory.optimizers import STATE_FORMULAS
 from moetune.memory.quantities import Quantities, Tensors
 from moetune.memory.report import PartName, Term

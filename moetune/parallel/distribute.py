@@ -17,9 +17,6 @@ packed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -106,19 +103,20 @@ def _sum(modules: list[FSDPModule]) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-@contextmanager
-def gathering(stack: nn.Module, ranks: Ranks, *, last: bool) -> Iterator[None]:
-    """Around one micro-step: whether it is the `last` of its step, after which gradients must have met.
+def set_meeting(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
+    """Tells FSDP2 before a micro-step whether it is the `last` of its step, after which gradients must have met.
 
-    Under ZeRO-1 they meet then only, and weights stay gathered until then; under ZeRO-2 the latter only.
+    Under ZeRO-1 they meet then only, and weights stay gathered until then; under ZeRO-2 the latter only. Replicas of
+    shards add up once a step.
     """
-    if isinstance(stack, FSDPModule):
-        for module in stack.modules():
-            if isinstance(module, FSDPModule):
-                if ranks.parallel.zero < 3:
-                    module.set_reshard_after_backward(last, recurse=False)
-                if ranks.parallel.zero == 1:
-                    module.set_requires_gradient_sync(last, recurse=False)
-                else:
-                    module.set_requires_all_reduce(last, recurse=False)
-    yield
+    parallel = ranks.parallel
+    if not isinstance(stack, FSDPModule) or (parallel.zero == 3 and parallel.replicate == 1):
+        return
+    for module in stack.modules():
+        if isinstance(module, FSDPModule):
+            if parallel.zero < 3:
+                module.set_reshard_after_backward(last, recurse=False)
+            if parallel.zero == 1:
+                module.set_requires_gradient_sync(last, recurse=False)
+            else:
+                module.set_requires_all_reduce(last, recurse=False)

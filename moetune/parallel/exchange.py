@@ -68,7 +68,8 @@ class TokenExchange(AllToAllEP):
         super().__init__(bank, ep, tp)
         self.bank, self.trains = bank, trains
         self.order = [expert for held in placed for expert in held]  # of all experts, as they lie on the ranks
-        self.positions = [self.order.index(expert) for expert in range(len(self.order))]
+        positions = [self.order.index(expert) for expert in range(len(self.order))]
+        self.positions = torch.tensor(positions, device=ep.device_type)  # packed experts may be on the host
 
     def __call__(self, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.trains and torch.is_grad_enabled() and not hidden_TH.requires_grad:
@@ -95,8 +96,7 @@ class TokenExchange(AllToAllEP):
         dist.all_to_all_single(arriving_RL, leaving_RL, group=group)
         arriving = _arriving.get()(arriving_RL, leaving, self.ep_mesh.get_local_rank())
 
-        positions = torch.tensor(self.positions, device=ids_TK.device)[ids_TK.flatten()]
-        order = torch.argsort(positions, stable=True)
+        order = torch.argsort(self.positions[ids_TK.flatten()], stable=True)
         sends, receives = [sum(row) for row in leaving], [sum(row) for row in arriving]
         sent = all_to_all_single_autograd(hidden_TH[order // top_k], receives, sends, group)
         tokens_SH = _WaitTensor.apply(sent)

@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 
 from moetune.anatomy.anatomy import Anatomy
+from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
 from moetune.errors import UserError
 
@@ -54,7 +55,7 @@ def place_experts(
     placed: dict[int, tuple[tuple[int, ...], ...]] = {}
     for layer in anatomy.moe_layers:
         count = layer.shape.num_experts
-        weights = _trained_parameters(anatomy, selection, layer.index, count)
+        weights = _trained_parameters(layer, selection)
         tokens = [float(x) for x in (load or {}).get(layer.index, [1.0] * count)]
         if len(tokens) != count:
             raise UserError(f"parallel.load: has {len(tokens)} experts for layer {layer.index}, which has {count}")
@@ -92,12 +93,14 @@ def read_load(file: str, what: str) -> dict[int, tuple[float, ...]]:
     return parsed
 
 
-def _trained_parameters(anatomy: Anatomy, selection: Selection, layer: int, count: int) -> list[int]:
-    """Of each expert of a layer, roughly: whole experts by their size, LoRA by its factors."""
-    shape = next(moe.shape for moe in anatomy.moe_layers if moe.index == layer)
+def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
+    """Of each expert of a layer; of LoRA with one A for gate and up, which decides nothing between experts."""
+    shape = layer.shape
     rows = shape.intermediate * (2 if shape.has_gate else 1)
-    whole = (rows + shape.intermediate) * shape.hidden
-    rank = selection.lora.rank if selection.lora is not None else 0
+    rank = 0 if selection.lora is None else selection.lora.rank
     factors = rank * (shape.hidden + rows + shape.intermediate + shape.hidden)
-    trained, lora = selection.experts.get(layer, ()), selection.lora_experts.get(layer, ())
-    return [whole if e in trained else factors if e in lora else 0 for e in range(count)]
+    trained, lora = selection.experts.get(layer.index, ()), selection.lora_experts.get(layer.index, ())
+    return [
+        shape.parameters_per_expert if expert in trained else factors if expert in lora else 0
+        for expert in range(shape.num_experts)
+    ]

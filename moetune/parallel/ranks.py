@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,23 +109,21 @@ class Ranks:
         sizes = zip(("replicate", "fsdp", "tp"), self.dense.shape, strict=True)
         return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
-    def add_up(self, gradients: Mapping[Tensor, Tensor], experts: Iterable[Tensor]) -> None:
+    def add_up(self, gradients: Mapping[Tensor, Tensor], experts: Collection[Tensor]) -> None:
         """Adds up, in place, the gradients of parameters that no engine reduces: those that are whole on this rank.
 
         Args:
             gradients: parameter -> its gradient here.
-            experts: which of the parameters belong to experts.
+            experts: a set of the parameters that belong to experts.
         """
         if self.alone:
             return
-        of_experts = {id(parameter) for parameter in experts} if self.expert is not None else set()
         for parameter, gradient in gradients.items():
             if isinstance(parameter, DTensor) and self._is_reduced(parameter):
                 continue
-            if id(parameter) not in of_experts:
+            if self.expert is None or parameter not in experts:
                 self.total_over_data(here(gradient))
             elif expert_copies(self.parallel) > 1:
-                assert self.expert is not None
                 dist.all_reduce(gradient, group=self.expert.get_group("copy"))
 
     @staticmethod

@@ -27,7 +27,7 @@ from moetune.adapt.build import Adapted
 from moetune.anatomy.stack import decoder_stack
 from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.parallel.distribute import gathering
+from moetune.parallel.distribute import set_meeting
 from moetune.parallel.ranks import here
 from moetune.step.fused import FusedBackward
 from moetune.step.loss_scale import LossScale
@@ -85,8 +85,8 @@ class Stepper:
         """
         if self._engine is not None:
             backward = partial(self._engine.backward, last=last)
-        with gathering(self._stack, self.adapted.ranks, last=last):
-            done = self._micro_step(batch, total_tokens, backward)
+        set_meeting(self._stack, self.adapted.ranks, last=last)
+        done = self._micro_step(batch, total_tokens, backward)
         self._loss = self._loss + done.loss
         return done
 

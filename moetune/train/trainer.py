@@ -65,6 +65,7 @@ class MoeTrainer(Trainer):
         self.watch = RouterWatch(adapted)
         self._load: dict[int, Tensor] = {}
         self.total_load: dict[int, Tensor] = {}
+        """Tokens that each expert has received since the run began, of all ranks, up to the last logged step."""
         self._router_loss: Tensor | None = None
         self._losses = list[Tensor]()
         self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
@@ -122,9 +123,7 @@ class MoeTrainer(Trainer):
         with self._at_this_step():
             last = self.accelerator.sync_gradients
             done = self.stepper.micro_step(batch, num_items_in_batch, self.accelerator.backward, last=last)
-        for layer, load in done.load.items():
-            for loads in (self._load, self.total_load):
-                loads[layer] = loads[layer] + load if layer in loads else load
+        _add(self._load, done.load)
         if done.router_loss is not None:
             self._router_loss = done.router_loss if self._router_loss is None else self._router_loss + done.router_loss
         self._tokens += batch["input_ids"].numel()
@@ -192,7 +191,8 @@ class MoeTrainer(Trainer):
                 logs["skipped_steps"] = skipped
             seconds = time.perf_counter() - self._since
             logs["tokens_per_second"] = round(self._tokens * self.ranks.data_size / seconds, 1)
-            self._load = {layer: self.ranks.total_over_data(load.clone()) for layer, load in self._load.items()}
+            self._load = {layer: self.ranks.total_over_data(load) for layer, load in self._load.items()}
+            _add(self.total_load, self._load)
             if self._router_loss is not None:
                 self._router_loss = self.ranks.total_over_data(self._router_loss)
             if self.args.device.type == "cuda":
@@ -228,12 +228,10 @@ class MoeTrainer(Trainer):
         keep, needed = self.config.train.keep_checkpoints, self._checkpoint_bytes()
         with self.folder.new_checkpoint(self.state.global_step, keep, needed) as aside:
             checkpoint.write(aside, self.adapted, self.stepper.optimizer, self.lr_scheduler)
-            torch.save(generator_states(self.args.device), aside / f"generators-{self.ranks.rank}.pt")
-            received = {
-                str(layer): self.ranks.total_over_data(tokens.clone()).tolist()
-                for layer, tokens in self.total_load.items()
-            }
+            if self.ranks.place.tp == 0:  # ranks that see the same data draw the same numbers
+                torch.save(generator_states(self.args.device), aside / f"generators-{self.ranks.data_index}.pt")
             if self.ranks.is_first:
+                received = {str(layer): tokens.tolist() for layer, tokens in self.total_load.items()}
                 (aside / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
                 # without the intervals: on resume those of the run file hold
                 state = replace(self.state, logging_steps=None, eval_steps=None, save_steps=None)
@@ -249,9 +247,8 @@ class MoeTrainer(Trainer):
         with _whole(resume_from_checkpoint):
             checkpoint.read_trained(Path(resume_from_checkpoint), self.adapted)
             received = json.loads((Path(resume_from_checkpoint) / LOAD_FILE).read_text(encoding="utf-8"))
-        if self.ranks.is_first:  # the others add what they see from now on
-            device = self.adapted.model.device
-            self.total_load.update({int(layer): torch.tensor(t, device=device) for layer, t in received.items()})
+        device = self.adapted.model.device
+        self.total_load.update({int(layer): torch.tensor(tokens, device=device) for layer, tokens in received.items()})
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None:
@@ -261,10 +258,10 @@ class MoeTrainer(Trainer):
             checkpoint.read_optimizer(folder, self.adapted, self.stepper.optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint_folder: str | None) -> None:
-        """Random generators as they were; on other ranks than those that wrote the checkpoint they begin anew."""
+        """Random generators as they were; where more ranks see different data than did then, those begin anew."""
         if checkpoint_folder is None:
             return
-        file = Path(checkpoint_folder) / f"generators-{self.ranks.rank}.pt"
+        file = Path(checkpoint_folder) / f"generators-{self.ranks.data_index}.pt"
         with _whole(checkpoint_folder):
             if file.is_file():
                 set_generator_states(torch.load(file, weights_only=True), self.args.device)
@@ -343,6 +340,12 @@ def training_arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # one process drives one device; DataParallel would wrap the model
     return arguments
+
+
+def _add(sums: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+    """Adds by layer; what is added stays as it is."""
+    for layer, tensor in more.items():
+        sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
 
 
 def _or_none(number: float | None) -> float | None:

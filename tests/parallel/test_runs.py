@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from moetune.config import RunConfig
@@ -122,6 +123,25 @@ def assert_same_runs(tmp_path: Path, last: int) -> None:
     assert max(float((one[name] - many[name]).abs().max()) for name in one) < 1e-5
     received = [json.loads((end / "expert_load.json").read_text()) for end in ends]
     assert received[0] == received[1]
+
+
+def drawn_after(config: RunConfig, resume: str) -> bytes:
+    """The state of a rank's random numbers at the end of a run."""
+    on_a_rank(config, resume)
+    return torch.get_rng_state().numpy().tobytes()
+
+
+@pytest.mark.slow
+def test_ranks_that_see_the_same_data_draw_the_same_numbers(noisy_model: Path, even_data: Path, tmp_path: Path) -> None:
+    """Also where a checkpoint was written by ranks that did not."""
+    more: dict[str, Any] = {"model": {"path": str(noisy_model), "base": "fp32", "dtype": "fp32"}}
+    first = config_of("fsdp 2", noisy_model, even_data, tmp_path / "run", "router", 2, **more)
+    one, other = world.run(2, drawn_after, first, "never")
+    assert one != other
+    more["parallel"] = {"tp": 2, "ep": 2}
+    then = config_of("alone", noisy_model, even_data, tmp_path / "run", "router", 4, hardware={"count": 2}, **more)
+    one, other = world.run(2, drawn_after, then, "auto")
+    assert one == other
 
 
 @pytest.mark.slow
