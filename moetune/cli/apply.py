@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json
 
 
@@ -36,8 +37,9 @@ def apply(
 
     from rich.console import Console
 
-    from moetune.export.apply import apply_delta
-    from moetune.train.progress import reading
+    with heavy_imports():
+        from moetune.export.apply import apply_delta
+        from moetune.train.progress import reading
 
     with reading(Console(stderr=True), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)

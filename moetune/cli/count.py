@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides
 
 if TYPE_CHECKING:
@@ -37,9 +38,10 @@ def count(
 
     import json
 
-    from moetune.anatomy.anatomy import meta_model, read_anatomy
-    from moetune.anatomy.census import take_census
-    from moetune.anatomy.source import resolve
+    with heavy_imports():
+        from moetune.anatomy.anatomy import meta_model, read_anatomy
+        from moetune.anatomy.census import take_census
+        from moetune.anatomy.source import resolve
 
     config = None
     if run is not None:
@@ -52,7 +54,8 @@ def count(
     census = take_census(read_anatomy(meta_model(resolve(model).config)))
     trainable = None
     if config is not None:
-        from moetune.adapt.build import build, count_trainable
+        with heavy_imports():
+            from moetune.adapt.build import build, count_trainable
 
         trainable = count_trainable(build(config, "meta"))
 

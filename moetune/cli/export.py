@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json
 
 
@@ -45,7 +46,8 @@ def export(
     import json
     import sys
 
-    from moetune.export.export import export_run
+    with heavy_imports():
+        from moetune.export.export import export_run
 
     result = export_run(run, format_.value, out, overwrite=overwrite, check=check)
     for note in result.notes:

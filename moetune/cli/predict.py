@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides
 
 
@@ -35,9 +36,10 @@ def predict(
 
     import json
 
-    from moetune.memory.predict import predict as predict_run
-    from moetune.memory.routing import parse_routing
-    from moetune.run_file import load_run_config
+    with heavy_imports():
+        from moetune.memory.predict import predict as predict_run
+        from moetune.memory.routing import parse_routing
+        from moetune.run_file import load_run_config
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json
 
 
@@ -27,8 +28,9 @@ def quantize(
 
     from rich.console import Console
 
-    from moetune.adapt.build import write_packed_base
-    from moetune.train.progress import reading
+    with heavy_imports():
+        from moetune.adapt.build import write_packed_base
+        from moetune.train.progress import reading
 
     with reading(Console(stderr=True), model) as on_read:
         written = write_packed_base(model, out, base, double_quant, on_read)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides
 
 
@@ -45,11 +46,12 @@ def train(
     import json
     from contextlib import nullcontext
 
-    import torch
+    with heavy_imports():
+        import torch
 
-    from moetune.parallel.join import joined
-    from moetune.parallel.ranks import ALONE
-    from moetune.train.run import train as run_training
+        from moetune.parallel.join import joined
+        from moetune.parallel.ranks import ALONE
+        from moetune.train.run import train as run_training
 
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides
 
 
@@ -29,8 +30,9 @@ def verify(
 
     import json
 
-    from moetune.memory.routing import parse_routing
-    from moetune.memory.verify import verify as verify_run
+    with heavy_imports():
+        from moetune.memory.routing import parse_routing
+        from moetune.memory.verify import verify as verify_run
 
     outcome = verify_run(config, steps, None if routing == "measured" else parse_routing(routing))
     if json_:
