@@ -365,12 +365,12 @@ def refuse_untrainable(config: RunConfig) -> None:
 
 
 def refuse_untraceable(config: RunConfig) -> None:
-    """Raises `UserError` for settings that a trace does not know: those that cannot be trained, and DeepSpeed, which
-    does its work outside of what can be run without the other ranks.
+    """Raises `UserError` for settings that a trace does not know: those that cannot be trained, and ZeRO-Offload, whose
+    host memory DeepSpeed does not tell from the device's where both are a CPU's.
     """
     refuse_untrainable(config)
-    if config.parallel.engine == "deepspeed":
+    if config.parallel.offload != "none":
         raise UserError(
-            "parallel.engine: deepspeed can be trained, and predicted by formula (moetune predict --method formula); "
-            "it cannot be traced or verified. engine: fsdp2 can, and has the same stages"
+            f"parallel.offload: {config.parallel.offload} can be trained, and predicted by formula (moetune predict "
+            "--method formula); it cannot be traced or verified"
         )

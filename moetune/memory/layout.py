@@ -176,7 +176,7 @@ def _by_textbook(q: Quantities, parallel: ParallelConfig, place: Place) -> RankS
         experts = Sharing("efsdp", " of experts", expert_shards(parallel), place.shard, expert_copies(parallel))
     layers: list[Unit] = [((dense, layer.dense), (experts, total(layer.experts))) for layer in q.layers]
     chain: list[Unit] = [((dense, q.embedding),), *layers, ((dense, q.head),)]
-    buffers = _textbook_buffers(chain, parallel)
+    buffers = _textbook_buffers(chain, parallel, textbook.bucket(q.tensors, parallel) if parallel.fsdp > 1 else 0)
     kept = [textbook.kept(unit, parallel) for unit in chain]
     divided = tuple(
         replace(
@@ -205,7 +205,7 @@ def _by_textbook(q: Quantities, parallel: ParallelConfig, place: Place) -> RankS
     )
 
 
-def _textbook_buffers(chain: Sequence[Unit], parallel: ParallelConfig) -> list[Buffers]:
+def _textbook_buffers(chain: Sequence[Unit], parallel: ParallelConfig, bucket: int) -> list[Buffers]:
     """By unit of the chain embedding, layers, head, at its turn in backward."""
     gathered = [textbook.gathered(unit, parallel) for unit in chain]
     unreduced = [textbook.unreduced(unit, parallel) for unit in chain]
@@ -215,7 +215,7 @@ def _textbook_buffers(chain: Sequence[Unit], parallel: ParallelConfig) -> list[B
             gathered=gathered[k] if parallel.reshard else sum(gathered[: k + 1]),
             prefetched=gathered[k - 1] if parallel.reshard and k else 0,
             unreduced=unreduced[k],
-            in_flight=max(unreduced[k : k + 2]),
+            in_flight=bucket,
         )
         for k in range(len(chain))
     ]

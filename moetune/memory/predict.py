@@ -21,6 +21,7 @@ from moetune.memory.report import GpuMemory, MemoryReport, RankMemory
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import terms as terms_of
 from moetune.memory.trace import NotTraceable, Trace, trace
+from moetune.parallel.deepspeed import is_installed
 from moetune.parallel.place import Place
 
 Method = Literal["trace", "formula"]
@@ -52,6 +53,8 @@ def predict(
         if method == "formula" or not _is_traceable(config):
             raise
         missing.append(str(error))
+    if config.parallel.engine == "deepspeed" and not is_installed():
+        missing.append("deepspeed is not installed, so it is not traced")
     if method == "trace" or (method is None and _is_traceable(config)):
         try:
             traced = _traces(config, routing)
@@ -108,7 +111,8 @@ def kinds_of_ranks(config: RunConfig, *, by_expert: bool) -> list[Hashable]:
     adapted = build(config, "meta")
     refuse_indivisible(adapted, parallel)
     rows = {p.shape[0] for p in adapted.model.parameters() if p.dim()}
-    is_even = all(size % parallel.fsdp == 0 for size in rows)
+    # DeepSpeed divides one flat tensor of all that trains, filled up so that it divides
+    is_even = parallel.engine == "deepspeed" or all(size % parallel.fsdp == 0 for size in rows)
     selection, kinds = adapted.selection, []
     placed = place(config.parallel, adapted.anatomy, selection)
     for rank in range(parallel.ranks):
@@ -177,7 +181,7 @@ def _is_traceable(config: RunConfig) -> bool:
         refuse_untraceable(config)
     except UserError:
         return False
-    return True
+    return config.parallel.engine != "deepspeed" or is_installed()
 
 
 def _traced_rank(traced: Trace, card: Gpu) -> RankMemory:

@@ -1,7 +1,8 @@
 """ZeRO as its paper has it (arXiv 1910.02054), for `engine: deepspeed`: everything is divided evenly, byte by byte.
 
-Unlike FSDP2 (sharded.py), weights under ZeRO 1 and 2 are held once, whole, and the updated ones are gathered after each
-step. Formulas and assumptions: docs/concepts/parallelism.md.
+Beside the paper, DeepSpeed updates a float32 copy of float32 weights too, and gathers gradients in a bucket. Unlike
+FSDP2 (sharded.py), weights under ZeRO 1 and 2 are held once, whole, and the updated ones are gathered after each step.
+Formulas and assumptions: docs/concepts/parallelism.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from moetune.config import ParallelConfig
 from moetune.memory.collectives import part, ring
 from moetune.memory.quantities import Tensors, total
 from moetune.memory.report import Collective
+from moetune.parallel.deepspeed_json import reduce_bucket
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def _cut(tensors: Tensors, ranks: int, index: int) -> Tensors:
 
 def _shard(tensors: Tensors, sharing: Sharing, zero: int) -> Tensors:
     """One rank's part under ZeRO 1 (optimizer), 2 (and gradients) or 3 (and weights); packed weights stay whole."""
-    cut = replace(_cut(tensors, sharing.shards, sharing.index), host=tensors.host)
+    cut = _cut(replace(tensors, master=4 * tensors.numel), sharing.shards, sharing.index)
+    cut = replace(cut, host=tensors.host)
     if zero < 3:
         plain = replace(cut, frozen=tensors.frozen, trainable=tensors.trainable, packed=tensors.packed)
         return plain if zero == 2 else replace(plain, gradients=tensors.gradients)
@@ -78,6 +81,11 @@ def unreduced(unit: Unit, parallel: ParallelConfig) -> int:
     if parallel.zero == 1:
         return 0
     return sum(t.gradients for sharing, t in unit if sharing.shards > 1 or parallel.offload != "none")
+
+
+def bucket(trained: Tensors, parallel: ParallelConfig) -> int:
+    """What gradients are gathered in to be sent."""
+    return reduce_bucket(parallel, trained.numel) * trained.trainable // trained.numel if trained.numel else 0
 
 
 def collectives(chain: Sequence[Unit], parallel: ParallelConfig, steps: int, *, used_up: bool) -> Iterator[Collective]:

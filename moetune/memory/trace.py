@@ -7,11 +7,10 @@ value that shapes depend on: how many tokens each expert receives (`routing`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +31,9 @@ from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks,
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.tracker import Block, Mark, Tracker
 from moetune.parallel.exchange import Arriving, arriving_by, as_they_leave
+from moetune.parallel.messages import Message
 from moetune.parallel.pretend import pretending
-from moetune.parallel.ranks import here
+from moetune.parallel.ranks import ALONE, here
 from moetune.step.loss import IGNORED
 from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
@@ -41,7 +41,7 @@ from moetune.step.step import Batch, count_loss_tokens, held_out_loss
 from moetune.step.stepper import Stepper
 
 STEPS = 2
-"""Optimizer states appear in the first step; the second is like all that follow."""
+"""Optimizer states appear in the first step, for which one micro-step is enough; the second is like all that follow."""
 
 
 class NotTraceable(UserError):
@@ -71,12 +71,12 @@ class Trace:
 
     @classmethod
     def of(
-        cls, tracker: Tracker, begin: int = 0, axes: Mapping[str, str] = MappingProxyType({}), left_out: int = 0
+        cls, tracker: Tracker, begin: int = 0, axis_of: Callable[[Message], str] = ALONE.axis_of, left_out: int = 0
     ) -> Trace:
         """What the tracker saw, its peak looked for from place `begin` of the log on.
 
         Args:
-            axes: names of torch's process groups -> the axis along which they talk.
+            axis_of: the axis along which a message goes.
             left_out: micro-steps of a step like its second one, which were not run.
         """
         alive = most = peak = on_host = host_peak = 0
@@ -93,9 +93,7 @@ class Trace:
         collectives: dict[tuple[str, str, str], list[int]] = {}
         for step, micro_step, phase, sent in tracker.messages:
             if step == tracker.step and sent.ranks > 1:
-                # Where the axes are the same ranks torch has one group for them; only experts exchange all to all.
-                axis = "ep" if sent.kind == "all-to-all" else axes.get(sent.group, sent.group)
-                key = (sent.kind, axis, f"in {phase}")
+                key = (sent.kind, axis_of(sent), f"in {phase}")
                 times = 1 + left_out if micro_step == 1 else 1
                 collectives.setdefault(key, []).extend([sent.bytes] * times)
         return cls(
@@ -208,7 +206,9 @@ def trace(
     with pretending(config.parallel, rank) as ranks:
         adapted = build_fake(config, mode, ranks)
         adapted.model.train()
-        steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
+        makes_its_own = config.parallel.engine == "deepspeed"  # tensors; torch's and bitsandbytes' optimizers read some
+        with mode if makes_its_own else nullcontext():
+            steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
         load = _load_peaks(adapted, config)
         try:
             with mode:
@@ -216,9 +216,11 @@ def trace(
                     return replace(steps.compose(routing), load=load)
                 tracker = Tracker(steps.named)
                 with steps.counting(routing, tracker), arriving_by(arriving):
-                    # Of several ranks the first and the last send other things than those between.
-                    enough = 2 if ranks.alone else 3
-                    return replace(steps.run(tracker, micro_steps or min(enough, config.train.accumulate)), load=load)
+                    if micro_steps is not None or ranks.alone:
+                        traced = steps.run(tracker, micro_steps or min(2, config.train.accumulate))
+                    else:  # the first and the last send other things than those between
+                        traced = steps.run(tracker, min(3, config.train.accumulate), first=1)
+                    return replace(traced, load=load)
         except DataDependentOutputException as error:
             raise NotTraceable(
                 f"{config.model.path!r} cannot be traced: the code of model type {adapted.anatomy.model_type!r} looks "
@@ -238,7 +240,7 @@ def _load_peaks(adapted: Adapted, config: RunConfig) -> LoadPeaks:
 
 def vocabulary_of(adapted: Adapted) -> int:
     """How many tokens the model knows."""
-    return adapted.model.get_input_embeddings().weight.shape[0]
+    return adapted.model.get_input_embeddings().num_embeddings
 
 
 def evaluated_rows(config: RunConfig) -> int:
@@ -272,19 +274,24 @@ class Steps:
         self.watch = RouterWatch(adapted)
         self.stepper = Stepper(adapted, config, self.optimizer, self.watch)
         self.held = list(tensors_of(adapted.model))
+        if self.stepper.engine is not None:
+            self.held += [part for _, part in self.stepper.engine.weights()]
         self.named = named_modules(adapted)
         self.layer_of = {layer.experts: layer.index for layer in adapted.anatomy.moe_layers}
 
-    def run(self, tracker: Tracker, micro_steps: int, *, steps: int = STEPS, tracking: bool = True) -> Trace:
-        """Takes the steps, each of so many micro-steps. Without `tracking` only phases and modules are noted."""
+    def run(
+        self, tracker: Tracker, micro_steps: int, *, first: int | None = None, steps: int = STEPS, tracking: bool = True
+    ) -> Trace:
+        """Takes the steps, each of so many micro-steps, or the `first` one of fewer. Without `tracking` only phases and
+        modules are noted."""
         with self._following(tracker, tracking):
             for step in range(steps):
                 tracker.step = step
-                self._step(tracker, micro_steps)
+                self._step(tracker, first if first and step == 0 else micro_steps)
             self._evaluate(tracker)
         self.watch.remove()
         left_out = self.config.train.accumulate - micro_steps if micro_steps > 2 else 0
-        return Trace.of(tracker, axes=self.adapted.ranks.axes(), left_out=left_out)
+        return Trace.of(tracker, axis_of=self.adapted.ranks.axis_of, left_out=left_out)
 
     def compose(self, routing: Routing | Counting) -> Trace:
         """The same for fake tensors, where layers that are alike are replayed.
@@ -358,7 +365,9 @@ class Steps:
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        trained = {id(here(parameter).untyped_storage()) for parameter in self.trained}
+        engine = self.stepper.engine
+        parts = {} if engine is None else dict(engine.weights())
+        trained = {id(here(parts.get(parameter, parameter)).untyped_storage()) for parameter in self.trained}
         for tensor in self.held:
             trains = id(tensor.untyped_storage()) in trained
             tracker.add(tensor, "trainable_weights" if trains else "frozen_weights")
@@ -397,18 +406,22 @@ class Steps:
         tracker.enter("forward")
         began, passed = len(tracker.log), list[bool]()
 
-        def backward(loss: Tensor) -> None:
+        @contextmanager
+        def backward() -> Iterator[None]:
             nonlocal began
             tracker.saved_since(began)
             tracker.enter("backward")
-            loss.backward()
+            yield
             if self.stepper.measures_first and not passed:
                 passed.append(True)
                 tracker.enter("forward")  # of the second pass: the first one only measured
                 began = len(tracker.log)
 
-        self.stepper.micro_step(batch, tokens, backward, last=last)
+        self.stepper.around_backward = backward
+        self.stepper.micro_step(batch, tokens, last=last)
         tracker.tag((here(p.grad) for p in self.trained if isinstance(p, DTensor) and p.grad is not None), "gradients")
+        if self.stepper.engine is not None:
+            tracker.tag(self.stepper.engine.gradients(), "gradients")
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:

@@ -10,21 +10,28 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn import functional
 
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 
 
+def is_installed() -> bool:
+    """Whether the package is there."""
+    return find_spec("deepspeed") is not None
+
+
 def require_deepspeed() -> None:
     """Raises `UserError` if the package is not installed."""
-    if find_spec("deepspeed") is None:
+    if not is_installed():
         raise UserError(
             "parallel.engine: deepspeed needs a package that is not installed: DS_BUILD_OPS=0 pip install "
             "--no-build-isolation deepspeed"
@@ -35,6 +42,39 @@ def keep_quiet(device: torch.device) -> None:
     """Where the package is installed, accelerate imports it in every run: it then need not look for a GPU, and say on
     standard output that there is none."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+
+
+@contextmanager
+def without_others() -> Iterator[None]:
+    """Inside, for a trace, no other rank is asked whether it has the same weights, and gradients are finite.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    require_deepspeed()
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ))  # the engine says there which GPU is its own
+        keep_quiet(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        from deepspeed.accelerator import real_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+        from deepspeed.runtime.zero import stage3, stage_1_and_2
+        from deepspeed.utils.groups import _release_process_group_references
+
+        instead = (
+            (real_accelerator, "ds_accelerator", CPU_Accelerator()),  # where fake tensors are
+            (functional, "linear", functional.linear),  # stage 3 puts its own there, and leaves it
+            (coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
+            (stage3, "assert_ints_same_as_other_ranks", lambda _: None),
+            (stage3, "is_invalid_grad_norm", lambda _: False),
+            (stage_1_and_2, "is_invalid_grad_norm", lambda _: False),
+        )
+        for module, name, value in instead:
+            stack.enter_context(patch.object(module, name, value))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it looks at their alignment
+        stack.callback(_release_process_group_references)  # it would take them for those of the next trace
+        yield
 
 
 class Engine:
@@ -58,11 +98,13 @@ class Engine:
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # torch's, but for Adam
         for handler in logger.handlers:
-            handler.setStream(sys.stderr)  # standard output is for what a command was asked for
+            if type(handler) is logging.StreamHandler:  # its own
+                handler.setStream(sys.stderr)  # standard output is for what a command was asked for
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, to go past gloo
         if settings["zero_optimization"]["stage"] == 3 and any(isinstance(m, ExpertBank) for m in model.modules()):
             set_z3_leaf_modules(model, [ExpertBank])  # it reads its experts' weights, their modules do not run
-        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        with patch.object(model, "to", lambda *_: model):  # it is where it belongs
+            self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         self.optimizer, self.stage = optimizer, settings["zero_optimization"]["stage"]
         self.ranks = torch.distributed.get_world_size()
 
@@ -102,6 +144,21 @@ class Engine:
 
         return safe_get_full_grad(parameter)
 
+    def weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter, and what this rank has of it."""
+        for parameter in self.engine.module.parameters():
+            yield parameter, parameter.ds_tensor if self.stage == 3 else parameter
+
+    def gradients(self) -> Iterator[Tensor]:
+        """What is kept of them from one micro-step to the next."""
+        zero = self.engine.optimizer
+        if self.stage == 3:
+            yield zero.grad_partitions_flat_buffer
+            return
+        for of_groups in (zero.averaged_gradients, zero.all_grad_tensors):
+            for gradients in of_groups.values():
+                yield from gradients or ()
+
     @property
     def masters(self) -> list[Tensor]:
         """This rank's part of the float32 weights, flat."""
@@ -140,7 +197,8 @@ class Engine:
         else:  # where ranks do not divide a tensor, DeepSpeed fills up its own parts of it, but not what it is given
             put_weight, put_state = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
             size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
-            value = pad(value.flatten(), (0, self.ranks * size - value.numel()))[rank * size : (rank + 1) * size]
+            filled = functional.pad(value.flatten(), (0, self.ranks * size - value.numel()))
+            value = filled[rank * size : (rank + 1) * size]
         if key is None:
             put_weight(parameter, value)
         else:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moetune.config import RunConfig
+from moetune.config import ParallelConfig, RunConfig
 from moetune.errors import UserError
 
 _BUCKET = 2**26
@@ -57,15 +57,26 @@ def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
     """
     _refuse(config)
     decided, file = _decided(config), config.parallel.deepspeed
-    preferred: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": min(trained or _BUCKET, _BUCKET)}}
+    bucket = {"zero_optimization": {"reduce_bucket_size": reduce_bucket(config.parallel, trained)}}
     if file is None:
-        return _merge(preferred, decided)
+        return _merge(bucket, decided)
     given = _read(file)
     problems = _conflicts(given, decided)
     problems += [f"{key}: leave it out; {why}" for key, why in _OTHERWISE.items() if _has(given, key)]
     if problems:
         raise UserError("\n".join(f"parallel.deepspeed: {file!r} has {problem}" for problem in problems))
-    return _merge(preferred, _merge(given, decided))
+    return _merge(bucket, _merge(given, decided))
+
+
+def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
+    """How many gradients are sent at a time.
+
+    Raises:
+        UserError: the file of `parallel.deepspeed` cannot be read.
+    """
+    of_zero = {} if parallel.deepspeed is None else _read(parallel.deepspeed).get("zero_optimization", {})
+    said = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
+    return min(trained or _BUCKET, _BUCKET) if said == "auto" else int(said)
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:
@@ -106,7 +117,7 @@ def _refuse(config: RunConfig) -> None:
             "parallel.zero: 2, or use engine: fsdp2"
         )
     if model.experts_on == "host":
-        problems.append("model.experts_on: host: DeepSpeed moves the whole model to the GPU; use engine: fsdp2")
+        problems.append("model.experts_on: host: not tried with DeepSpeed; use engine: fsdp2")
     if model.dtype == "fp16":
         problems.append("model.dtype: fp16: its loss scaling is not used with DeepSpeed; use bf16 or fp32")
     if config.train.max_grad_value:

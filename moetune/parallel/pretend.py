@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moetune.config import ParallelConfig
+from moetune.parallel.deepspeed import without_others
 from moetune.parallel.ranks import ALONE, Ranks
 
 
@@ -20,9 +23,11 @@ def pretending(parallel: ParallelConfig, rank: int) -> Iterator[Ranks]:
         yield ALONE
         return
     assert not dist.is_initialized(), "a rank of a running job cannot pretend to be one of another"
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.ranks)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # torch's would name the rank
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.ranks)
+        stack.callback(_clear_sharding_prop_cache)  # it remembers meshes, which know groups by names that are gone
+        stack.callback(dist.destroy_process_group)
+        if parallel.engine == "deepspeed":
+            stack.enter_context(without_others())
         yield Ranks.join(parallel, "cpu")
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it remembers meshes, which know groups by names that are gone

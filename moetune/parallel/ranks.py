@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from moetune.config import ParallelConfig
+from moetune.parallel.messages import Message
 from moetune.parallel.place import Place, data_ranks, expert_copies, expert_shards
 from moetune.parallel.placement import EVERYTHING, Placement
 
@@ -98,8 +100,19 @@ class Ranks:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
-    def axes(self) -> dict[str, str]:
-        """Names of torch's process groups -> the axis of `parallel:` along which they talk."""
+    def axis_of(self, sent: Message) -> str:
+        """The axis of `parallel:` along which a message goes."""
+        if (
+            sent.kind == "all-to-all"
+        ):  # where axes are the same ranks torch has one group for them; only experts do this
+            return "ep"
+        if self.parallel.engine == "deepspeed":  # groups of its own, all of the same ranks
+            return "fsdp"
+        return self._axes.get(sent.group, sent.group)
+
+    @cached_property
+    def _axes(self) -> dict[str, str]:
+        """By the names of torch's process groups."""
         if self.dense is None:
             return {}
         groups = {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ class Stepper:
     """Takes the steps of one run.
 
     Attributes:
+        around_backward: what is entered for each backward pass.
+        engine: DeepSpeed's, if it is the one that updates.
         skipped: steps that were not taken, because a gradient was not finite.
         loss: of the step that was looked at last, over all ranks.
     """
@@ -51,12 +54,13 @@ class Stepper:
     ) -> None:
         self.adapted, self.config, self.optimizer = adapted, config, optimizer
         self.watch = watch or RouterWatch(adapted)
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.skipped = 0
         self.loss_scale = optimizer.loss_scale = LossScale() if adapted.model.dtype == torch.float16 else None
         self.fused = None
         if any(updater.fused or updater.on_host for updater in optimizer.updaters):
             self.fused = FusedBackward(adapted, optimizer)
-        self._engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
+        self.engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._norm: Tensor | None = None  # of all gradients, where a pass has measured it
         self._broken: list[str] = []
@@ -83,10 +87,15 @@ class Stepper:
         Args:
             last: it is the last of its step, after which the ranks' gradients must have met.
         """
-        if self._engine is not None:
-            backward = partial(self._engine.backward, last=last)
+        if self.engine is not None:
+            backward = partial(self.engine.backward, last=last)
+
+        def followed(loss: Tensor) -> None:
+            with self.around_backward():
+                backward(loss)
+
         set_meeting(self._stack, self.adapted.ranks, last=last)
-        done = self._micro_step(batch, total_tokens, backward)
+        done = self._micro_step(batch, total_tokens, followed)
         self._loss = self._loss + done.loss
         return done
 
@@ -137,11 +146,11 @@ class Stepper:
         Raises:
             UserError: one is not finite, under `train.on_nonfinite: stop`.
         """
-        left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None and self._engine is None}
+        left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None and self.engine is None}
         self.adapted.ranks.add_up(left, self._of_experts)
         norm, self._norm = self._norm, None
-        if self._engine is not None:  # gradients have met, and each rank knows the norm of all
-            norm = self._engine.norm() / math.sqrt(self.adapted.ranks.parallel.ranks)
+        if self.engine is not None:  # gradients have met, and each rank knows the norm of all
+            norm = self.engine.norm() / math.sqrt(self.adapted.ranks.parallel.ranks)
         elif not self.measures_first:
             if self.config.train.max_grad_value:
                 bound = self.config.train.max_grad_value * self._scale
@@ -162,8 +171,8 @@ class Stepper:
                 self.loss_scale.went_well()
         else:
             self._refuse(self._broken or self._broken_among(left))
-            if self._engine is not None:
-                self._engine.forget()
+            if self.engine is not None:
+                self.engine.forget()
             self.optimizer.zero_grad()
             self.optimizer.skips = True
             self.skipped += 1
@@ -207,8 +216,8 @@ class Stepper:
     def _broken_among(self, gradients: dict[Tensor, Tensor]) -> list[str]:
         """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
         trained = reversed(self.adapted.trainable().items())
-        if self._engine is not None:
-            return [name for name, p in trained if not self._engine.gradient(p).isfinite().all()]
+        if self.engine is not None:
+            return [name for name, p in trained if not self.engine.gradient(p).isfinite().all()]
         there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
         mine = [name for name, p in trained if p in there and not here(there[p]).isfinite().all()]
         return list(dict.fromkeys(chain.from_iterable(self.adapted.ranks.everyones(mine))))

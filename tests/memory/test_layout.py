@@ -283,19 +283,20 @@ def test_the_estimates_above_are_deepspeeds(gpus: int, cpu_offload: bool):
 # Buffers
 
 
-def test_a_gathered_layer_its_neighbour_and_their_gradients_are_in_the_transients():
+def test_a_gathered_layer_its_neighbour_its_gradients_and_the_bucket_are_in_the_transients():
     whole = moe(layers=3, accumulate=1)
     share = divide(whole, layout(fsdp=2))[0]
     layer = whole.layers[1].tensors
     weights = layer.trainable + layer.frozen - layer.packed
-    expected = 2 * weights + 2 * layer.gradients
+    bucket = whole.tensors.gradients  # DeepSpeed's, as large as all gradients if these are few
+    expected = 2 * weights + layer.gradients + bucket
     assert share.quantities.layers[1].transients[0].dense == whole.layers[1].transients[0].dense + expected
     # the last layer follows the head, the first is followed by the embedding
     head, embedding = whole.head, whole.embedding
-    last = weights + weights + layer.gradients + max(layer.gradients, head.gradients)
+    last = weights + weights + layer.gradients + bucket
     assert share.quantities.layers[2].transients[0].dense == whole.layers[2].transients[0].dense + last
-    assert share.quantities.loss == whole.loss + weights + head.trainable + head.frozen + 2 * head.gradients
-    alone = embedding.trainable + embedding.frozen + embedding.gradients + max(layer.gradients, embedding.gradients)
+    assert share.quantities.loss == whole.loss + weights + head.trainable + head.frozen + head.gradients + bucket
+    alone = embedding.trainable + embedding.frozen + embedding.gradients + bucket
     assert share.quantities.embedding_backward == whole.embedding_backward + alone
 
 
@@ -304,7 +305,7 @@ def test_without_resharding_every_layer_stays_whole_and_is_gathered_once():
     sharded, kept = (divide(whole, layout(fsdp=2, reshard=reshard))[0] for reshard in (True, False))
     weights = [t.trainable + t.frozen - t.packed for t in (layer.tensors for layer in whole.layers)]
     embedding, head = (t.trainable + t.frozen for t in (whole.embedding, whole.head))
-    before = kept.quantities.loss - whole.loss - 2 * whole.head.gradients
+    before = kept.quantities.loss - whole.loss - whole.head.gradients - whole.tensors.gradients
     assert before == embedding + sum(weights) + head
     gathers = [traffic(share)["all-gather", "fsdp", "weights"] for share in (sharded, kept)]
     assert gathers == [whole.accumulate * (2 * (embedding + sum(weights)) + head) // 2, whole.accumulate * before // 2]

@@ -1,7 +1,8 @@
-"""What one process takes: what every layout is compared with."""
+"""What the tests of layouts share."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,5 +12,13 @@ from tests.parallel import layouts, world
 
 @pytest.fixture(scope="session")
 def alone(small_model: Path) -> list[layouts.Outcome]:
-    """By case."""
+    """What one process takes, by case: what every layout is compared with."""
     return world.run(1, layouts.every_case, {}, small_model)[0]
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A user's JSON, under which DeepSpeed's stage 3 shares even what is small."""
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": "auto", "stage3_param_persistence_threshold": 0}}))
+    return file

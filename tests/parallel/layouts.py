@@ -78,12 +78,13 @@ def every_case(parallel: dict[str, Any], model: Path) -> list[Outcome]:
     """On one of the layout's ranks: steps on the batches of one process, then measured ones with one of the bases."""
     outcomes = []
     ranks = Ranks.join(config_of(parallel, CASES[0], model).parallel, "cpu")
+    packs = parallel.get("tp", 1) == 1 and (parallel.get("engine"), parallel.get("zero")) != ("deepspeed", 3)
     for case in CASES:
         config = config_of(parallel, case, model)
         outcome = Outcome()
         try:
             outcome.taken = steps.take(config, ranks, STEPS, MICRO_BATCHES)
-            if config.parallel.engine == "fsdp2" and case[1] == ("fp32" if config.parallel.tp > 1 else "nf4"):
+            if config.parallel.ranks > 1 and case[1] == ("nf4" if packs else "fp32"):
                 outcome.found, outcome.counts = predicted.measured(config, ranks)
         except UserError as error:
             outcome.refused = str(error)

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.parallel import layouts, world
-from tests.parallel.layouts import CASES, LAYOUTS
+from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
+from tests.parallel.test_deepspeed import with_deepspeed
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path) -> None:
-    parallel = LAYOUTS[name]
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=with_deepspeed) for name in DEEPSPEED)])
+def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path, sharded: Path) -> None:
+    parallel = LAYOUTS[name] if name in LAYOUTS else DEEPSPEED[name] | {"deepspeed": str(sharded)}
     ranks = layouts.config_of(parallel, CASES[0], small_model).parallel.ranks
     found = world.run(ranks, layouts.every_case, parallel, small_model)
     counts = [[found[rank][case].counts for rank in range(ranks)] for case in range(len(CASES))]
@@ -48,6 +49,9 @@ def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:
     """What a layout cannot do, it says by name; nothing else is refused."""
     if "tp" in name and case[1] == "nf4":
         assert "is packed (model.base), and packed matrices cannot be split" in outcome.refused
+        return outcome.refused
+    if name == "deepspeed, zero 3" and case[1] == "nf4":
+        assert "DeepSpeed cannot share packed experts and linears; set parallel.zero: 2" in outcome.refused
         return outcome.refused
     return ""
 
