@@ -1,9 +1,8 @@
-"""Real processes on this machine, joined by gloo, as cheaply as can be: forked from one that has imported all."""
+"""Real processes on this machine, joined by gloo."""
 
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -15,25 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_ROOT = str(Path(__file__).parents[2])
+from tests.processes import processes
+
 _TIMEOUT = timedelta(seconds=60)
 
 
 def run(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work(*args)` returns on each of so many ranks. `work` is a function of a module that tests can import."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel.preloaded"])
-    os.environ["PYTHONPATH"] = _ROOT  # the server is given no sys.path before Python 3.13
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        ends, processes = [], []
+        ends, started = [], []
         for rank in range(ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, store, rank, ranks, work, args), daemon=True)
+            mine, theirs = processes.Pipe(duplex=False)
+            process = processes.Process(target=_rank, args=(theirs, store, rank, ranks, work, args), daemon=True)
             process.start()
             theirs.close()
             ends.append(mine)
-            processes.append(process)
+            started.append(process)
         answers: list[Any] = [None] * ranks
         try:
             for rank in range(ranks):
@@ -44,7 +41,7 @@ def run(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
                 assert error is None, f"rank {rank}:\n{error}"
                 answers[rank] = torch.load(io.BytesIO(payload), weights_only=False)
         finally:
-            for process in processes:
+            for process in started:
                 process.kill()
                 process.join()
     return answers

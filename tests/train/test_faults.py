@@ -25,13 +25,13 @@ from moetune.export.export import export_run
 from moetune.train.run import train
 from moetune.train.run_folder import RunFolder
 from tests import small
+from tests.processes import processes
 from tests.train.test_resume import (
     ONE_FILE,
     assert_same,
     elsewhere,
     in_process,
     outcome,
-    processes,
     trained,
     work,
     work_alone,

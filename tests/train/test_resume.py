@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -26,9 +25,7 @@ from moetune.train.run import train
 from moetune.train.run_folder import RunFolder
 from moetune.train.seal import seal
 from tests import small
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["moetune.train.run", "bitsandbytes.optim", "lomo_optim", "tests.train.test_resume"])
+from tests.processes import processes
 
 Moment = tuple[str, int, str]
 """A function, the number of its call, and whether the process dies `before` it, `after` it, or `within` a write."""

@@ -1,0 +1,23 @@
+"""What processes of tests import, imported once, and left alone by their searches for garbage."""
+
+import gc
+
+import bitsandbytes.optim  # noqa: F401
+import lomo_optim  # noqa: F401
+import peft  # noqa: F401
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+from transformers import MixtralForCausalLM  # noqa: F401
+
+import moetune.train.run  # noqa: F401
+import tests.parallel.steps
+import tests.train.test_resume  # noqa: F401
+from moetune.parallel.deepspeed import is_installed, keep_quiet
+
+if is_installed():
+    keep_quiet(torch.device("cpu"))
+    import deepspeed  # noqa: F401
+
+gc.collect()
+gc.freeze()
