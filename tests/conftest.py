@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+gc.disable()  # until all is imported and collected
+
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: sums depend on it
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled; bitsandbytes would load the compiler to mark functions
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
@@ -34,6 +36,7 @@ def pytest_collection_finish() -> None:
     of it again, which takes longer than three steps of a small model."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.memory.predict import kinds_of_ranks
 from moetune.parallel.ranks import Ranks
 from tests import small
 from tests.parallel import predicted, steps
@@ -95,17 +96,20 @@ def every_case(parallel: dict[str, Any], model: Path) -> list[Outcome]:
 def every_prediction(
     parallel: dict[str, Any], model: Path, counts: list[list[predicted.Counts | None]]
 ) -> list[dict[int, predicted.Found]]:
-    """The memory and messages of ranks in each case, predicted in one process: of all where what trains is placed
-    unevenly, else of the last.
+    """The memory and messages of ranks in each case, predicted in one process: of the last, and where experts train of
+    the last of each kind.
 
     Args:
         counts: what the experts received, by case and rank.
     """
     found = []
     for case, of_case in zip(CASES, counts, strict=True):
-        ranks = range(len(of_case)) if case[0] == "experts" else {len(of_case) - 1}
-        of_ranks = {rank: of_case[rank] for rank in ranks}
+        if of_case[-1] is None:
+            found.append({})
+            continue
         config = config_of(parallel, case, model)
+        kinds = kinds_of_ranks(config, by_expert=False) if case[0] == "experts" else [()] * len(of_case)
+        of_ranks = {rank: of_case[rank] for rank in {kind: rank for rank, kind in enumerate(kinds)}.values()}
         found.append({r: predicted.predicted(config, r, one) for r, one in of_ranks.items() if one is not None})
     return found
 
