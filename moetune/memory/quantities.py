@@ -171,6 +171,10 @@ class Layer:
     def tensors(self) -> Tensors:
         return self.dense + total(self.experts)
 
+    def used_up(self, moment: str) -> int:
+        """Gradients that are there for a moment; an expert's is among the rows of the moment in which it is made."""
+        return self.dense.leaving if moment == "experts" else self.tensors.used_up
+
 
 @dataclass(frozen=True)
 class Quantities:
@@ -269,7 +273,7 @@ class Quantities:
                     replace(
                         static,
                         frozen_weights=static.frozen_weights + fetched.experts,
-                        gradients=gradients + round(own * moment.gradients) + layer.tensors.used_up,
+                        gradients=gradients + round(own * moment.gradients) + layer.used_up(moment.name),
                         saved_activations=saved - round(layer.saved * (1 - moment.saved)) + fetched.inputs,
                         transient_peak=moment.dense + moment.experts,
                     ),

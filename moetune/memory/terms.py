@@ -118,7 +118,8 @@ def _gradients(setup: Setup, q: Quantities, where: str, there: int, lines: Count
 def _alone(q: Quantities, where: str) -> int:
     """What of the peak is a gradient that is used up as it comes, with its update."""
     if where.startswith("layer"):
-        return q.layers[int(where.removeprefix("layer ").partition(":")[0])].tensors.used_up
+        index, _, moment = where.removeprefix("layer ").partition(": ")
+        return q.layers[int(index)].used_up(moment)
     return {"head": q.head.alone, "embedding": q.embedding.alone}.get(where, 0)
 
 

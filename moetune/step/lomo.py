@@ -126,6 +126,7 @@ class AdaLomo(torch.optim.Optimizer):
                 square = (gradient[where].float() * self.grad_scale).square_().add_(floor)
                 rows[where].add_(square.mean(-1), alpha=1 - keep)
                 columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
+                del square  # before what follows takes as much
             by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(self.grad_scale)
             by_column = columns.rsqrt()
             _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
@@ -154,10 +155,10 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
     lr = rate * (of_weight / weight.numel()).sqrt_().clamp_(min=group["eps"][1])
     step = lr / ((of_update / weight.numel()).sqrt_() / group["threshold"]).clamp_(min=1.0)
     for where in blocks:
-        new = weight[where].float()
+        new = weight[where].float()  # of float32 weights these themselves
         if group["weight_decay"]:
-            new = new * (1 - lr * group["weight_decay"])
-        weight[where] = new - update(where).mul_(step)
+            new.mul_(1 - lr * group["weight_decay"])
+        weight[where] = new.sub_(update(where).mul_(step))
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
