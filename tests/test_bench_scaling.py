@@ -9,8 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("adapt", ["lora", "experts"])
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-8x22b"])
+@pytest.mark.parametrize(("model", "adapt"), [("mixtral-8x7b", "lora"), ("mixtral-8x22b", "experts")])
 def test_the_tables_are_the_scripts(model: str, adapt: str) -> None:
     spec = importlib.util.spec_from_file_location("scaling", ROOT / "scripts" / "bench" / "scaling.py")
     assert spec is not None

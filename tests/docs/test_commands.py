@@ -21,8 +21,8 @@ SCRIPTS = ("./scripts/demo.sh", "./scripts/test.sh")
 
 REFUSED = "  # exit code 1"
 """Beside a command that is shown because the answer is no."""
-FEWER_STEPS = ("train.steps=20", "train.eval_every=20")
-"""A third of a recipe's steps, which is enough to see it learn; held-out loss before and after them."""
+FEWER_STEPS = ("train.steps=10", "train.eval_every=10")
+"""A sixth of a recipe's steps, which is enough to see it learn; held-out loss before and after them."""
 HELD_OUT = ROOT / "moetune/catalog/data/unicode-names/heldout.jsonl"
 
 

@@ -14,7 +14,7 @@ from moetune.memory.trace import trace
 
 MODELS = Path(moetune.catalog.__file__).parent / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
-EXPERTS = 12
+EXPERTS = 8
 """A trace runs expert by expert: of a layer with more, this many are traced. Nothing else of a model is cut."""
 IN_GROUPS = {"deepseek-v3": 16}
 """Its router looks at the best two experts of each of eight groups."""
