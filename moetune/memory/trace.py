@@ -209,7 +209,7 @@ def trace(
         makes_its_own = config.parallel.engine == "deepspeed"  # tensors; torch's and bitsandbytes' optimizers read some
         with mode if makes_its_own else nullcontext():
             steps = Steps(adapted, config, partial(make_batch, config, vocabulary_of(adapted)))
-        load = _load_peaks(adapted, config)
+        load = peaks_of_loading(adapted, config)
         try:
             with mode:
                 if compose and uniform and micro_steps is None and ranks.alone:
@@ -228,7 +228,9 @@ def trace(
             ) from None
 
 
-def _load_peaks(adapted: Adapted, config: RunConfig) -> LoadPeaks:
+def peaks_of_loading(adapted: Adapted, config: RunConfig) -> LoadPeaks:
+    """The peaks before the first step, from the storages of a model that is built."""
+
     def size(model: nn.Module, *, on_host: bool = False) -> int:
         storages = [t.untyped_storage() for t in tensors_of(model) if stays_on_host(t) == on_host]
         return sum({id(storage): storage.nbytes() for storage in storages}.values())

@@ -19,7 +19,7 @@ EXPERTS = 8
 IN_GROUPS = {"deepseek-v3": 16}
 """Its router looks at the best two experts of each of eight groups."""
 SETTINGS = {"router": ("full", 2048), "lora": ("none", 256)}
-LARGER_SIBLINGS = ("gpt-oss-120b", "llama-30b", "llama-65b", "mixtral-8x22b", "qwen3-235b-a22b")
+LARGER_SIBLINGS = ("gpt-oss-120b", "llama-13b", "llama-30b", "llama-65b", "mixtral-8x22b", "qwen3-235b-a22b")
 QUICK = ("llama-7b", "tiny-mixtral")
 CASES = [
     pytest.param(name, tuple(SETTINGS)[number % 2], marks=() if name in QUICK else pytest.mark.slow)

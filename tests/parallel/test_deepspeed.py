@@ -199,11 +199,11 @@ def test_the_formula_is_near_the_trace(zero: int, off_by: float) -> None:
 
 
 @with_deepspeed
-def test_nothing_of_a_trace_stays_in_the_process() -> None:
+def test_nothing_of_a_trace_stays_in_the_process(small_model: Path) -> None:
     def of_process() -> tuple[Any, ...]:
         return functional.linear, sys.excepthook, dict(os.environ), torch.distributed.is_initialized()
 
-    config = run_config({"zero": 3}, model={"path": "tiny-mixtral"}, adapt={"router": "all"})
+    config = run_config({"zero": 3}, model={"path": str(small_model)}, adapt={"router": "all"})
     alone = config.model_copy(update={"parallel": ParallelConfig(), "hardware": HardwareConfig()})
     before, first = of_process(), trace(alone)
     other = config.model_copy(update={"parallel": ParallelConfig(engine="deepspeed", fsdp=3)})
