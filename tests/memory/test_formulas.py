@@ -156,7 +156,7 @@ def test_the_formula_is_near_the_trace(
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
 @given(run=runs())
 def test_the_formula_is_near_the_trace_of_any_run(
     toys: dict[str, Path], run: tuple[str, dict[str, Any], dict[str, Any]]

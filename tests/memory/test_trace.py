@@ -86,7 +86,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
 @given(run=runs())
 def test_a_prediction_is_what_is_measured(
     toys: dict[str, Path], run: tuple[str, dict[str, Any], dict[str, Any]]
