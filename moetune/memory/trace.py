@@ -275,9 +275,10 @@ class Steps:
         self.optimizer = make_optimizer(adapted, config)
         self.watch = RouterWatch(adapted)
         self.stepper = Stepper(adapted, config, self.optimizer, self.watch)
-        self.held = list(tensors_of(adapted.model))
-        if self.stepper.engine is not None:
-            self.held += [part for _, part in self.stepper.engine.weights()]
+        engine = self.stepper.engine
+        shards = {} if engine is None else dict(engine.weights())
+        self.held = [*tensors_of(adapted.model), *shards.values()]
+        self.trained_storages = {id(here(shards.get(p, p)).untyped_storage()) for p in self.trained}
         self.named = named_modules(adapted)
         self.layer_of = {layer.experts: layer.index for layer in adapted.anatomy.moe_layers}
 
@@ -367,11 +368,8 @@ class Steps:
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        engine = self.stepper.engine
-        parts = {} if engine is None else dict(engine.weights())
-        trained = {id(here(parts.get(parameter, parameter)).untyped_storage()) for parameter in self.trained}
         for tensor in self.held:
-            trains = id(tensor.untyped_storage()) in trained
+            trains = id(tensor.untyped_storage()) in self.trained_storages
             tracker.add(tensor, "trainable_weights" if trains else "frozen_weights")
         for tensor in self.optimizer.masters():
             tracker.add(tensor, "master_weights")

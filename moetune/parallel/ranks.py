@@ -102,9 +102,8 @@ class Ranks:
 
     def axis_of(self, sent: Message) -> str:
         """The axis of `parallel:` along which a message goes."""
-        if (
-            sent.kind == "all-to-all"
-        ):  # where axes are the same ranks torch has one group for them; only experts do this
+        # Where axes are the same ranks torch has one group for them; only experts exchange all to all.
+        if sent.kind == "all-to-all":
             return "ep"
         if self.parallel.engine == "deepspeed":  # groups of its own, all of the same ranks
             return "fsdp"
