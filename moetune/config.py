@@ -17,7 +17,6 @@ from pydantic import (
     model_validator,
 )
 
-from moetune.errors import UserError
 from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
 IdSet = Literal["all", "none"] | tuple[int, ...]
@@ -323,7 +322,7 @@ class RunConfig(Section):
         fused = {optimizer.name: None for optimizer in self.optimizers.values() if optimizer.fused_backward}
         if self.train.accumulate > 1 and fused:
             raise ValueError(
-                f"{', '.join(fused)} with optimizer.fused_backward uses each gradient up as it comes, so "
+                f"{', '.join(fused)} with optimizer.fused_backward frees each gradient as it comes, so "
                 f"{self.train.accumulate} micro-steps cannot add theirs up; set train.accumulate: 1 (and raise "
                 "train.micro_batch if there is room)"
             )
@@ -341,36 +340,3 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """The resolved run file: every value spelled out, so that it reads back equal."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def require(config: RunConfig, command: str, *sections: Literal["data", "output"]) -> None:
-    """Raises `UserError` if the command needs a section that the run file leaves out."""
-    missing = [name for name in sections if getattr(config, name) is None]
-    if missing:
-        raise UserError(f"moetune {command} needs {' and '.join(f'{name}:' for name in missing)} in the run file")
-
-
-def refuse_untrainable(config: RunConfig) -> None:
-    """Raises `UserError` for settings that only the closed form knows so far."""
-    parallel = config.parallel
-    problems = []
-    if parallel.pp > 1:
-        problems.append("parallel.pp: transformers' pipeline stages run forward only; set pp to 1 and fsdp higher")
-    if parallel.engine == "fsdp2" and parallel.offload != "none":
-        problems.append("parallel.offload and engine: fsdp2; use engine: deepspeed, or one rank with optimizer.offload")
-    if problems:
-        raise UserError(
-            f"{'; '.join(problems)}. It can be predicted (moetune predict --method formula), not trained or traced yet"
-        )
-
-
-def refuse_untraceable(config: RunConfig) -> None:
-    """Raises `UserError` for settings that a trace does not know: those that cannot be trained, and ZeRO-Offload, whose
-    host memory DeepSpeed does not tell from the device's where both are a CPU's.
-    """
-    refuse_untrainable(config)
-    if config.parallel.offload != "none":
-        raise UserError(
-            f"parallel.offload: {config.parallel.offload} can be trained, and predicted by formula (moetune predict "
-            "--method formula); it cannot be traced or verified"
-        )

@@ -41,12 +41,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: a date such as 2025-02-30
 
 
-def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run file and applies `a.b=value` overrides, in order.
 
     Raises:
         UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
     """
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +17,47 @@ gc.disable()  # until all is imported and collected
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: sums depend on it
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled; bitsandbytes would load the compiler to mark functions
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+if "MOETUNE_CACHE" not in os.environ:  # what one test records of a kind of run serves all others, in every worker
+    os.environ["MOETUNE_CACHE"] = tempfile.mkdtemp(prefix="moetune-tests-")
+    atexit.register(shutil.rmtree, os.environ["MOETUNE_CACHE"], ignore_errors=True)
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from moetune.cli import main
 from tests import small
+from tests.nullcuda import device
 
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every case, where a sample is enough for a push")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draws are the same each time: a few on a push, many with `--all`."""
+    draws = 200 if config.getoption("--all") else 15
+    shared = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    settings.register_profile(
+        "ours", max_examples=draws, derandomize=True, deadline=None, database=None, suppress_health_check=shared
+    )
+    settings.load_profile("ours")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    on_null_device, on_cuda = device.is_present(), torch.cuda.is_available()
+    for item in items:
+        if (gpu := item.get_closest_marker("gpu")) and not on_cuda:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        elif gpu and on_null_device and gpu.kwargs.get("values", True):
+            item.add_marker(pytest.mark.skip(reason="needs values, which the null device has not"))
+        elif item.get_closest_marker("nullcuda") and not on_null_device:
+            item.add_marker(pytest.mark.skip(reason="no null device: scripts/test_cuda.sh"))
 
 
 def pytest_collection_finish() -> None:

@@ -10,10 +10,11 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 from transformers import MixtralForCausalLM  # noqa: F401
 
-import moetune.train.run  # noqa: F401
+import moetune.training.run  # noqa: F401
 import tests.parallel.steps
-import tests.train.test_resume  # noqa: F401
-from moetune.parallel.deepspeed import is_installed, keep_quiet
+import tests.training.test_resume  # noqa: F401
+from moetune.parallel.deepspeed import is_installed
+from moetune.patches.deepspeed import keep_quiet
 
 if is_installed():
     keep_quiet(torch.device("cpu"))

@@ -21,11 +21,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.anatomy.anatomy import ExpertShape
 from moetune.config import RunConfig
 from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import PackedLinear
+from tests.resolved import build
 from tests.toys import VOCAB
 
 TOLERANCE = 1e-5  # relative error of a gradient, in float32, as |difference| / |reference| over the whole tensor
@@ -226,5 +227,5 @@ def frozen_tensors(adapted: Adapted) -> Iterable[tuple[str, Tensor]]:
 def small_linears_are_packed() -> Any:
     """Packs linear layers from 8 rows and columns on; in a toy every one is smaller than what is worth packing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moetune.adapt.pack._SMALLEST", 8)
+        patch.setattr("moetune.run.linears._SMALLEST", 8)
         yield

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from moetune.config import RunConfig, TrainConfig, parse_ids, require
+from moetune.config import RunConfig, TrainConfig, parse_ids
 from moetune.errors import UserError, suggest
 from moetune.run_file import load_run_config
 
@@ -212,13 +212,6 @@ def test_a_learning_rate_is_a_positive_finite_number(tmp_path: Path, value: str)
     assert "optimizer.lr" in problems(tmp_path, BASE + f"optimizer: {{lr: {value}}}")
 
 
-def test_require_names_what_a_command_needs(tmp_path: Path) -> None:
-    config = load(tmp_path, BASE)
-    require(config, "count")
-    with pytest.raises(UserError, match="moetune train needs data: and output: in the run file"):
-        require(config, "train", "data", "output")
-
-
 def test_suggest() -> None:
     assert suggest("Mixtral-8x7", ["mixtral-8x7b", "olmoe"]) == " Did you mean 'mixtral-8x7b'?"
     assert suggest("zzz", ["mixtral-8x7b"]) == ""
@@ -235,7 +228,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(run=st.dictionaries(NAMES, VALUES, max_size=6))
 def test_any_mapping_gives_a_run_or_a_user_error(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "drawn.yaml"

@@ -7,22 +7,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from moetune.adapt.packed_base import is_packed_base, read_manifest
-from moetune.anatomy.source import ModelSource, resolve
-from moetune.config import ModelConfig
+from moetune.anatomy.source import ModelSource
 from moetune.errors import UserError
 from moetune.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint, taking_fingerprint
 from moetune.hub.snapshot import download, downloaded
-from moetune.parallel.ranks import ALONE, Ranks
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.resolve import ResolvedModel
 
 
-def checkpoint_of(path: str) -> Path:
-    """The folder of the checkpoint behind a `model.path`: of a packed base, the one that was packed; of one on the hub,
+def checkpoint_of(source: ModelSource) -> Path:
+    """The folder of the checkpoint behind a model: of a packed base, the one that was packed; of one on the hub,
     where it was downloaded to, now or before.
 
     Raises:
         UserError: it cannot be had.
     """
-    source = resolve(path)
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights that could be loaded")
     if is_packed_base(source.folder):
@@ -37,14 +36,14 @@ def checkpoint_of(path: str) -> Path:
 
 
 @contextmanager
-def noting_base(model: ModelConfig, ranks: Ranks = ALONE) -> Iterator[Callable[[], Base | None]]:
+def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Callable[[], Base | None]]:
     """Takes the fingerprint of the base while the body of the `with` loads it. Ranks share its files.
 
     What is yielded waits for the fingerprint, and is to be called when the weights have been loaded, which may have
     downloaded them. It gives None for random weights. That of a packed base was taken when it was packed.
     """
-    source = resolve(model.path)
-    if model.weights == "random":
+    source = model.source
+    if model.config.weights == "random":
         yield lambda: None
         return
     if is_packed_base(source.folder):
@@ -56,7 +55,7 @@ def noting_base(model: ModelConfig, ranks: Ranks = ALONE) -> Iterator[Callable[[
 
     def whole(mine: Fingerprint) -> Fingerprint:
         files: dict[str, str] = {}
-        for its in ranks.everyones(dict(mine.files)):
+        for its in ranks.gather(dict(mine.files)):
             files |= its
         return Fingerprint(mine.tensors, files)
 
@@ -74,20 +73,20 @@ def noting_base(model: ModelConfig, ranks: Ranks = ALONE) -> Iterator[Callable[[
         yield noted
 
 
-def refuse_other_headers(made_for: Base, model: ModelConfig, what: str) -> None:
+def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> None:
     """Compares as much of the base as can be read before it is loaded: all of it, if it is packed.
 
     Raises:
         UserError: it is another checkpoint than `what` was made for.
     """
-    source = resolve(model.path)
+    source = model.source
     difference = None
     if is_packed_base(source.folder):
         difference = made_for.fingerprint.difference(read_manifest(Path(str(source.folder))).packed.fingerprint)
     elif (folder := folder_of(source)) is not None:
         difference = made_for.fingerprint.difference_of_tensors(headers(folder))
     if difference is not None:
-        raise UserError(f"{what} was made for another base than {model.path!r}: {difference}")
+        raise UserError(f"{what} was made for another base than {model.config.path!r}: {difference}")
 
 
 def folder_of(source: ModelSource) -> Path | None:

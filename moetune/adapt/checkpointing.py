@@ -11,17 +11,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moetune.errors import UserError
-from moetune.experts.host import Arrival, Lane
+from moetune.experts.host import AsyncCopy, CopyStream
+from moetune.patches.transformers import checkpoint_layers_by
 
 aten = torch.ops.aten
 
@@ -31,21 +32,23 @@ def enable_checkpointing(model: PreTrainedModel, offload_to: torch.device | None
 
     Args:
         offload_to: the device of a model whose layers' inputs shall wait on the host for backward.
-
-    Raises:
-        UserError: transformers offers no checkpointing for this architecture.
     """
-    if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"train.checkpointing: {type(model).__name__} does not support activation checkpointing; "
-            "set train.checkpointing=none"
-        )
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": routing_contexts})
-    if offload_to is not None:
-        inputs = InputsOnHost(offload_to)
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module._gradient_checkpointing_func = inputs.checkpoint
+    keep_choices(model, offload_to)
+    model.activation_checkpointing_enable()
+
+
+def keep_choices(model: PreTrainedModel, offload_to: torch.device | None = None) -> None:
+    """Whoever switches checkpointing on from now, gets the kind that keeps choices: trainers do so by their own
+    settings, and TRL's switches it off and on around a reference model."""
+    switch = model._set_gradient_checkpointing
+    keeping = partial(checkpoint, use_reentrant=False, context_fn=routing_contexts)
+
+    def switch_keeping(enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
+        switch(enable=enable, gradient_checkpointing_func=keeping, every_n_layers=every_n_layers)
+        if offload_to is not None:
+            checkpoint_layers_by(model, InputsOnHost(offload_to).checkpoint)
+
+    model._set_gradient_checkpointing = switch_keeping  # type: ignore[method-assign]
 
 
 def routing_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -109,9 +112,9 @@ _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 class _Kept:
     """A layer's input on the host and, from shortly before its recomputation on, on the device."""
 
-    def __init__(self, left: Arrival) -> None:
+    def __init__(self, left: AsyncCopy) -> None:
         self.left = left
-        self.back: Arrival | None = None
+        self.back: AsyncCopy | None = None
 
 
 class InputsOnHost:
@@ -119,15 +122,15 @@ class InputsOnHost:
     it computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._out, self._back = Lane(device), Lane(device)
+        self._out, self._back = CopyStream(device), CopyStream(device)
         self._kept: list[weakref.ref[_Kept]] = []  # in the order of forward; a graph that is let go takes its own away
 
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint`, for a layer whose first argument is what it transforms."""
-        contexts = {"use_reentrant": False, "context_fn": routing_contexts}
+        recomputed = partial(torch_checkpoint, function, use_reentrant=False, context_fn=routing_contexts)
         if hidden.is_leaf:  # a frozen embedding's output stays whatever happens: autograd holds on to leaves
-            return checkpoint(function, hidden, *args, **contexts)
-        left: list[Arrival] = []
+            return recomputed(hidden, *args)
+        left: list[AsyncCopy] = []
         storage = id(hidden.untyped_storage())  # the graph keeps what `pack` refers to
 
         def pack(tensor: Tensor) -> Tensor | _Kept:
@@ -142,9 +145,9 @@ class InputsOnHost:
             return self._bring(packed) if isinstance(packed, _Kept) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            output = checkpoint(function, hidden, *args, **contexts)
-        for arrival in left:
-            arrival.wait()  # the input may go when the layer is through, and not before it has left
+            output = recomputed(hidden, *args)
+        for copy in left:
+            copy.wait()  # the input may go when the layer is through, and not before it has left
         return output
 
     def _bring(self, kept: _Kept) -> Tensor:

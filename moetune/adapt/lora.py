@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.adapt.pack import read_directly
 from moetune.config import LoraConfig
 from moetune.errors import UserError
+from moetune.patches.peft import cast_inputs_by
 
 
 class SharedInput:
@@ -44,16 +46,11 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
     """Wraps each linear module in `paths` with PEFT's LoRA, in place. Factors are float32, as PEFT keeps them.
 
     Raises:
-        UserError: factors on one of the paths would have no effect, or PEFT left it as it was.
+        UserError: PEFT left one of the paths as it was.
     """
-    inert = [path for path in paths if read_directly(model, path)]
-    if inert:
-        raise UserError(
-            f"adapt.lora: the model reads the weight of {', '.join(inert)} without calling the layer, so LoRA there "
-            "would have no effect; name the other layers in adapt.lora.targets"
-        )
     targets = [f"model.{path}" for path in paths]
-    config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
+    alpha: Any = lora.alpha  # PEFT takes floats, and is typed without
+    config = PeftLoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     # Handed a transformers model, PEFT takes any gate_proj or w1 for an expert's and moves its factors there.
     inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=on_meta)
@@ -68,4 +65,4 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
         share = SharedInput(model.get_submodule(parent))
         for path in paths:
             if path.rpartition(".")[0] == parent:
-                model.get_submodule(path)._cast_input_dtype = share.cast  # what PEFT calls before A
+                cast_inputs_by(model.get_submodule(path), share.cast)

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moetune.errors import UserError
+from moetune.patches.transformers import draw, mark_initialized
 
 
 def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
@@ -43,8 +44,8 @@ def _draw(model: PreTrainedModel, path: str) -> None:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):
             if not any(tensor is one for one in own):
-                tensor._is_hf_initialized = True  # rules leave such tensors alone
-        _owner(model, path)._init_weights(holder)
+                mark_initialized(tensor)
+        draw(_owner(model, path), holder)
         if not path or not any(tensor.is_floating_point() and tensor.isnan().any() for tensor in own):
             return
         path = path.rpartition(".")[0]

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.anatomy.anatomy import Anatomy, Component
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError
-from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan, Part
-from moetune.experts.host import Shuttle, stays_on_host
-from moetune.experts.packed import DTYPES, PackedLinear, PackedStack
-from moetune.parallel.placement import EVERYTHING, Placement
-
-PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
-_SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
+from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.host import ExpertPrefetcher, stays_on_host
+from moetune.experts.links import BankLinks
+from moetune.experts.packed import PackedLinear, PackedStack
+from moetune.parallel.exchange import TokenExchange
+from moetune.parallel.ranks import Ranks
+from moetune.patches.bitsandbytes import keep_packing
+from moetune.patches.transformers import activation_of
+from moetune.run.dtypes import DTYPES
+from moetune.run.names import matrix_of, stacks
+from moetune.run.placement import EVERYTHING, Placement
+from moetune.run.resolve import ResolvedRun
 
 Fill = Callable[[str], None]
 """Gives the module at a path its storage and values, if it is still without."""
@@ -31,6 +33,18 @@ Fill = Callable[[str], None]
 
 def has_values(path: str) -> None:
     """For models whose tensors need no drawing: loaded ones, and those that stay on meta."""
+
+
+def bank_links(
+    config: ModelConfig, selection: Selection, ranks: Ranks, device: torch.device, *, keep_rows: bool
+) -> BankLinks:
+    """What the banks of a model on `device` are given from outside."""
+    exchange = None
+    if ranks.expert is not None and ranks.dense is not None:
+        trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
+        exchange = TokenExchange(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
+    prefetcher = ExpertPrefetcher(device) if config.experts_on == "host" else None
+    return BankLinks(keep_rows, prefetcher, exchange)
 
 
 def pack_experts(
@@ -42,15 +56,16 @@ def pack_experts(
     device: torch.device,
     fill: Fill = has_values,
     placement: Placement = EVERYTHING,
+    links: BankLinks | None = None,
 ) -> None:
     """Replaces one layer's experts module by an `ExpertBank` on `device`."""
     experts = model.get_submodule(layer.experts)
     fill(layer.experts)
-    bank = make_bank(experts, layer, selection, config, dtype, device, placement)
+    bank = make_bank(experts, layer, selection, config, dtype, device, placement, links)
     for name in stacks(layer):
         stack = getattr(experts, name)
         for expert in range(layer.shape.num_experts):
-            bank.put_(expert, part_of(name), out_in(layer, name, stack[expert]))
+            bank.put_(expert, matrix_of(name), out_in(layer, name, stack[expert]))
     install_bank(model, layer, bank)
 
 
@@ -62,10 +77,9 @@ def make_bank(
     dtype: torch.dtype,
     device: torch.device,
     placement: Placement = EVERYTHING,
+    links: BankLinks | None = None,
 ) -> ExpertBank:
     """An empty bank for one layer's experts module, or for those that this rank holds."""
-    if getattr(experts, "has_post_expert_norm", False):
-        raise UserError(f"{layer.experts}: experts with a norm after them can be counted but not trained yet")
     lora_ids = selection.lora_experts.get(layer.index, ())
     lora = None
     if lora_ids and selection.lora is not None:
@@ -74,13 +88,14 @@ def make_bank(
     return ExpertBank(
         layer.shape,
         BankPlan(selection.experts.get(layer.index, ()), lora),
-        experts._apply_gate if layer.shape.has_gate else experts.act_fn,
+        activation_of(experts, has_gate=layer.shape.has_gate),
         storage=config.base,
         double_quant=config.double_quant,
         dtype=dtype,
         device=device,
-        on_host=config.experts_on == "host",
         held=placement.held(layer.index, layer.shape.num_experts),
+        layer=layer.index,
+        links=links,
     )
 
 
@@ -89,66 +104,12 @@ def install_bank(model: PreTrainedModel, layer: MoeLayer, bank: ExpertBank) -> N
     experts = model.get_submodule(layer.experts)
     for name in list(experts._parameters):
         delattr(experts, name)
-    left = [name for name, _ in experts.named_parameters()]
-    if left:
-        raise UserError(
-            f"{layer.experts}: its activation has weights of its own ({left[0]}); it can be counted, not trained"
-        )
     model.set_submodule(layer.experts, bank)
-
-
-def stacks(layer: MoeLayer) -> list[str]:
-    """Names of the parameters that hold a layer's experts in transformers."""
-    names = ["gate_up_proj" if layer.shape.has_gate else "up_proj", "down_proj"]
-    return names + [f"{name}_bias" for name in names] if layer.shape.has_bias else names
-
-
-def part_of(stack: str) -> Part:
-    """What a bank calls the share of one expert."""
-    if stack.startswith("down"):
-        return "down_bias" if stack.endswith("bias") else "down"
-    return "gate_up_bias" if stack.endswith("bias") else "gate_up"
-
-
-def trained_name(layer: MoeLayer, expert: int, stack: str) -> str:
-    """What a bank's model calls the parameter that is a fully trained expert's share of a stack."""
-    part = part_of(stack)
-    kind = "bias" if part.endswith("_bias") else "weight"
-    return f"{layer.experts}.trained.{expert}.{part.removesuffix('_bias')}.{kind}"
 
 
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
     """One expert's share as a bank holds it: weights [out, in]."""
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor
-
-
-def linears_to_pack(model: PreTrainedModel, anatomy: Anatomy, selection: Selection) -> list[str]:
-    """Paths of the linear layers that stay frozen, are worth packing and are only ever called."""
-    return [
-        path
-        for path, linear in anatomy.linears().items()
-        if linear.component in PACKED_COMPONENTS
-        and min(linear.in_features, linear.out_features) >= _SMALLEST
-        and f"{path}.weight" not in selection.full
-        and not read_directly(model, path, or_its_dtype=True)
-    ]
-
-
-def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:
-    """Whether the code around a linear layer uses its weight without calling it, as Mamba's fused kernels do.
-
-    With `or_its_dtype` also whether it casts to that weight's dtype, uint8 once packed, as DeepSeek's indexer does.
-    """
-    parent, _, name = path.rpartition(".")
-    unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
-    source = _source(type(model.get_submodule(parent)))
-    return re.search(rf"\bself\.{name}\.weight\b{unless}", source) is not None
-
-
-@functools.cache
-def _source(kind: type[nn.Module]) -> str:
-    """The code of a module's class and of what it inherits from other models."""
-    return "".join(inspect.getsource(base) for base in kind.__mro__ if ".models." in base.__module__)
 
 
 def pack_linear(
@@ -160,7 +121,7 @@ def pack_linear(
     fill: Fill = has_values,
 ) -> None:
     """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision agree."""
-    linear = model.get_submodule(path)
+    linear = cast(nn.Linear, model.get_submodule(path))
     fill(path)
     if DTYPES.get(config.base) == dtype:
         return
@@ -191,14 +152,14 @@ def _linear_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype, devi
         module=packed,
     )
     packed.bias = linear.bias
-    # On some CPUs bitsandbytes repacks the weight in place at the first evaluation, and then records no gradient.
-    packed.support_avx512bf16_for_cpu = False
+    keep_packing(packed)
     return packed if device.type == "meta" else packed.to(device)
 
 
-def refuse_unpacked(model: PreTrainedModel, anatomy: Anatomy, selection: Selection, config: ModelConfig) -> None:
+def refuse_unpacked(model: PreTrainedModel, run: ResolvedRun) -> None:
     """Raises `UserError` if an expert or a linear layer that should be in base precision is not."""
-    for layer in anatomy.moe_layers:
+    selection, config = run.selection, run.config.model
+    for layer in run.anatomy.moe_layers:
         bank = model.get_submodule(layer.experts)
         trained = selection.experts.get(layer.index, ())
         held = bank.held if isinstance(bank, ExpertBank) else range(layer.shape.num_experts)
@@ -208,20 +169,13 @@ def refuse_unpacked(model: PreTrainedModel, anatomy: Anatomy, selection: Selecti
             raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")
     if config.base != "nf4":
         return
-    for path in linears_to_pack(model, anatomy, selection):
+    for path in run.packed_linears:
         linear = model.get_submodule(path)
         linear = getattr(linear, "base_layer", linear)
-        if not isinstance(linear, Linear4bit) or not (linear.weight.is_meta or linear.weight.bnb_quantized):
+        if not isinstance(linear, Linear4bit) or not (
+            linear.weight.is_meta or getattr(linear.weight, "bnb_quantized", False)
+        ):
             raise UserError(f"{path}: should be stored as nf4 and is not")
-
-
-def share_shuttle(model: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> None:
-    """Lets one shuttle bring the experts that stay on the host, layer by layer."""
-    banks = [model.get_submodule(layer.experts) for layer in anatomy.moe_layers]
-    layers = [(bank.gate_up, bank.down) for bank in banks]
-    shuttle = Shuttle(layers, device)
-    for stack in (stack for layer in layers for stack in layer):
-        stack.shuttle = shuttle
 
 
 def refuse_misplaced(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:

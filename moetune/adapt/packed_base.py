@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.materialize import realize
-from moetune.adapt.pack import linears_to_pack, pack_experts, pack_linear
-from moetune.anatomy.anatomy import Anatomy
+from moetune.adapt.pack import pack_experts, pack_linear
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
+from moetune.experts.links import BankLinks
 from moetune.hub.delta_folder import MANIFEST as EXPORT_MANIFEST
 from moetune.hub.fingerprint import Base, Fingerprint, digesting
-from moetune.parallel.ranks import ALONE, Ranks
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.resolve import ResolvedRun
 
 MANIFEST = "packed.json"
 REST = "rest.safetensors"
@@ -125,8 +126,8 @@ def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Pat
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
     }
     begun = folder / _BEGUN
-    found = [file for file in folder.iterdir() if file != _aside(begun)]  # that of a start that was killed
-    if (folder / MANIFEST).exists() or (found and not begun.is_file()):
+    there = [file for file in folder.iterdir() if file != _aside(begun)]  # that of a start that was killed
+    if (folder / MANIFEST).exists() or (there and not begun.is_file()):
         raise UserError(f"--out {str(folder)!r} is not empty; choose another")
     if begun.is_file() and _read_begun(folder) != plan:
         raise UserError(
@@ -174,7 +175,8 @@ def _rest(model: PreTrainedModel, experts: tuple[str, ...]) -> Iterator[tuple[st
             yield name, tensor.data
     for path, module in model.named_modules():
         if isinstance(module, Linear4bit):
-            for name, tensor in module.weight.quant_state.as_dict(packed=True).items():
+            weight: Any = module.weight
+            for name, tensor in weight.quant_state.as_dict(packed=True).items():
                 yield f"{path}.weight.{name}", tensor
 
 
@@ -230,14 +232,11 @@ def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> M
 
 def read(
     model: PreTrainedModel,
-    anatomy: Anatomy,
-    selection: Selection,
-    config: ModelConfig,
-    folder: Path,
-    dtype: torch.dtype,
+    run: ResolvedRun,
     device: torch.device,
     on_read: Callable[[float], None] | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
+    links: BankLinks | None = None,
 ) -> None:
     """Fills a model on the meta device from a packed base, in place: of several ranks, each reads its own experts, and
     digests its share of the files.
@@ -245,11 +244,12 @@ def read(
     Raises:
         UserError: the folder is damaged, or not packed as the run file says.
     """
-    manifest = check_manifest(folder, config, selection)
-    for layer in anatomy.moe_layers:
+    folder, config, dtype = Path(str(run.model.source.folder)), run.config.model, run.dtype
+    manifest = check_manifest(folder, config, run.selection)
+    for layer in run.anatomy.moe_layers:
         # of meta tensors: banks without contents
-        pack_experts(model, layer, selection, config, dtype, device, placement=ranks.placement)
-    for path in linears_to_pack(model, anatomy, selection):
+        pack_experts(model, layer, run.selection, config, dtype, device, placement=ranks.placement, links=links)
+    for path in run.packed_linears:
         pack_linear(model, path, config, dtype, torch.device("meta"))
     mine = sorted(manifest.files)[ranks.rank :: ranks.parallel.ranks]
     with digesting([folder / name for name in mine], _THREADS) as digests:
@@ -294,7 +294,7 @@ def _fill(
         reason = one_line(error)
         raise UserError(f"{str(file)!r} cannot be read: {reason}; write it again with moetune quantize") from error
     for path, state_dict in stated.items():
-        _put_4bit(model.get_submodule(path), state_dict, dtype, device)
+        _put_4bit(cast(Linear4bit, model.get_submodule(path)), state_dict, dtype, device)
     model.tie_weights()
     _complete(model, expected, folder, device)
 
@@ -338,7 +338,7 @@ def _put(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype, 
         setattr(module, last, nn.Parameter(tensor, requires_grad=False))
 
 
-def _put_4bit(linear: nn.Module, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+def _put_4bit(linear: Linear4bit, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
     weight = Params4bit.from_prequantized(
         data=linear.weight.data, quantized_stats=state, requires_grad=False, device=device, module=linear
     )

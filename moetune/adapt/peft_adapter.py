@@ -30,6 +30,7 @@ from moetune.adapt.peft_layout import (
 )
 from moetune.anatomy.anatomy import MoeLayer
 from moetune.errors import UserError, one_line
+from moetune.run.names import linear_factors
 
 _OF_OTHERS = (
     "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
@@ -94,7 +95,7 @@ class _Reading:
         return values
 
     def _linear(self, path: str) -> dict[str, Tensor]:
-        names = {factor: f"{path}.lora_{factor}.default.weight" for factor in "AB"}
+        names = linear_factors(path)
         rank, into = self.trainable[names["A"]].shape
         factors = self._factors(path, path, rank, into, outputs=len(self.trainable[names["B"]]))
         return {} if factors is None else {names[factor]: factors[factor] for factor in "AB"}
@@ -206,8 +207,8 @@ class _Reading:
         here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
         if here is None or here.shape != tensor.shape:
             return ""
-        part = self.adapted.part_of(name)
-        return f", with another value; set adapt.{'also' if part == 'other' else part} so that it trains"
+        is_router = any(part.name == name for part in self.adapted.anatomy.parts_of("router"))
+        return f", with another value; set adapt.{'router' if is_router else 'also'} so that it trains"
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How a PEFT adapter lies on disk: what writing one (export/peft.py) and reading one (peft_adapter.py) share.
+"""How a PEFT adapter lies on disk: what writing one (exporting/peft.py) and reading one (peft_adapter.py) share.
 
 PEFT 0.21 holds the factors of a stack of E experts (its `target_parameters`) in two matrices:
 

@@ -25,15 +25,22 @@ from transformers.core_model_loading import ConversionOps, SkipParameters, Weigh
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moetune.adapt.pack import install_bank, linears_to_pack, make_bank, out_in, pack_linear, part_of, stacks
+from moetune.adapt.pack import bank_links, install_bank, make_bank, out_in, pack_linear
 from moetune.anatomy.anatomy import Anatomy, read_anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
+from moetune.experts.links import BankLinks
 from moetune.hub.names import STACKS
-from moetune.parallel.placement import EVERYTHING, Placement
+from moetune.parallel.ranks import SINGLE_RANK
+from moetune.patches.transformers import mark_initialized
+from moetune.run import refusals
+from moetune.run.linears import linears_to_pack
+from moetune.run.names import matrix_of, stacks
+from moetune.run.placement import EVERYTHING, Placement
+from moetune.run.resolve import raise_problems
 
 METHOD = "moetune"
 
@@ -45,12 +52,14 @@ class MoetuneConfig(QuantizationConfigMixin):
     Args:
         base: precision of what stays frozen, as `model.base` of a run file.
         double_quant: as `model.double_quant`.
-        experts_on: as `model.experts_on`; a model that keeps them on the host needs `share_shuttle` to run.
+        experts_on: as `model.experts_on`.
         selection: what trains, and so is not packed; nothing by default. Not part of the saved configuration.
         on_read: is told, again and again, which share of the model has been read.
         on_bank: is given each bank when it is full, by the path of its layer's experts; what it holds is let go then.
         done: paths of experts that need not be read.
         placement: the experts that this rank holds; the others' are not read where a checkpoint has them apart.
+        anatomy: of the model, if it has been read.
+        links: what the banks are given from outside; by default what one GPU needs.
     """
 
     def __init__(
@@ -63,13 +72,16 @@ class MoetuneConfig(QuantizationConfigMixin):
         on_bank: Callable[[str, ExpertBank], None] | None = None,
         done: Collection[str] = (),
         placement: Placement = EVERYTHING,
+        anatomy: Anatomy | None = None,
+        links: BankLinks | None = None,
         **kwargs: Any,
     ) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
         settings = {"path": "unread", "base": base, "double_quant": double_quant, "experts_on": experts_on}
         self.model = ModelConfig.model_validate(settings)
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
         self.on_read, self.on_bank, self.done, self.placement = on_read, on_bank, done, placement
+        self.anatomy, self.links = anatomy, links
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
@@ -102,13 +114,16 @@ class MoetuneQuantizer(HfQuantizer):
         selection = self.quantization_config.selection
         device = torch.device((device_map or {}).get("", "cpu"))
         dtype = model.config.dtype
-        self.anatomy: Anatomy = read_anatomy(model)
+        self.anatomy: Anatomy = self.quantization_config.anatomy or read_anatomy(model)
+        raise_problems(refusals.of_experts(model, self.anatomy))
         self.problems: list[str] = []
         self._read, self._all = 0, sum(part.numel for part in self.anatomy.parts)
         self._model, self.device, self.dtype = model, device, dtype
         self.linears = set(linears_to_pack(model, self.anatomy, selection))
         self.layers = {layer.experts: layer for layer in self.anatomy.moe_layers}
         self.banks: dict[str, ExpertBank] = {}
+        config = self.quantization_config
+        self.links = config.links or bank_links(config.model, selection, SINGLE_RANK, device, keep_rows=False)
         self.missing = {
             path: {(name, expert) for name in stacks(layer) for expert in range(layer.shape.num_experts)}
             for path, layer in self.layers.items()
@@ -166,7 +181,7 @@ class MoetuneQuantizer(HfQuantizer):
             self.problems.append(f"{name} is {found}" if first is None else f"{name} of expert {first} is {found}")
         else:
             for expert, matrix in zip(experts, weight, strict=True):
-                bank.put_(expert, part_of(last), out_in(layer, last, matrix))
+                bank.put_(expert, matrix_of(last), out_in(layer, last, matrix))
         self.missing[path] -= {(last, expert) for expert in experts}
         if not self.missing[path] and not self.problems and self.quantization_config.on_bank is not None:
             self.quantization_config.on_bank(path, bank)
@@ -177,19 +192,19 @@ class MoetuneQuantizer(HfQuantizer):
             config = self.quantization_config
             experts, layer = self._model.get_submodule(path), self.layers[path]
             self.banks[path] = make_bank(
-                experts, layer, config.selection, config.model, self.dtype, self.device, config.placement
+                experts, layer, config.selection, config.model, self.dtype, self.device, config.placement, self.links
             )
         return self.banks[path]
 
     def _put_linear(self, path: str, weight: Tensor) -> None:
-        linear = self._model.get_submodule(path)
+        linear: Any = self._model.get_submodule(path)
         if linear.weight.shape != weight.shape:
             self.problems.append(f"{path}.weight is {[*weight.shape]}, not {[*linear.weight.shape]}")
             return
         linear.weight = nn.Parameter(weight, requires_grad=False)
         pack_linear(self._model, path, self.quantization_config.model, self.dtype, self.device)
         for module in self._model.get_submodule(path).modules():
-            module._is_hf_initialized = True  # or transformers would draw it anew
+            mark_initialized(module)  # or transformers would draw it anew
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for path, missing in self.missing.items():
@@ -231,6 +246,7 @@ class _ExpertByExpert(WeightConverter):
     """A conversion that merges experts into a stack, run on one expert at a time."""
 
     __slots__ = ("keys",)
+    keys: dict[str, list[str]]
 
     @classmethod
     def of(cls, conversion: WeightConverter) -> _ExpertByExpert:

@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import Protocol
 
 from moetune.adapt.base import refuse_other_headers
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.adapt.peft_adapter import check_peft, load_peft
 from moetune.adapt.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 from moetune.adapt.start_delta import check_delta, load_delta
-from moetune.anatomy.anatomy import meta_model
-from moetune.anatomy.source import resolve
-from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.hub.fingerprint import Base
 
 _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
-"""As train/run_folder.py has them, which imports this package."""
+"""As training/run_folder.py has them, which imports this package."""
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
 
 
@@ -34,24 +31,28 @@ class Start(Protocol):
         """
 
 
-def open_start(config: RunConfig) -> Start | None:
+def open_start(adapted: Adapted) -> Start | None:
     """What `adapt.start_from` names; None if it names nothing.
+
+    Args:
+        adapted: the run's model, on the meta device.
 
     Raises:
         UserError: the folder is missing, is neither adapter nor delta, is damaged, or does not fit the run.
     """
-    if config.adapt.start_from is None:
+    start_from = adapted.run.config.adapt.start_from
+    if start_from is None:
         return None
-    folder = Path(config.adapt.start_from).expanduser()
+    folder = Path(start_from).expanduser()
     if not folder.is_dir():
         raise UserError(f"adapt.start_from: folder {str(folder)!r} does not exist")
-    manifest, adapted = read_manifest(folder), build(config, "meta")
+    manifest = read_manifest(folder)
     try:
         if any((folder / name).exists() for name in _ADAPTER_FILES):
             check_peft(adapted, folder)
             return _FromAdapter(folder)
         if (folder / DELTA_FILE).exists() or (manifest is not None and manifest.get("format") == FORMAT):
-            return _open_delta(config, adapted, folder)
+            return _open_delta(adapted, folder)
     except UserError as error:
         raise UserError(f"adapt.start_from: {error}") from None
     if (run := _run_of(folder)) is not None:
@@ -77,13 +78,13 @@ def _run_of(folder: Path) -> Path | None:
     return parent.parent if parent.name == _CHECKPOINTS else None
 
 
-def _open_delta(config: RunConfig, adapted: Adapted, folder: Path) -> Start:
-    delta = read_delta(folder)
-    if config.model.weights == "random":
+def _open_delta(adapted: Adapted, folder: Path) -> Start:
+    delta, model = read_delta(folder), adapted.run.model
+    if model.config.weights == "random":
         raise UserError(f"the delta in {str(folder)!r} belongs to a checkpoint, and model.weights is random")
-    refuse_other_headers(delta.base, config.model, f"the delta in {str(folder)!r}")
-    check_delta(adapted, meta_model(resolve(config.model.path).config), delta)
-    return _FromDelta(config.model.path, delta)
+    refuse_other_headers(delta.base, model, f"the delta in {str(folder)!r}")
+    check_delta(adapted, delta)
+    return _FromDelta(delta)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,6 @@ class _FromAdapter:
 
 @dataclass(frozen=True)
 class _FromDelta:
-    model: str
     delta: Delta
 
     def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
@@ -109,6 +109,6 @@ class _FromDelta:
         if difference is not None:
             raise UserError(
                 f"adapt.start_from: the delta in {str(self.delta.folder)!r} was made for another base than "
-                f"{self.model!r}: {difference}"
+                f"{adapted.run.config.model.path!r}: {difference}"
             )
-        return load_delta(adapted, meta_model(resolve(self.model).config), self.delta)
+        return load_delta(adapted, self.delta)

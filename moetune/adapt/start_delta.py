@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import out_in, stacks, trained_name
+from moetune.adapt.pack import out_in
 from moetune.anatomy.moe import MoeLayer
 from moetune.errors import UserError
 from moetune.hub.delta_folder import Delta
 from moetune.hub.names import Home, find_homes
 from moetune.hub.tensor_files import Stored
+from moetune.run.names import stacks, trained_name, whole_name
 
 _MOST_PROBLEMS = 10
 
@@ -57,7 +57,7 @@ class _Landing:
                 row = -1
             elif self.is_sliced:
                 experts = self.delta.slices.get(key, range(self.delta.tensors[key].num_rows))
-                row = list(experts).index(self.expert) if self.expert in experts else -1
+                row = list(experts).index(self.expert) if self.expert is not None and self.expert in experts else -1
             found.append((key, row))
         return found
 
@@ -72,17 +72,17 @@ class _Landing:
         return out_in(self.layer, self.stack, value[0])
 
 
-def check_delta(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> None:
+def check_delta(adapted: Adapted, delta: Delta) -> None:
     """Checks names and shapes; reads no weights.
 
     Args:
-        adapted, plain: the adapted model and the plain one; on the meta device will do.
+        adapted: on the meta device will do.
 
     Raises:
         UserError: the delta has a tensor that nothing which trains is made of, or only a part of what one is made of,
             or another shape.
     """
-    landings, problems = _landings(adapted, plain, delta)
+    landings, problems = _landings(adapted, delta)
     trainable = adapted.trainable()
     for landing in landings:
         expected = trainable[landing.parameter].shape
@@ -101,14 +101,14 @@ def check_delta(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> None:
         )
 
 
-def load_delta(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> tuple[str, ...]:
+def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
     """Copies a delta that was checked into the model, a tensor at a time; says what it leaves as it was.
 
     Raises:
         UserError: it has two values for one parameter, under names that the model ties. Some are copied then.
     """
-    check_delta(adapted, plain, delta)
-    landings, _ = _landings(adapted, plain, delta)
+    check_delta(adapted, delta)
+    landings, _ = _landings(adapted, delta)
     trainable, done = adapted.trainable(), set()
     with torch.no_grad():
         for landing in landings:
@@ -128,12 +128,12 @@ def load_delta(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> tuple[
     return tuple(notes)
 
 
-def _landings(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> tuple[list[_Landing], list[str]]:
+def _landings(adapted: Adapted, delta: Delta) -> tuple[list[_Landing], list[str]]:
     """Where the delta's tensors go, and what of it goes nowhere or comes in part."""
     landings: list[_Landing] = []
     problems: list[str] = []
     landed: dict[str, set[int | None]] = {key: set() for key in delta.tensors}
-    for landing in _possible(adapted, plain, delta):
+    for landing in _possible(adapted, delta):
         pieces = landing.pieces()
         there = [(key, row) for key, row in pieces if row != -1]
         if there and len(there) < len(pieces):
@@ -154,27 +154,24 @@ def _landings(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> tuple[l
     return landings, problems
 
 
-def _possible(adapted: Adapted, plain: PreTrainedModel, delta: Delta) -> Iterator[_Landing]:
+def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
     """A landing for each parameter that trains in full precision, under each name that the base has for it."""
-    homes = find_homes(plain, delta.base.fingerprint.tensors)
+    homes = find_homes(adapted.run.model.plain, delta.base.fingerprint.tensors)
     stacked: dict[str, tuple[MoeLayer, int, str]] = {}
     for layer in adapted.anatomy.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):
             for stack in stacks(layer):
                 stacked[trained_name(layer, expert, stack)] = layer, expert, stack
-    for name in adapted.trainable():
-        if adapted.part_of(name) == "lora":
-            continue
-        if name in stacked:
-            layer, expert, stack = stacked[name]
-            if (home := homes.get(f"{layer.experts}.{stack}")) is not None:
-                yield _Landing(name, home.of_expert(expert), delta, expert, layer, stack)
-            continue
-        parameter = name.replace(".base_layer.", ".")
+    there = adapted.trainable().keys()
+    for name in (name for name in stacked if name in there):
+        layer, expert, stack = stacked[name]
+        if (home := homes.get(f"{layer.experts}.{stack}")) is not None:
+            yield _Landing(name, home.of_expert(expert), delta, expert, layer, stack)
+    for parameter in sorted(adapted.selection.full):
         tied = (other for other, first in adapted.anatomy.tied.items() if first == parameter)
         for other in (parameter, *tied):
             if other in homes:
-                yield _Landing(name, homes[other], delta)
+                yield _Landing(whole_name(parameter, adapted.selection), homes[other], delta)
 
 
 def _nothing(tensor: Stored, start: int, stop: int | None) -> Tensor:

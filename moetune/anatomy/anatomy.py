@@ -6,8 +6,8 @@ Works on the meta device, a CPU or a GPU, for mixtures of experts and dense mode
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,15 @@ class Anatomy:
     def linears(self, component: Component | None = None) -> dict[str, LinearPart]:
         """Module path -> size and place of every `nn.Linear`, or of those of one component."""
         return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
+
+    def without(self, layers: Collection[int]) -> Anatomy:
+        """The same but for what is in these decoder layers."""
+        return replace(
+            self,
+            moe_layers=tuple(layer for layer in self.moe_layers if layer.index not in layers),
+            parts=tuple(part for part in self.parts if part.layer not in layers),
+            _linears={path: linear for path, linear in self._linears.items() if linear.layer not in layers},
+        )
 
 
 def require_causal_lm(config: PretrainedConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -32,6 +32,17 @@ class Selection:
     lora_linears: tuple[str, ...]
     lora: LoraConfig | None
 
+    def without(self, layers: Collection[int], anatomy: Anatomy) -> Selection:
+        """The same but for what is in these decoder layers."""
+        rest = anatomy.without(layers)
+        return Selection(
+            self.full & {part.name for part in rest.parts},
+            {layer: ids for layer, ids in self.experts.items() if layer not in layers},
+            {layer: ids for layer, ids in self.lora_experts.items() if layer not in layers},
+            tuple(path for path in self.lora_linears if path in rest.linears()),
+            self.lora,
+        )
+
 
 def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
     """Resolves `adapt` on a model.
@@ -40,6 +51,14 @@ def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
         UserError: a layer, expert, component or pattern matches nothing, or nothing would train. All problems are in
             the one message, each with what exists.
     """
+    selection, problems = examine_selection(adapt, anatomy)
+    if problems:
+        raise UserError("\n".join(problems))
+    return selection
+
+
+def examine_selection(adapt: AdaptConfig, anatomy: Anatomy) -> tuple[Selection, list[str]]:
+    """What there is of what `adapt` chooses, and every problem with it."""
     resolver = _Resolver(anatomy)
     full = resolver.routers(adapt.router)
     experts = resolver.experts(adapt.experts)
@@ -53,9 +72,7 @@ def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
         resolver.problems.append(f"adapt: {_some(both)} would train in full and with LoRA; choose one for each")
     if not (full or experts or lora_linears or lora_experts or resolver.problems):
         resolver.problems.append("adapt: nothing trains; set router, experts, lora or also")
-    if resolver.problems:
-        raise UserError("\n".join(resolver.problems))
-    return Selection(frozenset(full), experts, lora_experts, lora_linears, adapt.lora)
+    return Selection(frozenset(full), experts, lora_experts, lora_linears, adapt.lora), resolver.problems
 
 
 class _Resolver:

@@ -33,7 +33,7 @@ class ModelSource:
     folder: str | None
 
 
-def resolve(path: str) -> ModelSource:
+def find_model_source(path: str) -> ModelSource:
     """Finds a model by catalog name, as a local folder with a config.json, or by hub id, in this order.
 
     Only the configuration is read. Catalog names and folders need no network. Code of a model never runs.

@@ -38,8 +38,8 @@ def apply(
     from rich.console import Console
 
     with heavy_imports():
-        from moetune.export.apply import apply_delta
-        from moetune.train.progress import reading
+        from moetune.exporting.apply import apply_delta
+        from moetune.training.progress import reading
 
     with reading(Console(stderr=True), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)

@@ -39,39 +39,30 @@ def count(
     import json
 
     with heavy_imports():
-        from moetune.anatomy.anatomy import meta_model, read_anatomy
-        from moetune.anatomy.census import take_census
-        from moetune.anatomy.source import resolve
-
-    config = None
-    if run is not None:
+        from moetune.adapt.count import count as count_parameters
+        from moetune.run.dtypes import this_device
+        from moetune.run.resolve import resolve
         from moetune.run_file import load_run_config
 
+    if run is not None:
         overrides = list(set_ or ())
         config = load_run_config(run, [*overrides, f"model.path={json.dumps(model)}"] if model else overrides)
-        model = config.model.path
-    assert model is not None
-    census = take_census(read_anatomy(meta_model(resolve(model).config)))
-    trainable = None
-    if config is not None:
-        with heavy_imports():
-            from moetune.adapt.build import build, count_trainable
-
-        trainable = count_trainable(build(config, "meta"))
-
+        found = count_parameters(resolve(config, this_device()))
+    else:
+        assert model is not None
+        found = count_parameters(model)
     if json_:
-        extra = {} if trainable is None else {"trainable": trainable}
-        print(json.dumps(census.to_json() | extra, indent=2))
+        print(json.dumps(found.to_json(), indent=2))
         return
 
     from rich.console import Console
 
     console = Console()
-    console.print(_components_table(model, census))
-    for line in _facts(census):
+    console.print(_components_table(found.model, found.census))
+    for line in _facts(found.census):
         console.print(line, highlight=False)
-    if trainable is not None:
-        console.print(_trainable_table(trainable, census.total))
+    if found.trainable is not None:
+        console.print(_trainable_table(found.trainable, found.census.total))
 
 
 def _components_table(model: str, census: Census) -> Table:

@@ -47,9 +47,9 @@ def export(
     import sys
 
     with heavy_imports():
-        from moetune.export.export import export_run
+        from moetune.exporting.export import export as export_trained
 
-    result = export_run(run, format_.value, out, overwrite=overwrite, check=check)
+    result = export_trained(run, format_.value, out, overwrite=overwrite, check=check)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     if json_:

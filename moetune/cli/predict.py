@@ -18,7 +18,7 @@ def predict(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(metavar="trace|formula", help="Default: trace, or formula where training cannot do it yet."),
+        typer.Option(metavar="trace|formula", help="Default: trace."),
     ] = None,
     routing: Annotated[
         str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="How many tokens each expert receives.")
@@ -28,7 +28,7 @@ def predict(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Predict the peak memory of a run, without loading a weight, and whether it fits. Exit code 1: it does not."""
+    """Predict the peak memory of a run, without loading a weight, and whether it fits. Exit code 1: no."""
     from moetune.errors import UserError
 
     if method not in (None, "trace", "formula"):
@@ -39,6 +39,7 @@ def predict(
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
+        from moetune.run.resolve import resolve
         from moetune.run_file import load_run_config
 
     if figure is not None:
@@ -47,7 +48,7 @@ def predict(
         refuse_unknown_format(figure)
     config = load_run_config(run, set_ or ())
     chosen: Any = method
-    report = predict_run(config, method=chosen, gpu=gpu, routing=parse_routing(routing))
+    report = predict_run(resolve(config), method=chosen, gpu=gpu, routing=parse_routing(routing))
     if html is not None:
         from moetune.report.page import write_page
 

@@ -29,11 +29,16 @@ def quantize(
     from rich.console import Console
 
     with heavy_imports():
-        from moetune.adapt.build import write_packed_base
-        from moetune.train.progress import reading
+        from moetune.adapt.quantize import quantize as pack
+        from moetune.config import ModelConfig
+        from moetune.run.resolve import resolve_model
+        from moetune.training.progress import reading
 
+    # neither the dtype of compute nor attention is in what is written
+    how = {"path": model, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}
+    resolved = resolve_model(ModelConfig.model_validate(how))
     with reading(Console(stderr=True), model) as on_read:
-        written = write_packed_base(model, out, base, double_quant, on_read)
+        written = pack(resolved, out, on_read)
     if json_:
         print(json.dumps({"schema": 1, "out": str(out), **written}))
     else:

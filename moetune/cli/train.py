@@ -36,6 +36,12 @@ def train(
     config = load_run_config(run, set_ or ())
     interrupted = "interrupted; --resume auto goes on from the last checkpoint"
     if config.parallel.ranks > 1 and not dry_run and not was_launched():
+        with heavy_imports():
+            from moetune.memory.closed_form.form import record_ahead
+            from moetune.run.dtypes import this_device
+            from moetune.run.resolve import resolve
+
+        record_ahead(resolve(config, this_device()))
         try:
             code = start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], config.parallel.ranks)
         except KeyboardInterrupt:
@@ -47,16 +53,17 @@ def train(
     from contextlib import nullcontext
 
     with heavy_imports():
-        import torch
-
         from moetune.parallel.join import joined
-        from moetune.parallel.ranks import ALONE
-        from moetune.train.run import train as run_training
+        from moetune.parallel.ranks import SINGLE_RANK
+        from moetune.run.dtypes import this_device
+        from moetune.run.resolve import examine
+        from moetune.training.run import train as run_training
 
     try:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        with nullcontext(ALONE) if dry_run else joined(config.parallel, device) as ranks:
-            result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
+        device = this_device()
+        with nullcontext(SINGLE_RANK) if dry_run else joined(config.parallel, device) as ranks:
+            resolved = examine(config, device)
+            result = run_training(resolved, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
     except KeyboardInterrupt:
         if not is_quiet():
             print(interrupted, file=sys.stderr)

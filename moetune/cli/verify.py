@@ -33,8 +33,12 @@ def verify(
     with heavy_imports():
         from moetune.memory.routing import parse_routing
         from moetune.memory.verify import verify as verify_run
+        from moetune.run.dtypes import this_device
+        from moetune.run.resolve import resolve
 
-    outcome = verify_run(config, steps, None if routing == "measured" else parse_routing(routing))
+    outcome = verify_run(
+        resolve(config, this_device()), steps, None if routing == "measured" else parse_routing(routing)
+    )
     if json_:
         print(json.dumps(outcome.to_json(), indent=2))
     else:

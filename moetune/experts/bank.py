@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from moetune.anatomy.anatomy import ExpertShape
+from moetune.experts.links import BankLinks
 from moetune.experts.mlp import Routing, expert_mlp
 from moetune.experts.packed import PackedStack, Storage
 from moetune.experts.projection import FullProjection, LowRank, Projection
@@ -117,14 +118,17 @@ class ExpertBank(nn.Module):
         activation: gate_up rows [N, O] -> act rows [N, I], differentiable, without parameters of its own.
         storage: base precision of the frozen experts.
         dtype: of the fully trained experts and of frozen biases.
-        on_host: whether the frozen experts' weights stay on the host, for a `Shuttle` to bring.
-        held: ids of the experts that are here, in the order of their slots; by default all. Other ranks have the rest.
+        held: ids of this rank's experts, in the order of their slots; by default all. Other ranks have the rest.
+        layer: the layer's index.
+        links: what the banks of the model share with what is around them. With a prefetcher, the frozen experts'
+            weights stay on the host.
 
     Attributes:
-        num_experts: how many are here.
-        exchange: brings every token to its experts' ranks and its results back (parallel/exchange.py); None where all
-            experts are here.
+        num_experts: how many this rank holds.
     """
+
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
 
     def __init__(
         self,
@@ -136,10 +140,12 @@ class ExpertBank(nn.Module):
         double_quant: bool = True,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        on_host: bool = False,
         held: Sequence[int] | None = None,
+        layer: int = 0,
+        links: BankLinks | None = None,
     ) -> None:
         super().__init__()
+        self.layer, self.links = layer, links or BankLinks()
         self.held = tuple(range(shape.num_experts) if held is None else held)
         self.expert_shape, self.plan, self.activation = shape, plan.of(self.held), activation
         self.num_experts = len(self.held)
@@ -148,11 +154,14 @@ class ExpertBank(nn.Module):
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
 
         def packed(out: int, into: int) -> PackedStack:
+            prefetcher = self.links.prefetcher
             return PackedStack(
-                len(frozen), (out, into), storage, double_quant=double_quant, device=device, on_host=on_host
+                len(frozen), (out, into), storage, double_quant=double_quant, device=device, prefetcher=prefetcher
             )
 
         self.gate_up, self.down = packed(rows, shape.hidden), packed(shape.hidden, shape.intermediate)
+        if self.links.prefetcher is not None:
+            self.links.prefetcher.add_layer(layer, (self.gate_up, self.down))
 
         def full(out: int, into: int) -> FullProjection:
             bias = torch.empty(out, dtype=dtype, device=device) if shape.has_bias else None
@@ -167,16 +176,11 @@ class ExpertBank(nn.Module):
         for name, size in (("gate_up_bias", rows), ("down_bias", shape.hidden)):
             bias = torch.empty(len(frozen), size, dtype=dtype, device=device) if shape.has_bias else None
             self.register_buffer(name, bias)
-        self.lora = None
+        self.lora: ExpertLora | None = None
         if plan.lora is not None:
             here = () if self.plan.lora is None else self.plan.lora.ids
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
-        self.exchange: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self.keep_rows = False
-        """Whether forward keeps the gate_up rows [T·K, O] that backward would compute again."""
-        self.hand_over: Callable[[nn.Parameter, Tensor], None] | None = None
-        """Takes each gradient of a fully trained matrix, in backward, as soon as it is there."""
 
     @torch.no_grad()
     def put_(self, expert: int, part: Part, tensor: Tensor) -> None:
@@ -198,7 +202,7 @@ class ExpertBank(nn.Module):
         """(gate_up, down) of one expert, computing in `dtype`."""
         gate_up_lora, down_lora = ((), ()) if self.lora is None else self.lora.of(expert)
         if expert not in self.frozen_slots:
-            full = self.trained[str(expert)]
+            full = cast(FullExpert, self.trained[str(expert)])
             return (
                 Projection(lambda: full.gate_up.weight.to(dtype), full.gate_up.bias, full.gate_up, gate_up_lora),
                 Projection(lambda: full.down.weight.to(dtype), full.down.bias, full.down, down_lora),
@@ -213,15 +217,16 @@ class ExpertBank(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Routes tokens [T, H] to their experts [T, K] with weights [T, K]; returns [T, H]."""
-        if self.exchange is not None:
-            return self.exchange(hidden_states, top_k_index, top_k_weights)
-        return self.run(hidden_states, top_k_weights, Routing.of(top_k_index, self.num_experts))
+        if self.links.exchange is not None:
+            return self.links.exchange(self, hidden_states, top_k_index, top_k_weights)
+        counts = self.links.count_rows(self.layer, top_k_index, self.num_experts)
+        return self.run(hidden_states, top_k_weights, Routing.of(top_k_index, counts))
 
     def run(self, hidden_states: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """The experts that are here, on the tokens [T, H] that are for them; `routing` speaks of their slots."""
+        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their slots."""
         output = expert_mlp(self, hidden_states, weights, routing)
-        if self.gate_up.on_host:
-            self.gate_up.shuttle.used(self.gate_up, again=output.requires_grad)
+        if self.links.prefetcher is not None:
+            self.links.prefetcher.used(self.gate_up, again=output.requires_grad)
         return output
 
     def extra_repr(self) -> str:

@@ -2,59 +2,22 @@
 
 Host memory is pinned for a GPU, so that a copy runs beside the computation: on a stream of its own, ordered by events,
 never waited for on the host. A copy's memory is taken from, and given back to, the stream that computes with it. On a
-CPU, and on fake tensors, the same happens without streams: a "host" tensor is then a marked one, so that whoever counts
-memory counts it apart.
+CPU, and on fake tensors, the same happens without streams: the storages of host tensors, and of their copies on the
+device, are marked, so that whoever counts memory counts them apart.
 """
 
 from __future__ import annotations
 
-import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moetune.errors import UserError
-
-_LARGE = 1 << 20  # bytes; torch's own pinned memory comes in powers of two, which matters from here on
-
+from moetune.experts.pinned import pinned
+from moetune.patches.torch import NO_PASS, after_backward, backward_pass
 
 # --- Which tensors stay on the host -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Move:
-    """What a tensor is allocated for: to stay on the host, or as a copy on the device of `source`, which does."""
-
-    source: Tensor | None = None
-
-
-_moving: ContextVar[Move | None] = ContextVar("moving", default=None)
-
-
-def moving() -> Move | None:
-    """The move that what is being allocated now belongs to."""
-    return _moving.get()
-
-
-@contextmanager
-def allocating_on_host() -> Iterator[None]:
-    """Inside, what is allocated is the host's by design: an update that runs there, say."""
-    with _for(Move()):
-        yield
-
-
-@contextmanager
-def _for(move: Move) -> Iterator[None]:
-    token = _moving.set(move)
-    try:
-        yield
-    finally:
-        _moving.reset(token)
 
 
 def stays_on_host(tensor: Tensor) -> bool:
@@ -64,8 +27,21 @@ def stays_on_host(tensor: Tensor) -> bool:
 
 def mark_on_host(tensor: Tensor) -> Tensor:
     """Says that this tensor's memory is the host's by design."""
-    tensor.untyped_storage().stays_on_host = True
+    tensor.untyped_storage().stays_on_host = True  # type: ignore[attr-defined]
     return tensor
+
+
+def host_source(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The host's storage that this tensor's is a copy of; None if it is not one, or that one is gone."""
+    source = getattr(tensor.untyped_storage(), "host_source", None)
+    return None if source is None else source()
+
+
+def _room_for(source: Tensor, device: torch.device) -> Tensor:
+    """Memory on the device for a copy of a host tensor, marked as such."""
+    copy = torch.empty(source.shape, dtype=source.dtype, device=device)
+    copy.untyped_storage().host_source = weakref.ref(source.untyped_storage())  # type: ignore[attr-defined]
+    return copy
 
 
 def empty_on_host(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -76,30 +52,20 @@ def empty_on_host(size: Sequence[int], dtype: torch.dtype, device: torch.device)
     """
     if device.type == "meta":
         return torch.empty(size, dtype=dtype, device=device)
-    with _for(Move()):
-        nbytes = torch.Size(size).numel() * dtype.itemsize
-        if device.type == "cuda" and nbytes >= _LARGE:
-            return mark_on_host(_pinned_in_place(nbytes).view(dtype).view(tuple(size)))
-        return mark_on_host(torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda"))
+    if device.type == "cuda":
+        return mark_on_host(pinned(torch.Size(size).numel() * dtype.itemsize).view(dtype).view(tuple(size)))
+    return mark_on_host(torch.empty(size, dtype=dtype, device="cpu"))
 
 
-def _pinned_in_place(nbytes: int) -> Tensor:
-    """Bytes on pages of their own, pinned as they are."""
-    tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    cudart, address = torch.cuda.cudart(), tensor.data_ptr()
-    if (code := int(cudart.cudaHostRegister(address, nbytes, 0))) != 0:
-        raise UserError(
-            f"{nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); "
-            "free some, or raise the limit of locked memory (ulimit -l)"
-        )
-    weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False
-    return tensor
+def on_device(value: Tensor, device: torch.device) -> Tensor:
+    """A copy, on the device, of a host tensor that is no one's by design: a norm, say."""
+    return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
 
 
 # --- Copies -------------------------------------------------------------------------------------------------------
 
 
-class Arrival:
+class AsyncCopy:
     """Copies under way. They may be used after `wait`, and only on the stream that waited."""
 
     def __init__(self, copies: tuple[Tensor, ...], device: torch.device, event: torch.cuda.Event | None) -> None:
@@ -123,113 +89,115 @@ class Arrival:
         self.wait()  # or the memory of copies that nobody wanted would serve others while they still arrive
 
 
-class Lane:
-    """One direction between host and `device`: copies run one after the other, beside what is computed."""
+class CopyStream:
+    """One direction between the host and `device`: copies run one after the other, beside what is computed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.type == "cuda" else torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None  # made with the first copy
 
-    def to_device(self, tensors: Iterable[Tensor]) -> Arrival:
+    def to_device(self, tensors: Iterable[Tensor]) -> AsyncCopy:
         """Copies of host tensors."""
-        sources, copies = tuple(tensors), []
-        for source in sources:
-            with _for(Move(source)):
-                copies.append(torch.empty(source.shape, dtype=source.dtype, device=self.device))
-        return self._copy(sources, tuple(copies))
+        sources = tuple(tensors)
+        return self._copy(sources, tuple(_room_for(source, self.device) for source in sources))
 
-    def to_host(self, tensor: Tensor) -> Arrival:
-        """A copy on the host. The tensor must stay until the arrival was waited for."""
-        with _for(Move()):
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+    def to_host(self, tensor: Tensor) -> AsyncCopy:
+        """A copy on the host. The tensor must stay until the copy was waited for."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return self._copy((tensor,), (mark_on_host(copy),))
 
-    def copy(self, source: Tensor, target: Tensor) -> Arrival:
-        """Copies into a tensor that is there already. Both must stay until the arrival was waited for."""
+    def copy(self, source: Tensor, target: Tensor) -> AsyncCopy:
+        """Copies into a tensor that is there already. Both must stay until the copy was waited for."""
         return self._copy((source,), (target,))
 
     @torch.no_grad()
-    def _copy(self, sources: tuple[Tensor, ...], copies: tuple[Tensor, ...]) -> Arrival:
+    def _copy(self, sources: tuple[Tensor, ...], copies: tuple[Tensor, ...]) -> AsyncCopy:
         if self.device.type != "cuda":
             for source, copy in zip(sources, copies, strict=True):
                 copy.copy_(source)
-            return Arrival(copies, self.device, None)
+            return AsyncCopy(copies, self.device, None)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for source, copy in zip(sources, copies, strict=True):
                 copy.copy_(source, non_blocking=True)
-        return Arrival(copies, self.device, self._stream.record_event())
+        return AsyncCopy(copies, self.device, self._stream.record_event())
 
 
 # --- One layer ahead ----------------------------------------------------------------------------------------------
 
 
-class Shuttle:
+class ExpertPrefetcher:
     """Brings the buffers of one layer at a time to the device, and those of the next layer ahead of time.
 
     In forward the next is the following layer; in backward it is the layer before, of those that gradients reach. At
     most two layers are on the device, and none between steps.
 
     Args:
-        layers: in the order in which forward uses them, the modules whose buffers stay on the host.
         device: where they are needed.
     """
 
-    def __init__(self, layers: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
-        self._layers = [tuple(layer) for layer in layers]
-        self._number = {module: number for number, layer in enumerate(self._layers) for module in layer}
-        self._lane = Lane(device)
-        self._here: dict[int, Arrival] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._layers: dict[int, tuple[nn.Module, ...]] = {}  # in the order of forward
+        self._number: dict[nn.Module, int] = {}
+        self._copies = CopyStream(device)
+        self._on_device: dict[int, AsyncCopy] = {}
         self._at: tuple[int, bool] | None = None  # the layer in use, and whether in backward
         self._backward_of: list[int] = []  # layers whose backward is still to come
-        self._graph_task = -1
+        self._pass = NO_PASS
+
+    def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
+        """Says that the buffers of these modules stay on the host. Forward uses layers in order of their numbers."""
+        self._layers = dict(sorted({**self._layers, number: tuple(modules)}.items()))
+        self._number |= dict.fromkeys(modules, number)
 
     def bring(self, module: nn.Module) -> Mapping[str, Tensor]:
         """The buffers of one of the modules, on the device until another layer's are asked for."""
-        number, in_backward = self._number[module], torch._C._current_graph_task_id() != -1
+        number, in_backward = self._number[module], backward_pass() != NO_PASS
         if self._at != (number, in_backward):
             self._turn_to(number, in_backward)
-        copies = iter(self._here[number].copies)
+        copies = iter(self._on_device[number].copies)
         return {name: copy for (owner, name), copy in zip(self._names(number), copies, strict=True) if owner is module}
 
     def used(self, module: nn.Module, *, again: bool) -> None:
         """Says that forward is through with a layer, and whether backward will come to it."""
         number = self._number[module]
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != NO_PASS:
             return  # a recomputation: backward is here already
         if not again:
-            self._let_go(number)
+            self._free(number)
             return
         if self._backward_of and self._backward_of[-1] >= number:
             self._backward_of.clear()  # of a forward pass that no backward pass followed
         self._backward_of.append(number)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Nothing is left on the device."""
-        for number in list(self._here):
-            self._let_go(number)
+        for number in list(self._on_device):
+            self._free(number)
 
     def _turn_to(self, number: int, in_backward: bool) -> None:
         self._at = number, in_backward
-        following = number + 1 if number + 1 < len(self._layers) else None
+        following = next((later for later in self._layers if later > number), None)
         if in_backward:
             if number in self._backward_of:
                 del self._backward_of[self._backward_of.index(number) :]
             following = self._backward_of[-1] if self._backward_of else None
-            if self._graph_task != (task := torch._C._current_graph_task_id()):
-                self._graph_task = task
-                torch.autograd.Variable._execution_engine.queue_callback(self.let_go)
-        for other in [one for one in self._here if one not in (number, following)]:
-            self._let_go(other)  # before memory is taken: of these there are never three
+            if self._pass != backward_pass():
+                self._pass = backward_pass()
+                after_backward(self.free)
+        for other in [one for one in self._on_device if one not in (number, following)]:
+            self._free(other)  # before memory is taken: of these there are never three
         for one in (number, following):
-            if one is not None and one not in self._here:
-                self._here[one] = self._lane.to_device(module._buffers[name] for module, name in self._names(one))
-        self._here[number].wait()
+            if one is not None and one not in self._on_device:
+                self._on_device[one] = self._copies.to_device(
+                    module.get_buffer(name) for module, name in self._names(one)
+                )
+        self._on_device[number].wait()
 
-    def _let_go(self, number: int) -> None:
-        self._here.pop(number, None)
+    def _free(self, number: int) -> None:
+        self._on_device.pop(number, None)
         if self._at is not None and self._at[0] == number:
             self._at = None
 

@@ -7,8 +7,8 @@ For a token row x sent to expert e with routing weight w:
 and each W may carry low-rank factors: W·x + s·B·(A·x).
 
 What backward needs is recomputed, one expert at a time, from x and the packed weights: no dequantized weight and no row
-of act is kept, and rows of gate_up only if the bank's `keep_rows` says so, which spares backward a product. The down
-projection does not run again: with dact = W_dᵀ·dy (which backward needs anyway),
+of act is kept, and rows of gate_up only if the bank's links say so (`keep_rows`), which spares backward a product. The
+down projection does not run again: with dact = W_dᵀ·dy (which backward needs anyway),
 
     ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
 
@@ -18,55 +18,18 @@ N the rows of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from moetune.experts.projection import Gradients, Projection
 
 if TYPE_CHECKING:
     from moetune.experts.bank import ExpertBank
-
-
-def tokens_per_expert(ids: Tensor, num_experts: int) -> list[int]:
-    """How many rows each expert receives: the one number of a step that shapes depend on.
-
-    Args:
-        ids: chosen experts, any shape, int64.
-        num_experts: E.
-
-    Returns:
-        E ints that sum to `ids.numel()`.
-    """
-    return _counting.get()(ids, num_experts)
-
-
-Counting = Callable[[Tensor, int], list[int]]
-"""Chosen ids [T, K] and E -> rows of each expert."""
-
-
-def count(ids: Tensor, num_experts: int) -> list[int]:
-    """What the ids say."""
-    return torch.bincount(ids.flatten(), minlength=num_experts).tolist()
-
-
-_counting: ContextVar[Counting] = ContextVar("counting", default=count)
-
-
-@contextmanager
-def counting_by(counting: Counting) -> Iterator[None]:
-    """Inside, `tokens_per_expert` is answered by `counting`: an assumption where ids have no values, or a recorder."""
-    token = _counting.set(counting)
-    try:
-        yield
-    finally:
-        _counting.reset(token)
 
 
 @dataclass(frozen=True)
@@ -79,14 +42,20 @@ class Routing:
     top_k: int
 
     @classmethod
-    def of(cls, ids_TK: Tensor, num_experts: int) -> Routing:
-        order = torch.argsort(ids_TK.flatten(), stable=True)
-        return cls(order, tokens_per_expert(ids_TK, num_experts), ids_TK.shape[-1])
+    def of(cls, ids_TK: Tensor, counts: list[int]) -> Routing:
+        """Of the chosen slots, of which each is chosen `counts` times."""
+        return cls(torch.argsort(ids_TK.flatten(), stable=True), counts, ids_TK.shape[-1])
 
-    def groups(self) -> list[tuple[int, Tensor]]:
-        """(slot, its flat positions [N]) for every expert of a bank that receives a token."""
-        slices = self.order.split(self.counts)
-        return [(slot, flat) for slot, flat in enumerate(slices) if self.counts[slot]]
+    def groups(self, bank: ExpertBank) -> Iterator[tuple[int, Tensor]]:
+        """(expert, its flat positions [N]) for every expert of a bank that receives a token."""
+        watch = bank.links.expert_watch
+        for slot, flat_N in enumerate(self.order.split(self.counts)):
+            if self.counts[slot]:
+                if watch is not None:
+                    watch(bank.held[slot])
+                yield bank.held[slot], flat_N
+        if watch is not None:
+            watch(None)
 
 
 def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
@@ -96,7 +65,7 @@ def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Rout
     its recomputation at the last tensor that backward needs, and for most models that is this node's: the experts'
     products then never run a second time. A node that keeps rows runs the products itself.
     """
-    keeps = bank.keep_rows and torch.is_grad_enabled()
+    keeps = bank.links.keep_rows and torch.is_grad_enabled()
     y_TH = _ExpertMlp.apply(bank, routing, keeps, x_TH, weights_TK, *bank.parameters())
     if not keeps:
         with torch.no_grad():
@@ -115,8 +84,8 @@ def _fill(
     """Adds up y; `rows` is given the gate_up rows [N, O] of each expert."""
     y_TH.zero_()
     weights = weights_TK.flatten()
-    for slot, flat_N in routing.groups():
-        _add_expert(bank, bank.held[slot], flat_N // routing.top_k, x_TH, weights[flat_N, None], y_TH, rows)
+    for expert, flat_N in routing.groups(bank):
+        _add_expert(bank, expert, flat_N // routing.top_k, x_TH, weights[flat_N, None], y_TH, rows)
 
 
 def _add_expert(
@@ -139,7 +108,15 @@ def _add_expert(
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, bank, routing, keeps, x_TH, weights_TK, *parameters):
+    def forward(
+        ctx: Any,
+        bank: ExpertBank,
+        routing: Routing,
+        keeps: bool,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
         ctx.bank, ctx.counts, ctx.top_k = bank, routing.counts, routing.top_k
         y_TH = torch.empty_like(x_TH)
         rows: list[Tensor] = []
@@ -149,7 +126,7 @@ class _ExpertMlp(torch.autograd.Function):
         return y_TH
 
     @staticmethod
-    def backward(ctx, dy_TH):
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weights_TK, order, *rows = ctx.saved_tensors
         bank, routing = ctx.bank, Routing(order, ctx.counts, ctx.top_k)
         _, _, _, need_x, need_weights, *_ = ctx.needs_input_grad
@@ -179,7 +156,7 @@ class _ExpertMlp(torch.autograd.Function):
                 dweights[flat_N] = dweight_N.to(dweights.dtype)
             if down.trains:
                 down.add_gradients(grads, act_NI, dy_NH * weight_N1)
-                _hand_over(bank, down, grads)
+                _to_hook(bank, down, grads)
             if dx_TH is None and not gate_up.trains:
                 return
             del act_NI, dy_NH
@@ -189,31 +166,35 @@ class _ExpertMlp(torch.autograd.Function):
                 dx_TH.index_add_(0, token_N, gate_up.grad_input(dgate_up_NO, unpacked))
             if gate_up.trains:
                 gate_up.add_gradients(grads, x_TH[token_N], dgate_up_NO)
-                _hand_over(bank, gate_up, grads)  # last: it may change the weight that was used above
+                _to_hook(bank, gate_up, grads)  # last: it may change the weight that was used above
 
-        for number, (slot, flat_N) in enumerate(routing.groups()):
-            add_expert(bank.held[slot], flat_N, rows[number] if rows else None)
+        for number, (expert, flat_N) in enumerate(routing.groups(bank)):
+            add_expert(expert, flat_N, rows[number] if rows else None)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
         return None, None, None, dx_TH, dweights_TK, *_of_parameters(bank, routing, grads)
 
 
-def _hand_over(bank: ExpertBank, projection: Projection, grads: Gradients) -> None:
-    """Gives the gradients of a matrix that trains in full away, if someone takes them one by one."""
-    if bank.hand_over is not None and projection.trained is not None:
+def _to_hook(bank: ExpertBank, projection: Projection, grads: Gradients) -> None:
+    """Gives the eager gradient hook, if there is one, the gradients of a matrix that trains in full."""
+    hook = bank.links.eager_gradient_hook
+    if hook is not None and projection.trained is not None:
         for parameter in projection.trained.parameters():
-            bank.hand_over(parameter, grads.pop(parameter))
+            hook(parameter, grads.pop(parameter))
 
 
 def _of_parameters(bank: ExpertBank, routing: Routing, grads: Gradients) -> Iterator[Tensor | None]:
-    """What autograd is told of each parameter; None of those whose gradient was handed over.
+    """What autograd is told of each parameter; None of those whose gradient the eager hook has had.
 
     An expert without tokens has a gradient of zero, not none: optimizers and reductions treat both alike.
     """
-    taken = set(bank.trained.parameters()) if bank.hand_over is not None else set()
-    for expert in bank.plan.trained if taken else ():
-        if not routing.counts[bank.held.index(expert)]:
-            for parameter in bank.trained[str(expert)].parameters():
-                bank.hand_over(parameter, torch.zeros_like(parameter))
+    hook = bank.links.eager_gradient_hook
+    taken: set[nn.Parameter] = set()
+    if hook is not None:
+        taken = set(bank.trained.parameters())
+        for expert in bank.plan.trained:
+            if not routing.counts[bank.held.index(expert)]:
+                for parameter in bank.trained[str(expert)].parameters():
+                    hook(parameter, torch.zeros_like(parameter))
     for parameter in bank.parameters():
         if parameter in taken:
             yield None

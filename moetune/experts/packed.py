@@ -5,28 +5,23 @@ Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
-from moetune.experts.host import Shuttle, empty_on_host
+from moetune.experts import bitsandbytes_cpu  # noqa: F401  mends a kernel that is used below
+from moetune.experts.host import ExpertPrefetcher, empty_on_host
+from moetune.run.dtypes import DTYPES
 
 Storage = Literal["nf4", "int8", "bf16", "fp32"]
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-_NO_SHUTTLE = Shuttle((), torch.device("cpu"))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """What a run file calls it."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
+INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once: 16 MiB
+_PER_STEP = 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
 
 
 class PackedStack(nn.Module):
@@ -45,9 +40,15 @@ class PackedStack(nn.Module):
     time, so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit.
     The data are persistent buffers: loaders that fill what is missing leave them alone.
 
-    With `on_host` they stay in pinned host memory whatever the model is moved to; matrices are packed on `device`, and
-    unpacked from the copies that `shuttle` has brought there.
+    With a `prefetcher` they stay in pinned host memory whatever the model is moved to; matrices are packed on `device`,
+    and unpacked from the copies that the prefetcher, which is to be told of the layer, has brought there.
     """
+
+    data: Tensor
+    absmax: Tensor
+    nested_absmax: Tensor
+    nested_code: Tensor
+    offset: Tensor
 
     def __init__(
         self,
@@ -57,17 +58,17 @@ class PackedStack(nn.Module):
         *,
         double_quant: bool = True,
         device: torch.device | str | None = None,
-        on_host: bool = False,
+        prefetcher: ExpertPrefetcher | None = None,
     ) -> None:
         super().__init__()
         self.count, self.shape, self.storage = count, shape, storage
         self.double_quant = double_quant and storage == "nf4"
-        self.on_host, self.shuttle = on_host, _NO_SHUTTLE
+        self.prefetcher = prefetcher
         self._packs_on = torch.device("cpu" if device is None else device)
         weights, blocks = shape[0] * shape[1], -(-shape[0] * shape[1] // BLOCK)
 
         def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
-            if on_host:
+            if self.on_host:
                 self.register_buffer(name, empty_on_host(size, dtype, self._packs_on))
             else:
                 self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
@@ -86,6 +87,11 @@ class PackedStack(nn.Module):
             buffer("absmax", (count, shape[0]), torch.float32)
         else:
             buffer("data", (count, *shape), DTYPES[storage])
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the data stay in host memory."""
+        return self.prefetcher is not None
 
     @torch.no_grad()
     def pack_(self, index: int, weight: Tensor) -> None:
@@ -106,28 +112,29 @@ class PackedStack(nn.Module):
                     self.offset[index].copy_(state.offset)
             case "int8":
                 # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
-                packed, scale, _ = bnb.int8_vectorwise_quant(weight.to(torch.float16))
-                self.data[index].copy_(packed)
-                self.absmax[index].copy_(scale)
+                for rows in _int8_slices(self.shape):
+                    packed, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
+                    self.data[index, rows].copy_(packed)
+                    self.absmax[index, rows].copy_(scale)
             case _:
                 self.data[index].copy_(weight)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
         """Matrix `index` [R, C] in `dtype`: a fresh tensor, or the stored one where it has that dtype already."""
-        here: Mapping[str, Any] = self.shuttle.bring(self) if self.on_host else self._buffers
-        data = here["data"][index]
+        buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
+        data = buffers["data"][index]
         match self.storage:
             case "nf4":
                 ops = torch.ops.bitsandbytes
-                absmax = here["absmax"][index]
+                absmax = buffers["absmax"][index]
                 if self.double_quant:
                     absmax = ops.dequantize_blockwise(
-                        absmax, here["nested_absmax"][index], here["nested_code"], NESTED_BLOCK, torch.float32
+                        absmax, buffers["nested_absmax"][index], buffers["nested_code"], NESTED_BLOCK, torch.float32
                     )
-                    absmax = absmax + here["offset"][index]
+                    absmax = absmax + buffers["offset"][index]
                 return ops.dequantize_4bit(data.unsqueeze(1), absmax, BLOCK, "nf4", self.shape, dtype)
             case "int8":
-                return bnb.int8_vectorwise_dequant(data, here["absmax"][index]).to(dtype)
+                return _dequantize_int8(data, buffers["absmax"][index], dtype)
             case _:
                 return data.to(dtype)
 
@@ -137,6 +144,30 @@ class PackedStack(nn.Module):
     def extra_repr(self) -> str:
         quantized = ", double_quant" if self.double_quant else ""
         return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}{', on the host' if self.on_host else ''}"
+
+
+def int8_at_once(weights: int, columns: int) -> int:
+    """How many weights of an int8 matrix are scaled at once: whole rows of so many columns, at most `INT8_AT_ONCE`."""
+    return min(weights, max(1, INT8_AT_ONCE // columns) * columns)
+
+
+def _int8_slices(shape: Sequence[int]) -> list[slice]:
+    rows = int8_at_once(shape[0] * shape[1], shape[1]) // shape[1]
+    return [slice(first, first + rows) for first in range(0, shape[0], rows)]
+
+
+def _dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """bitsandbytes' `int8_vectorwise_dequant` in `dtype`, bit for bit, with at most 16 MiB beside the result; its own
+    takes 8 bytes a weight."""
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    if dtype == torch.float32:
+        return torch.mul(data, absmax[:, None], out=out).mul_(_PER_STEP)
+    slices = _int8_slices(data.shape)
+    wide = torch.empty_like(out[slices[0]], dtype=torch.float32)
+    for rows in slices:
+        part = out[rows]
+        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(_PER_STEP))
+    return out
 
 
 class PackedLinear(nn.Linear):
@@ -150,7 +181,7 @@ class PackedLinear(nn.Linear):
         self.out_features, self.in_features = weight.shape
         self.stack = PackedStack(1, (self.out_features, self.in_features), storage, device=weight.device)
         self.stack.pack_(0, weight)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -166,12 +197,12 @@ class PackedLinear(nn.Linear):
 
 class _PackedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, stack, bias):
+    def forward(ctx: Any, x: Tensor, stack: PackedStack, bias: Tensor | None) -> Tensor:
         ctx.stack = stack
         return nn.functional.linear(x, stack.matrix(0, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
         _, _, need_bias = ctx.needs_input_grad
         dx = grad @ ctx.stack.matrix(0, grad.dtype)
         return dx, None, grad.flatten(0, -2).sum(0) if need_bias else None

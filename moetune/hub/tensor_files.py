@@ -100,6 +100,22 @@ class Stored:
         return replace(self, file=folder / self.file.name)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory, read as a stored one is."""
+
+    tensor: Tensor
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` [stop - start, ...], on the CPU. Not to be written to."""
+        tensor = self.tensor.detach()
+        return (tensor if tensor.dim() else tensor[None])[start:stop].cpu()
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint in hub format: the single one, or those that the index lists.
 

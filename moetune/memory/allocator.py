@@ -16,6 +16,9 @@ from dataclasses import dataclass
 Event = tuple[int, int]
 """(id, bytes) when a storage is born; (id, -1) when it dies. A storage of 0 bytes takes nothing."""
 
+WORKSPACES = 2
+"""Of cuBLAS, inside the allocator: one for each thread that multiplies, forward's and backward's."""
+
 _BLOCK = 512  # kMinBlockSize
 _LARGEST_SMALL = 1 << 20  # kSmallSize: requests up to here live in the small pool
 _SMALL_PAGE = 2 << 20  # kSmallBuffer
@@ -280,7 +283,8 @@ class _ExpandablePool(_Pool):
         for _, unmapped in self._unmapped:
             before = unmapped.before
             first = before if before is not None and not before.in_use else unmapped
-            room, block = 0, first
+            room = 0
+            block: _Block | None = first
             while block is not None and not block.in_use and room < size:
                 room, block = room + block.size, block.after
             if room >= size:

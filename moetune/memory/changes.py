@@ -3,80 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from moetune.catalog.gpus import Gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.errors import UserError
-from moetune.memory.facts import Facts
-from moetune.memory.formulas import quantities
-from moetune.memory.report import Change, MemoryReport
+from moetune.memory.allocator import WORKSPACES
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.report import Change, MemoryReport, PartName
 from moetune.memory.routing import Routing
+from moetune.run.resolve import ResolvedRun, resolve
+
+_EVALUATED = 3
+"""How many candidates are evaluated, and up to twice as many while none fits: one of a new kind takes seconds
+(closed_form/form.py)."""
 
 
-def best_changes(config: RunConfig, facts: Facts, report: MemoryReport, routing: Routing) -> list[Change]:
-    """The three that save most of one undivided rank's peak, by formula. What moves to the host slows every step, so it
-    is named only where nothing else is enough."""
-    if report.gpu is None:
-        return []
-    before = quantities(facts, config, routing=routing).peak()[1].total
-    found = []
-    for settings, why in _candidates(config):
+class Candidate(NamedTuple):
+    """One change, and the parts of the peak that it acts on."""
+
+    settings: dict[str, object]
+    why: str
+    parts: tuple[PartName, ...]
+
+
+def best_changes(run: ResolvedRun, report: MemoryReport, routing: Routing, card: Gpu) -> list[Change]:
+    """The three that save most of the fullest rank's peak, of those that act on its largest parts. What moves to the
+    host slows every step, so it comes last."""
+    assert report.gpu is not None
+    config, fullest = run.config, report.fullest
+    if config.parallel.ranks > 1:
+        return []  # the layout decides, and there are others to compare with (docs/guides/parallel.md)
+
+    def order(candidate: Candidate) -> tuple[bool, int]:
+        return _is_on_host(candidate), -sum(getattr(fullest.parts, part) for part in candidate.parts)
+
+    found: list[Change] = []
+    for number, candidate in enumerate(sorted(_candidates(config), key=order)):
+        if number >= _EVALUATED and (number >= 2 * _EVALUATED or any(change.fits for change in found)):
+            break
         try:
-            saves = before - quantities(facts, _with(config, settings), routing=routing).peak()[1].total
+            changed = resolve(_with(config, candidate.settings), run.device_type, like=run)
+            after = ClosedForm(changed, gpu=card).at(changed.config, routing)
         except (UserError, ValueError):
             continue
+        peak = after.parts.total + WORKSPACES * card.cublas_workspace.value
+        saves = fullest.peak_allocated - peak
+        needs = max(peak, after.load.gpu) + fullest.outside_allocator
         if saves > 0:
-            needs = report.peak_process - saves
-            names = tuple(f"{key}={value}" for key, value in settings.items())
-            found.append(Change(names, saves, needs, needs <= report.gpu.usable_bytes, why))
-    found.sort(key=lambda change: -change.saves)
-    stays = [change for change in found if not _ON_HOST & set(change.settings)]
-    return (stays if any(change.fits for change in stays) else found)[:3]
+            names = tuple(f"{key}={value}" for key, value in candidate.settings.items())
+            found.append(Change(names, saves, needs, needs <= report.gpu.usable_bytes, candidate.why))
+    return sorted(found, key=lambda change: (change.fits, change.saves), reverse=True)[:3]
 
 
-_ON_HOST = {"model.experts_on=host", "train.checkpointing=offload", "optimizer.offload=True"}
+_ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
 
 
-def _candidates(config: RunConfig) -> Iterator[tuple[dict[str, object], str]]:
+def _is_on_host(candidate: Candidate) -> bool:
+    return any(_ON_HOST.get(key) == value for key, value in candidate.settings.items())
+
+
+_UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
+_ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")
+
+
+def _candidates(config: RunConfig) -> Iterator[Candidate]:
     train, model = config.train, config.model
     if isinstance(config.optimizer, OptimizerConfig):
         yield from _other_optimizers(config.optimizer, train.accumulate)
     if model.base != "nf4":
-        yield {"model.base": "nf4"}, "4 bits for what stays frozen"
+        yield Candidate({"model.base": "nf4"}, "4 bits for what stays frozen", ("frozen_weights",))
     if model.base == "nf4" and not model.double_quant:
-        yield {"model.double_quant": True}, "8 bits for the scales of what stays frozen"
-    if train.checkpointing == "none":
-        yield {"train.checkpointing": "experts_only"}, "computes the experts again in backward, and keeps all else"
+        why = "8 bits for the scales of what stays frozen"
+        yield Candidate({"model.double_quant": True}, why, ("frozen_weights",))
     if train.checkpointing in ("none", "experts_only"):
-        yield {"train.checkpointing": "full"}, "keeps each layer's input, and computes the layer again in backward"
+        why = "keeps each layer's input, and computes the layer again in backward"
+        yield Candidate({"train.checkpointing": "full"}, why, _ACTIVATIONS)
     if train.checkpointing != "offload":
-        yield {"train.checkpointing": "offload"}, "as full, and the layers' inputs wait in host memory"
+        why = "as full, and the layers' inputs wait in host memory"
+        yield Candidate({"train.checkpointing": "offload"}, why, ("saved_activations",))
     if model.experts_on != "host":
-        yield {"model.experts_on": "host"}, "packed experts come from host memory in time; wants many tokens a step"
+        why = "packed experts come from host memory in time; wants many tokens a step"
+        yield Candidate({"model.experts_on": "host"}, why, ("frozen_weights",))
     if train.micro_batch > 1:
-        yield (
-            {"train.micro_batch": 1, "train.accumulate": train.accumulate * train.micro_batch},
-            "the same step in smaller pieces",
-        )
+        settings = {"train.micro_batch": 1, "train.accumulate": train.accumulate * train.micro_batch}
+        yield Candidate(dict(settings), "the same step in smaller pieces", _ACTIVATIONS)
     if config.data is not None and (train.eval_micro_batch or 0) > train.micro_batch:
-        yield {"train.eval_micro_batch": train.micro_batch}, "evaluation in batches of the size that trains"
+        why = "evaluation in batches of the size that trains"
+        yield Candidate({"train.eval_micro_batch": train.micro_batch}, why, ("transient_peak",))
     if train.sequence_length > 512:
-        yield {"train.sequence_length": train.sequence_length // 2}, "half as many tokens at once"
+        yield Candidate(
+            {"train.sequence_length": train.sequence_length // 2}, "half as many tokens at once", _ACTIVATIONS
+        )
     if config.adapt.lora is not None and config.adapt.lora.rank > 1:
-        yield {"adapt.lora.rank": config.adapt.lora.rank // 2}, "half the factors"
+        parts: tuple[PartName, ...] = ("trainable_weights", "gradients", *_UPDATED)
+        yield Candidate({"adapt.lora.rank": config.adapt.lora.rank // 2}, "half the factors", parts)
 
 
-def _other_optimizers(optimizer: OptimizerConfig, accumulate: int) -> Iterator[tuple[dict[str, object], str]]:
+def _other_optimizers(optimizer: OptimizerConfig, accumulate: int) -> Iterator[Candidate]:
     if (optimizer.name, optimizer.master_weights) != ("adamw8bit", "none"):
-        yield (
+        yield Candidate(
             {"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"},
             "8-bit AdamW keeps 2 bytes a trained parameter, and no master weights",
+            _UPDATED,
         )
     if (optimizer.name, optimizer.master_weights) != ("sgd", "none"):
-        yield {"optimizer.name": "sgd", "optimizer.master_weights": "none"}, "SGD without momentum keeps no states"
+        settings = {"optimizer.name": "sgd", "optimizer.master_weights": "none"}
+        yield Candidate(dict(settings), "SGD without momentum keeps no states", _UPDATED)
     if accumulate == 1 and not optimizer.fused_backward and not optimizer.offload:
-        yield {"optimizer.fused_backward": True}, "uses each gradient up as it comes; the largest one is alive, not all"
+        why = "frees each gradient as it comes; the largest one is alive, not all"
+        yield Candidate({"optimizer.fused_backward": True}, why, ("gradients",))
     if not optimizer.offload and not optimizer.fused_backward and optimizer.master_weights != "stochastic":
-        yield {"optimizer.offload": True}, "states, float32 weights and updates in host memory"
+        why = "states, float32 weights and updates in host memory"
+        yield Candidate({"optimizer.offload": True}, why, ("gradients", *_UPDATED))
 
 
 def _with(config: RunConfig, settings: dict[str, object]) -> RunConfig:

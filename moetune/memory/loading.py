@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
-
-from moetune.adapt.build import compute_dtype
 from moetune.adapt.quantizer import merges_experts
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.moe import ExpertShape, MoeLayer
 from moetune.config import RunConfig
-from moetune.experts.packed import BLOCK
+from moetune.experts.packed import BLOCK, INT8_AT_ONCE
 from moetune.memory.report import LoadPeaks
 
 
@@ -34,7 +31,7 @@ def load_peaks(
         static: the bytes of all that stays on the GPU.
         on_host: the bytes of what stays on the host.
     """
-    width = compute_dtype(config, torch.device("meta")).itemsize
+    width = 4 if config.model.dtype == "fp32" else 2  # auto is that of a GPU
     layers = [layer for layer in anatomy.moe_layers if layer.index in banks]
     outside = max(part.numel for part in anatomy.parts if part.layer is None)
     if config.model.weights == "random":
@@ -73,6 +70,6 @@ def _temporaries(shape: ExpertShape, n: int, base: str, width: int) -> int:
     match base:
         case "nf4":
             return copy + n // 2 + 4 * n // BLOCK
-        case "int8":  # from a float16 copy
-            return copy + 3 * n
+        case "int8":  # from a float16 copy, some rows at a time
+            return copy + 3 * min(n, INT8_AT_ONCE)
     return copy

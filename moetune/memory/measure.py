@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.config import RunConfig, refuse_untraceable
-from moetune.experts.mlp import count, counting_by
+from moetune.experts.links import read_rows
 from moetune.memory.routing import Routing
-from moetune.memory.trace import Steps, Trace, make_batch, vocabulary_of
-from moetune.memory.tracker import Tracker
-from moetune.parallel.exchange import arriving_by, read
-from moetune.parallel.ranks import ALONE, Ranks
+from moetune.memory.trace import Steps, Trace, batches_of
+from moetune.memory.trace.tracker import Tracker
+from moetune.parallel.exchange import TokenExchange, read_arriving
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run import refusals
+from moetune.run.resolve import ResolvedRun, raise_problems
+from moetune.step.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class Measured:
     """What real steps took, in bytes.
 
     Attributes:
+        tokens_per_second: of all steps but the first, which loads kernels and makes the optimizer's states, where there
+            are more.
         trace: on a CPU every storage, as in a prediction; None on CUDA, where counters are read instead.
         peak_reserved, peak_process: None on a CPU, which has no caching allocator. `peak_process` is what the driver
             says is in use on the card at the end, by this process if it has the card to itself.
         routing: what each layer's experts received in the micro-step in which one of them received most.
-        counts: what `tokens_per_expert` answered, call by call.
+        counts: the rows of each expert, call by call.
         arrived: what arrived from other ranks, call by call.
     """
 
@@ -46,7 +50,7 @@ class Measured:
         return None if self.trace is None else self.trace.host_peak
 
 
-def measure(config: RunConfig, device: torch.device | str, steps: int, ranks: Ranks = ALONE) -> Measured:
+def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ranks = SINGLE_RANK) -> Measured:
     """Takes real steps on `device` with random weights and random tokens.
 
     Args:
@@ -55,50 +59,60 @@ def measure(config: RunConfig, device: torch.device | str, steps: int, ranks: Ra
     Raises:
         UserError: as `build`.
     """
-    refuse_untraceable(config)
+    raise_problems((*refusals.of_prediction(run.config), *refusals.of_packages(run.config, run.device_type)))
     device = torch.device(device)
-    random = config.model_copy(update={"model": config.model.model_copy(update={"weights": "random"})})
-    adapted = build(random, device, ranks=ranks)
+    config = run.config
+    adapted = build(run.with_random_weights(), device, ranks=ranks)
     adapted.model.train()
 
-    def batch(rows: int) -> dict[str, Tensor]:
-        made = make_batch(config, vocabulary_of(adapted), rows)
-        return {name: tensor.to(device) for name, tensor in made.items()}
+    make = batches_of(adapted)
+    on_cuda = device.type == "cuda"
 
-    running = Steps(adapted, config, batch)
+    def now() -> float:
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    began: list[float] = []  # when each step did
+
+    def batch(rows: int) -> Batch:
+        if len(began) == tracker.step:
+            began.append(now())
+        made = make(rows)
+        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in made.items()}
+
+    running = Steps(adapted, batch)
     tracker = Tracker(running.named)
     counts: list[list[int]] = []
     arrived: list[list[list[int]]] = []
     load: dict[int, list[int]] = {}
 
-    def recorded(ids: Tensor, num_experts: int) -> list[int]:
-        rows = count(ids, num_experts)
+    def recorded(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+        rows = read_rows(layer, ids, num_experts)
         counts.append(rows)
-        layer = running.layer_of[tracker.module]
         load[layer] = max(load.get(layer, rows), rows, key=max)
         return rows
 
     def recorded_arrivals(arriving: Tensor, leaving: list[list[int]], rank: int) -> list[list[int]]:
-        arrived.append(read(arriving, leaving, rank))
+        arrived.append(read_arriving(arriving, leaving, rank))
         return arrived[-1]
 
-    on_cuda = device.type == "cuda"
-    with counting_by(recorded), arriving_by(recorded_arrivals):
+    if isinstance(adapted.links.exchange, TokenExchange):
+        adapted.links.exchange.count_arriving = recorded_arrivals
+    with adapted.links.counting_by(recorded):
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        start = time.perf_counter()
         trace = running.run(tracker, config.train.accumulate, steps=steps, tracking=not on_cuda)
-        if on_cuda:
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
+        ended = now()
     routing = Routing("measured", None, tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(load.items())))
-    tokens = steps * config.train.accumulate * config.train.micro_batch * config.train.sequence_length
+    timed = max(1, steps - 1)
+    tokens = timed * config.train.accumulate * config.train.micro_batch * config.train.sequence_length
     free, total = torch.cuda.mem_get_info(device) if on_cuda else (0, 0)
     return Measured(
         peak_allocated=torch.cuda.max_memory_allocated(device) if on_cuda else trace.parts(trace.peak).total,
         peak_reserved=torch.cuda.max_memory_reserved(device) if on_cuda else None,
         peak_process=total - free if on_cuda else None,
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=tokens / (ended - began[steps - timed]),
         routing=routing,
         counts=counts,
         arrived=arrived,

@@ -19,6 +19,11 @@ PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evaluation"]
 
 
+Verdict = Literal["yes", "tight", "no"]
+TIGHT_PERCENT = 2
+"""Of what is required: the largest deviation of predictions seen, 0.5 %, and of what the allocator reserves, 1.5 %."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """Bytes that are alive at one moment, by what they are.
@@ -107,7 +112,8 @@ class RankMemory:
 
     `peak_allocated` is the sum of `parts`; `peak_reserved` what the caching allocator then holds; `outside_allocator`
     what the driver, libraries and communication take beside it; `peak_process` the last two together. `host_bytes` is
-    the most that its tensors take in host memory.
+    the most that its tensors take in host memory. `terms` sum to
+    `peak_allocated`.
     """
 
     rank: int
@@ -115,6 +121,7 @@ class RankMemory:
     outside_allocator: int
     peak_reserved: int
     host_bytes: int = 0
+    terms: tuple[Term, ...] = ()
 
     @property
     def peak_allocated(self) -> int:
@@ -182,7 +189,6 @@ class MemoryReport:
     method: Literal["trace", "formula"]
     gpu: GpuMemory | None
     ranks: tuple[RankMemory, ...]
-    terms: tuple[Term, ...]
     assumptions: tuple[str, ...]
     load: LoadPeaks
     moment: Moment | None = None
@@ -203,12 +209,39 @@ class MemoryReport:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the card has left at the peak; negative by what is lacking; None without a card."""
-        return None if self.gpu is None else self.gpu.usable_bytes - self.peak_process
+        """What the card has beyond `required`; negative by what is lacking; None without a card."""
+        return None if self.gpu is None else self.gpu.usable_bytes - self.required
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Those of the fullest rank."""
+        return self.fullest.terms
+
+    @property
+    def required(self) -> int:
+        """What the card must have: tensors at the peak, or while weights load, and what stands outside the allocator.
+        Memory that the allocator caches is not among it: on a full card it is given back."""
+        return max(max(rank.peak_allocated for rank in self.ranks), self.load.gpu) + self.fullest.outside_allocator
+
+    @property
+    def allowance(self) -> int:
+        """What may come on top: the method's own error, and what the allocator cannot give back because it lies between
+        tensors (docs/concepts/allocator.md)."""
+        return self.required * TIGHT_PERCENT // 100
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether it fits: `tight` if less is left than `allowance`; None without a card. The same whatever the method,
+        because both count the same tensors."""
+        if self.gpu is None:
+            return None
+        if self.required > self.gpu.usable_bytes:
+            return "no"
+        return "tight" if self.required + self.allowance > self.gpu.usable_bytes else "yes"
 
     @property
     def fits(self) -> bool | None:
-        return None if self.headroom_bytes is None else self.headroom_bytes >= 0
+        return None if self.verdict is None else self.verdict != "no"
 
     def to_json(self) -> dict[str, Any]:
         """The object that `moetune predict --json` prints."""
@@ -218,6 +251,7 @@ class MemoryReport:
             "method": self.method,
             "gpu": None if self.gpu is None else asdict(self.gpu),
             "fits": self.fits,
+            "verdict": self.verdict,
             "headroom_bytes": self.headroom_bytes,
             "assumptions": list(self.assumptions),
             "ranks": [rank.to_json() for rank in self.ranks],

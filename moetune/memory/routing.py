@@ -5,14 +5,13 @@ Shapes: T tokens, K experts a token, E experts; a layer's experts receive T·K r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from moetune.errors import UserError
-from moetune.parallel.placement import read_load
+from moetune.run.placement import read_load
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class Routing:
             raise UserError(f"--routing {self.name!r}: has {found} for layer {layer}, which has {num_experts} experts")
         return _capped(tokens * top_k, tokens, shares)
 
-    def counting(self, layer: Callable[[], int]) -> Callable[[Tensor, int], list[int]]:
-        """What answers `tokens_per_expert` under this assumption; `layer` says which one asks."""
-        return lambda ids, num_experts: self.rows(layer(), ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
+    def count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
+        """What a bank is told in place of what the ids say (`BankLinks.count_rows`)."""
+        return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 
 BALANCED = Routing("balanced")

@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from moetune.adapt.build import compute_dtype
 from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.experts.packed import dtype_name
 from moetune.memory.measure import measure
 from moetune.memory.predict import predict
 from moetune.memory.routing import Routing
 from moetune.memory.trace import trace
+from moetune.run.resolve import ResolvedRun
 
 TOLERANCE = 0.05
 """How far a prediction may be from what was measured before that is a finding."""
@@ -45,35 +43,29 @@ class Outcome:
         return {"schema": 1, **self.__dict__, "holds": self.holds}
 
 
-def resolved(config: RunConfig, device: torch.device) -> RunConfig:
-    """The run file with `dtype: auto` as it is on this device."""
-    dtype = dtype_name(compute_dtype(config, device))
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-
-
 def verify(
-    config: RunConfig, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
+    run: ResolvedRun, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
 ) -> Outcome:
     """Takes `steps` real steps with random weights and predicts them.
 
     Args:
+        run: resolved for the kind of `device`.
         routing: what the prediction assumes; by default what the real steps' fullest experts received.
-        device: CUDA if there is any, else the CPU.
+        device: by default the first of the kind that the run is resolved for.
 
     Raises:
-        UserError: as `build`.
+        UserError: as `build`; there are several ranks, or no such device.
     """
-    if config.parallel.ranks > 1:
+    if run.config.parallel.ranks > 1:
         raise UserError(
-            f"parallel: makes {config.parallel.ranks} ranks, and verify measures one process; train with them for two "
-            "steps: memory.json in the run folder has what was predicted and measured"
+            f"parallel: makes {run.config.parallel.ranks} ranks, and verify measures one process; train with them for "
+            "two steps: memory.json in the run folder has what was predicted and measured"
         )
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config = resolved(config, device)
-    measured = measure(config, device, steps)
+    device = run.device(device)
+    measured = measure(run, device, steps)
     routing = routing or measured.routing
     if device.type == "cpu":
-        traced = trace(config, routing)
+        traced = trace(run, routing)
         peak = traced.parts(traced.peak).total
         predicted = {
             "peak_allocated": peak,
@@ -82,7 +74,7 @@ def verify(
             "host_bytes": traced.host_peak,
         }
     else:
-        rank = predict(config, method="trace", gpu=catalog_name(device), routing=routing).fullest
+        rank = predict(run, method="trace", gpu=catalog_name(device), routing=routing).fullest
         names = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
         predicted = {name: getattr(rank, name) for name in names}
     return Outcome(

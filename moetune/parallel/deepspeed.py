@@ -1,4 +1,5 @@
-"""DeepSpeed's engine under a run's own steps: ZeRO-1, 2, 3 and ZeRO-Offload. The only place that imports deepspeed.
+"""DeepSpeed's engine under a run's own steps: ZeRO-1, 2, 3 and ZeRO-Offload. What is not public of it is in
+`patches/deepspeed.py`; nothing else imports deepspeed.
 
 DeepSpeed averages gradients over ranks; here a rank's loss is its share of the step's, so gradients are to be summed:
 the loss is multiplied by the number of ranks before it goes backward.
@@ -6,15 +7,10 @@ the loss is multiplied by the number of ranks before it goes backward.
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +18,7 @@ from torch.nn import functional
 
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
+from moetune.patches import deepspeed as patches
 
 
 def is_installed() -> bool:
@@ -38,42 +35,15 @@ def require_deepspeed() -> None:
         )
 
 
-def keep_quiet(device: torch.device) -> None:
-    """Where the package is installed, accelerate imports it in every run: it then need not look for a GPU, and say on
-    standard output that there is none."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-
-
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Inside, for a trace, no other rank is asked whether it has the same weights, and gradients are finite.
+    """Inside, for a trace, this rank asks no other.
 
     Raises:
         UserError: the package is not installed.
     """
     require_deepspeed()
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ))  # the engine says there which GPU is its own
-        keep_quiet(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        from deepspeed.accelerator import real_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-        from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
-        from deepspeed.runtime.zero import stage3, stage_1_and_2
-        from deepspeed.utils.groups import _release_process_group_references
-
-        instead = (
-            (real_accelerator, "ds_accelerator", CPU_Accelerator()),  # where fake tensors are
-            (functional, "linear", functional.linear),  # stage 3 puts its own there, and leaves it
-            (coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
-            (stage3, "assert_ints_same_as_other_ranks", lambda _: None),
-            (stage3, "is_invalid_grad_norm", lambda _: False),
-            (stage_1_and_2, "is_invalid_grad_norm", lambda _: False),
-        )
-        for module, name, value in instead:
-            stack.enter_context(patch.object(module, name, value))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it looks at their alignment
-        stack.callback(_release_process_group_references)  # it would take them for those of the next trace
+    with patches.without_others():
         yield
 
 
@@ -87,41 +57,24 @@ class Engine:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
         require_deepspeed()
-        device = next(model.parameters()).device
-        keep_quiet(device)
-        # DeepSpeed reads there which GPU is its own, now and at later steps. Everyone else has read it by now.
-        os.environ["LOCAL_RANK"] = str(device.index or 0)
-        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")  # what it calls
-        import deepspeed
         from deepspeed.utils import set_z3_leaf_modules
 
-        logger = logging.getLogger("DeepSpeed")
-        logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # torch's, but for Adam
-        for handler in logger.handlers:
-            if type(handler) is logging.StreamHandler:  # its own
-                handler.setStream(sys.stderr)  # standard output is for what a command was asked for
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, to go past gloo
         if settings["zero_optimization"]["stage"] == 3 and any(isinstance(m, ExpertBank) for m in model.modules()):
             set_z3_leaf_modules(model, [ExpertBank])  # it reads its experts' weights, their modules do not run
-        with patch.object(model, "to", lambda *_: model):  # it is where it belongs
-            self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        self.engine = patches.initialize(model, optimizer, settings)
         self.optimizer, self.stage = optimizer, settings["zero_optimization"]["stage"]
         self.ranks = torch.distributed.get_world_size()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Of one micro-batch; after the `last` of a step the ranks' gradients have met."""
+        """Of one micro-batch; after the `last` of a step the ranks' gradients are reduced."""
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.optimizer.clear_backward_seen_flag()
-        self.engine._backward_prologue()  # what calling the engine, not the model, would have arranged
+        patches.prepare_backward(self.engine)
         # A loss that is not finite makes all gradients so, and DeepSpeed leaves those out.
         self.engine.backward(loss * (self.ranks + 0 * loss.detach()), scale_wrt_gas=False)
 
     def norm(self) -> Tensor:
         """Of all ranks' gradients, before clipping; infinite if one of them is not finite."""
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        zero = self.engine.optimizer
-        return combine_grad_norm_groups(zero._get_norm_groups()) if self.stage == 3 else zero.scaled_global_norm()
+        return patches.norm_of_all(self.engine, self.stage)
 
     def step(self) -> None:
         """Clips and updates."""
@@ -184,7 +137,7 @@ class Engine:
             for key in states.keys() - there.keys() - {"master"}:
                 there[key] = torch.zeros_like(flat) if states[key].dim() else states[key].to(flat.device, copy=True)
         if self.stage < 3:
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+            patches.make_states(self.engine)
         for key, value in states.items():
             if value.dim():
                 self._put(parameter, value, None if key == "master" else key)
@@ -196,7 +149,8 @@ class Engine:
             put_weight, put_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
         else:  # where ranks do not divide a tensor, DeepSpeed fills up its own parts of it, but not what it is given
             put_weight, put_state = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
-            size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
+            shard: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+            size, rank = shard.numel(), torch.distributed.get_rank()
             filled = functional.pad(value.flatten(), (0, self.ranks * size - value.numel()))
             value = filled[rank * size : (rank + 1) * size]
         if key is None:

@@ -23,30 +23,23 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.selection import Selection
 from moetune.anatomy.stack import decoder_layers, decoder_stack
 from moetune.experts.bank import ExpertBank
-from moetune.parallel.exchange import TokenExchange
 from moetune.parallel.ranks import Ranks
 from moetune.parallel.tensor import split_matrices
 
 
-def distribute(model: PreTrainedModel, anatomy: Anatomy, selection: Selection, ranks: Ranks) -> None:
-    """Makes the model of this rank, which holds its own experts and everything else whole, one of all ranks'.
+def distribute(model: PreTrainedModel, anatomy: Anatomy, ranks: Ranks) -> None:
+    """Makes the model of this rank, which holds its own experts and everything else whole, one of all ranks'. Its banks
+    exchange tokens by what they were given (adapt/pack.py).
 
     Raises:
         UserError: the layout does not go with this model.
     """
     parallel = ranks.parallel
-    if ranks.alone or parallel.engine == "deepspeed":  # which shares a model with its optimizer (step/zero.py)
+    if ranks.is_single or parallel.engine == "deepspeed":  # which shares a model with its optimizer (step/zero.py)
         return
     assert ranks.dense is not None
-    if ranks.expert is not None:
-        for layer in anatomy.moe_layers:
-            bank = model.get_submodule(layer.experts)
-            trains = bool(selection.experts.get(layer.index) or selection.lora_experts.get(layer.index))
-            placed = ranks.placement.experts[layer.index]
-            bank.exchange = TokenExchange(bank, placed, ranks.expert["ep"], ranks.dense["tp"], trains=trains)
     if parallel.tp > 1:
         split_matrices(model, anatomy, ranks.dense["tp"])
     if parallel.fsdp > 1:
@@ -61,7 +54,7 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
     ignored = {p for p in model.parameters() if not p.is_floating_point()}  # what bitsandbytes packed
     for layer in decoder_layers(model).values():
         for bank in [module for module in layer.modules() if isinstance(module, ExpertBank)]:
-            if bank.exchange is not None:
+            if ranks.expert is not None:
                 _shard_bank(bank, ranks, reshard)
                 ignored |= set(bank.parameters())
         _shard_module(layer, dense, reshard, ignored)
@@ -103,11 +96,11 @@ def _sum(modules: list[FSDPModule]) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def set_meeting(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
-    """Tells FSDP2 before a micro-step whether it is the `last` of its step, after which gradients must have met.
+def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
+    """Tells FSDP2 before a micro-step whether it is the `last` of its step, after which gradients must be reduced.
 
-    Under ZeRO-1 they meet then only, and weights stay gathered until then; under ZeRO-2 the latter only. Replicas of
-    shards add up once a step.
+    Under ZeRO-1 they are reduced then only, and weights stay gathered until then; under ZeRO-2 the latter only.
+    Replicas of shards add up once a step.
     """
     parallel = ranks.parallel
     if not isinstance(stack, FSDPModule) or (parallel.zero == 3 and parallel.replicate == 1):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+
+from moetune.patches.torch import process_group
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 
@@ -51,21 +52,21 @@ def message(func: Any, args: Any) -> Message | None:
 
 
 def _ring(kind: Kind, size: int, group: Any) -> Message:
-    process_group = _group(group)
-    ranks = process_group.size()
+    members = _group(group)
+    ranks = members.size()
     part = -(-size // ranks) * (ranks - 1)
-    return Message(kind, process_group.group_name, ranks, 2 * part if kind == "all-reduce" else part)
+    return Message(kind, members.group_name, ranks, 2 * part if kind == "all-reduce" else part)
 
 
 def _all_to_all(tensor: Any, rows: list[int], group: Any) -> Message:
-    process_group = _group(group)
-    ranks, mine = process_group.size(), process_group.rank()
+    members = _group(group)
+    ranks, mine = members.size(), members.rank()
     row = tensor.nbytes // max(1, len(tensor))
     kept = rows[mine] * row if rows else tensor.nbytes // ranks
-    return Message("all-to-all", process_group.group_name, ranks, tensor.nbytes - kept)
+    return Message("all-to-all", members.group_name, ranks, tensor.nbytes - kept)
 
 
 def _group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, str):
-        return _resolve_process_group(group)
+        return process_group(group)
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from moetune.config import ParallelConfig
+from moetune.parallel.coordinates import Coordinates, data_ranks, expert_copies, expert_shards
 from moetune.parallel.messages import Message
-from moetune.parallel.place import Place, data_ranks, expert_copies, expert_shards
-from moetune.parallel.placement import EVERYTHING, Placement
+from moetune.run.placement import EVERYTHING, Placement
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Ranks:
         return cls(parallel, dist.get_rank(), EVERYTHING, dense, expert, data)
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.dense is None
 
     @property
-    def place(self) -> Place:
-        return Place.of(self.parallel, self.rank)
+    def coordinates(self) -> Coordinates:
+        return Coordinates.of(self.parallel, self.rank)
 
     @property
     def is_first(self) -> bool:
@@ -90,7 +90,7 @@ class Ranks:
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
-        if not self.alone:
+        if not self.is_single:
             dist.all_reduce(tensor)
         return tensor
 
@@ -112,7 +112,7 @@ class Ranks:
     @cached_property
     def _axes(self) -> dict[str, str]:
         """By the names of torch's process groups."""
-        if self.dense is None:
+        if self.dense is None or dist.group.WORLD is None:
             return {}
         groups = {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
         if self.expert is not None:
@@ -121,20 +121,20 @@ class Ranks:
         sizes = zip(("replicate", "fsdp", "tp"), self.dense.shape, strict=True)
         return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
-    def add_up(self, gradients: Mapping[Tensor, Tensor], experts: Collection[Tensor]) -> None:
+    def reduce(self, gradients: Mapping[nn.Parameter, Tensor], experts: Collection[nn.Parameter]) -> None:
         """Adds up, in place, the gradients of parameters that no engine reduces: those that are whole on this rank.
 
         Args:
             gradients: parameter -> its gradient here.
             experts: a set of the parameters that belong to experts.
         """
-        if self.alone:
+        if self.is_single:
             return
         for parameter, gradient in gradients.items():
             if isinstance(parameter, DTensor) and self._is_reduced(parameter):
                 continue
             if self.expert is None or parameter not in experts:
-                self.total_over_data(here(gradient))
+                self.total_over_data(local_tensor(gradient))
             elif expert_copies(self.parallel) > 1:
                 dist.all_reduce(gradient, group=self.expert.get_group("copy"))
 
@@ -144,24 +144,24 @@ class Ranks:
         names = parameter.device_mesh.mesh_dim_names or ()
         return "fsdp" in names or "shard" in names
 
-    def everyones(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """What each rank has to say, in the order of their numbers."""
-        if self.alone:
+        if self.is_single:
             return [value]
         said: list[Any] = [None] * self.parallel.ranks
         dist.all_gather_object(said, value)
         return said
 
     def barrier(self) -> None:
-        if not self.alone:
+        if not self.is_single:
             dist.barrier()
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 """The one rank of a run that is not shared."""
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without a copy."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():

@@ -187,12 +187,11 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
 
 
 def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
-    """What tensors take, sample by sample. The card's line is lowered by what a process takes beside tensors."""
+    """What tensors take, sample by sample. The card's line is lowered by what is outside the allocator."""
     points = thinned(report.timeline)
     positions = [index for index, _ in points]
     at, fullest = max(points, key=lambda point: point[1].parts.total)
-    beside = report.fullest.peak_process - report.fullest.peak_allocated
-    room = max(report.gpu.usable_bytes - beside, 0) if report.gpu else 0
+    room = max(report.gpu.usable_bytes - report.fullest.outside_allocator, 0) if report.gpu else 0
     unit, size, end = _scale(fullest.parts.total, room)
     names = [name for name in PART_NAMES if _any((sample.parts for _, sample in points), name)]
     layers = [[getattr(sample.parts, name) / size for _, sample in points] for name in names]

@@ -27,7 +27,7 @@ from moetune.report.units import gib, percent
 
 METHODS = {
     "trace": "traced: the training step, run on tensors without storage",
-    "formula": "closed form: formulas over the model's shapes",
+    "formula": "closed form: a recorded step, at these sizes",
 }
 ALLOCATED = "allocated at the peak"
 _PHASES = {
@@ -47,20 +47,26 @@ def print_report(report: MemoryReport, console: Console) -> None:
 
 
 def verdict(report: MemoryReport) -> str:
+    """Whether it fits, what is left or lacking, and where it is tight, what may come to be lacking."""
     if report.gpu is None or report.headroom_bytes is None:
-        return f"needs {gib(report.peak_process)}; no GPU named to compare with"
+        return f"needs {gib(report.required)}; no GPU named to compare with"
     card = f"{report.gpu.name} ({gib(report.gpu.usable_bytes)} usable)"
-    if report.headroom_bytes < 0:
+    if report.verdict == "no":
         return f"does NOT fit: {gib(-report.headroom_bytes)} too much for {card}"
+    if report.verdict == "tight":
+        short = report.allowance - report.headroom_bytes
+        return f"tight: {gib(report.headroom_bytes)} left on {card}, may be {gib(short)} short"
     return f"fits: yes, {gib(report.headroom_bytes)} headroom on {card}"
 
 
 def most(report: MemoryReport) -> str:
-    """How much which process takes, and whether that is in a step or before the first."""
+    """How much which process needs and takes, and whether that is in a step or before the first."""
     fullest = report.fullest
     who = "The process" if len(report.ranks) == 1 else f"Rank {fullest.rank}, the fullest of {len(report.ranks)},"
-    moment = "while the weights load" if report.peak_process > fullest.peak_process else "at the peak of a step"
-    return f"{who} takes {gib(report.peak_process)} {moment}."
+    in_a_step = report.load.gpu <= max(rank.peak_allocated for rank in report.ranks)
+    moment = "at the peak of a step" if in_a_step else "while the weights load"
+    cached = f", and takes {gib(report.peak_process)} with what it caches" * (report.peak_process > report.required)
+    return f"{who} needs {gib(report.required)} {moment}{cached}."
 
 
 def on_host(report: MemoryReport) -> str:
@@ -119,7 +125,7 @@ def flags(change: Change) -> str:
 
 def effect(change: Change) -> str:
     outcome = "which fits" if change.fits else "which does not fit yet"
-    return f"saves {gib(change.saves)}: the process then takes {gib(change.peak_process)}, {outcome}"
+    return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}, {outcome}"
 
 
 def folded(terms: Iterable[Term]) -> list[Term]:
@@ -152,7 +158,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _sections(report: MemoryReport) -> Iterator[RenderableType]:
-    colour = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
+    colour = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "bold"}[report.verdict]
     yield Text(verdict(report), style=colour)
     yield Text(most(report))
     if said := on_host(report):

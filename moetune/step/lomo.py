@@ -21,20 +21,22 @@ from torch import Tensor
 BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
 
 
-class Lomo(torch.optim.Optimizer):
-    """Gradient descent without any state. In float32 it is `torch.optim.SGD`, bit for bit.
+class ScalingOptimizer(torch.optim.Optimizer):
+    """One whose `step` multiplies gradients itself, in float32."""
 
-    Attributes:
-        grad_scale: what gradients are multiplied with, in float32.
-    """
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        """One update with gradients times `scale`."""
+        raise NotImplementedError
 
-    grad_scale = 1.0
+
+class Lomo(ScalingOptimizer):
+    """Gradient descent without any state. In float32 it is `torch.optim.SGD`, bit for bit."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
         for group in self.param_groups:
             lr, decay = group["lr"], group["weight_decay"]
             for parameter in group["params"]:
@@ -42,14 +44,14 @@ class Lomo(torch.optim.Optimizer):
                     continue
                 for where in _blocks(parameter):
                     weight, step = parameter[where].float(), parameter.grad[where].float()
-                    if self.grad_scale != 1.0:
-                        step = step * self.grad_scale
+                    if scale != 1.0:
+                        step = step * scale
                     if decay:
                         step = step.add(weight, alpha=decay)
                     parameter[where] = weight.add(step, alpha=-lr)
 
 
-class AdaLomo(torch.optim.Optimizer):
+class AdaLomo(ScalingOptimizer):
     """Each matrix has its own step size, from the mean squares of its gradient's rows and columns.
 
     A tensor of more dimensions is a stack of matrices, each by itself. State of a matrix [R, C]: R + C float32 numbers;
@@ -59,12 +61,7 @@ class AdaLomo(torch.optim.Optimizer):
         decay_rate: v's decay at step t is 1 - t^-decay_rate.
         threshold: d above, the largest RMS of an update before η'.
         eps: added to g², and the least RMS(w) that counts.
-
-    Attributes:
-        grad_scale: what gradients are multiplied with, in float32.
     """
-
-    grad_scale = 1.0
 
     def __init__(
         self,
@@ -79,11 +76,11 @@ class AdaLomo(torch.optim.Optimizer):
         super().__init__(params, defaults | {"eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # which casts states to the dtype of the weights; these are float32
@@ -94,7 +91,7 @@ class AdaLomo(torch.optim.Optimizer):
                 if isinstance(value, Tensor):
                     self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
         state = self.state[parameter]
         is_vector = parameter.dim() < 2
         if not state:
@@ -102,19 +99,19 @@ class AdaLomo(torch.optim.Optimizer):
             rows, columns = parameter.shape[:-1], (*parameter.shape[:-2], parameter.shape[-1])
             shapes = {"square": parameter.shape} if is_vector else {"rows": rows, "columns": columns}
             for name, shape in shapes.items():
-                state[name] = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+                state[name] = parameter.new_zeros(shape, dtype=torch.float32)
         state["step"] += 1
         keep = 1 - state["step"] ** -group["decay_rate"]
         floor, rate = group["eps"][0], self._rate(group, state["step"])
         if is_vector:
-            gradient = parameter.grad.float() * self.grad_scale
+            gradient = grad.float() * scale
             state["square"].mul_(keep).add_(gradient.square().add_(floor), alpha=1 - keep)
             by_element = state["square"].rsqrt()
             _descend(parameter, lambda where: gradient[where] * by_element[where], rate, group)
             return
         matrices = zip(
             parameter.flatten(0, -3) if parameter.dim() > 2 else parameter[None],
-            parameter.grad.flatten(0, -3) if parameter.dim() > 2 else parameter.grad[None],
+            grad.flatten(0, -3) if parameter.dim() > 2 else grad[None],
             state["rows"].view(-1, parameter.shape[-2]),
             state["columns"].view(-1, parameter.shape[-1]),
             strict=True,
@@ -123,11 +120,11 @@ class AdaLomo(torch.optim.Optimizer):
             rows.mul_(keep)
             columns.mul_(keep)
             for where in _blocks(weight):
-                square = (gradient[where].float() * self.grad_scale).square_().add_(floor)
+                square = (gradient[where].float() * scale).square_().add_(floor)
                 rows[where].add_(square.mean(-1), alpha=1 - keep)
                 columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
                 del square  # before what follows takes as much
-            by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(self.grad_scale)
+            by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(scale)
             by_column = columns.rsqrt()
             _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
 

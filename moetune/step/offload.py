@@ -18,28 +18,28 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moetune.experts.host import Arrival, Lane, allocating_on_host, empty_on_host, mark_on_host
+from moetune.experts.host import AsyncCopy, CopyStream, empty_on_host, mark_on_host
 from moetune.step.updater import MakeOptimizer, Updater
 from moetune.step.values import bound_
 
 
-class Bus:
-    """The way out and the way back, which all parameters of a device share."""
+class HostCopies:
+    """The copies to the host and back, each on a stream that all parameters of a device share."""
 
     def __init__(self, device: torch.device) -> None:
-        self.out, self.back = Lane(device), Lane(device)
-        self._leaving: tuple[Tensor, Arrival] | None = None
+        self.out, self.back = CopyStream(device), CopyStream(device)
+        self._leaving: tuple[Tensor, AsyncCopy] | None = None
 
-    def send(self, tensor: Tensor, target: Tensor) -> Arrival:
-        """Copies to the host. What was sent before may go now."""
-        arrival = self.out.copy(tensor, target)
+    def send(self, tensor: Tensor, target: Tensor) -> AsyncCopy:
+        """Copies to the host. What was sent before is freed."""
+        copy = self.out.copy(tensor, target)
         if self._leaving is not None:
             self._leaving[1].wait()
-        self._leaving = (tensor, arrival)
-        return arrival
+        self._leaving = (tensor, copy)
+        return copy
 
-    def empty(self) -> None:
-        """Nothing is on its way out any more."""
+    def finish(self) -> None:
+        """Frees what was sent last."""
         if self._leaving is not None:
             self._leaving[1].wait()
             self._leaving = None
@@ -54,10 +54,10 @@ class HostUpdater(Updater):
 
     on_host = True
 
-    def __init__(self, key: str, parameter: nn.Parameter, make: MakeOptimizer, bus: Bus) -> None:
+    def __init__(self, key: str, parameter: nn.Parameter, make: MakeOptimizer, copies: HostCopies) -> None:
         self.key, self.parameters, self.fused, self.masters = key, [parameter], False, "fp32"
-        self.shards, self.bus = {parameter: parameter}, bus
-        self._arriving: Arrival | None = None
+        self.shards, self.host_copies = {parameter: parameter}, copies
+        self._arriving: AsyncCopy | None = None
         self._has_gradient = False
         with parameter.fake_mode if isinstance(parameter, FakeTensor) else nullcontext():
             size, device = tuple(parameter.shape), parameter.device
@@ -74,7 +74,7 @@ class HostUpdater(Updater):
         """Sends a gradient to the host, to be added to what is there of this step."""
         assert parameter.grad is not None
         self._receive()
-        self._arriving = self.bus.send(parameter.grad, self.wire)
+        self._arriving = self.host_copies.send(parameter.grad, self.wire)
         parameter.grad = None
 
     def norm(self) -> Tensor | None:
@@ -99,13 +99,13 @@ class HostUpdater(Updater):
         if not self._has_gradient:
             return
         (parameter,), (master,) = self.parameters, self.copies.values()
-        with allocating_on_host():
-            master.grad = self.gradient.mul_(scale) if scale != 1.0 else self.gradient
-            self.optimizer.step()
-            master.grad = None
-            self.wire.copy_(master)
+        master.grad = self.gradient.mul_(scale) if scale != 1.0 else self.gradient
+        self.optimizer.step()
+        master.grad = None
+        self._mark_states()
+        self.wire.copy_(master)
         self._has_gradient = False
-        self.bus.back.copy(self.wire, parameter).wait()
+        self.host_copies.back.copy(self.wire, parameter).wait()
 
     def _receive(self) -> None:
         if self._arriving is None:
@@ -123,6 +123,9 @@ class HostUpdater(Updater):
         super().load_state_dict(state)
         (parameter,), (master,) = self.parameters, self.copies.values()
         parameter.copy_(master)
+        self._mark_states()
+
+    def _mark_states(self) -> None:
         for values in self.optimizer.state.values():
             for value in values.values():
                 if isinstance(value, Tensor):

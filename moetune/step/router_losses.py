@@ -12,7 +12,7 @@ f sum to K; it is not used, because it exists for some architectures only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +28,16 @@ from moetune.errors import UserError
 
 @dataclass
 class Routed:
-    """What one forward pass showed, by layer: router logits [T, E] with their graph, chosen experts [T, K]."""
+    """What one forward pass showed, by layer: router logits [T, E] with their graph; tokens that each expert received,
+    float [E].
 
+    Attributes:
+        mask: 1 for tokens that count, 0 for padding; any shape of T elements; None: all count.
+    """
+
+    mask: Tensor | None = None
     logits: dict[int, Tensor] = field(default_factory=dict)
-    ids: dict[int, Tensor] = field(default_factory=dict)
+    load: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RouterWatch:
@@ -44,8 +50,6 @@ class RouterWatch:
         self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
         self._current: Routed | None = None
         self._keep_logits = False
-        self.on_logits: Callable[[int, Tensor], None] | None = None
-        """Is told each layer whose logits are recorded, and these."""
         self._hooks: list[RemovableHandle] = []
         for layer in self.layers.values():
             self._watch(adapted.model, layer)
@@ -56,22 +60,15 @@ class RouterWatch:
                 logits = _find_logits(output, layer.shape.num_experts)
                 if logits is not None:
                     self._current.logits[layer.index] = logits
-                    if self.on_logits is not None:
-                        self.on_logits(layer.index, logits)
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._current is not None:
                 ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-                self._current.ids[layer.index] = ids.detach()
+                self._current.load[layer.index] = _tokens(ids.detach(), layer.shape.num_experts, self._current.mask)
 
         router, bank = model.get_submodule(layer.router), model.get_submodule(layer.experts)
         self._hooks.append(router.register_forward_hook(saw_logits))
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
-
-    def show(self, layer: int, logits: Tensor, ids: Tensor) -> None:
-        """Records what a stand-in for a layer would have routed."""
-        if self._current is not None and self._keep_logits:
-            self._current.logits[layer], self._current.ids[layer] = logits, ids
 
     def remove(self) -> None:
         """Takes the hooks off the model again."""
@@ -79,23 +76,20 @@ class RouterWatch:
             hook.remove()
 
     @contextmanager
-    def recording(self, *, logits: bool) -> Iterator[Routed]:
-        """Collects what the model routes inside; its router logits, with their graph, only if asked."""
-        self._current, self._keep_logits = (routed := Routed()), logits
+    def recording(self, mask: Tensor | None, *, logits: bool) -> Iterator[Routed]:
+        """Collects what the model routes inside; its router logits, with their graph, only if asked.
+
+        Args:
+            mask: as `Routed.mask`.
+        """
+        self._current, self._keep_logits = (routed := Routed(mask)), logits
         try:
             yield routed
         finally:
             self._current = None
 
-    def load(self, routed: Routed, mask: Tensor | None) -> dict[int, Tensor]:
-        """Tokens each expert of each layer received: float tensors [E] on the model's device."""
-        return {index: self._tokens(index, ids, mask) for index, ids in routed.ids.items()}
-
-    def losses(self, routed: Routed, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def losses(self, routed: Routed) -> tuple[Tensor, Tensor]:
         """(balance, z), each averaged over layers.
-
-        Args:
-            mask: 1 for tokens that count, 0 for padding; any shape of T elements.
 
         Raises:
             UserError: a layer's router does not give its logits away.
@@ -109,36 +103,34 @@ class RouterWatch:
         balance, z = [], []
         for index, logits_TE in routed.logits.items():
             logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
+            mask = routed.mask
             weight_T = torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
             weight_T = weight_T / weight_T.sum()
-            load_E = self._tokens(index, routed.ids[index], mask)
+            load_E = routed.load[index]
             probability_E = weight_T @ logits_TE.softmax(-1)
             balance.append(len(load_E) * (load_E / load_E.sum()) @ probability_E)
             z.append(weight_T @ logits_TE.logsumexp(-1).square())
         return torch.stack(balance).mean(), torch.stack(z).mean()
 
-    def _tokens(self, index: int, ids_TK: Tensor, mask: Tensor | None) -> Tensor:
-        ids_TK = ids_TK.reshape(-1, ids_TK.shape[-1])
-        weight_T = torch.ones_like(ids_TK[:, 0]) if mask is None else mask.flatten()
-        counts = torch.zeros(self.layers[index].shape.num_experts, device=ids_TK.device)
-        weights = weight_T.to(counts.dtype).repeat_interleave(ids_TK.shape[-1])
-        return counts.index_add_(0, ids_TK.flatten(), weights)
+
+def _tokens(ids_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
+    """How many tokens that count chose each expert."""
+    ids_TK = ids_TK.reshape(-1, ids_TK.shape[-1])
+    weight_T = torch.ones_like(ids_TK[:, 0]) if mask is None else mask.flatten()
+    counts = torch.zeros(num_experts, device=ids_TK.device)
+    weights = weight_T.to(counts.dtype).repeat_interleave(ids_TK.shape[-1])
+    return counts.index_add_(0, ids_TK.flatten(), weights)
 
 
 def refuse_silent_routers(adapted: Adapted) -> None:
-    """Raises `UserError` if router losses could not act: no routers, or one that keeps its logits to itself."""
-    if not adapted.anatomy.moe_layers:
-        raise UserError(
-            "train.router_aux_loss / router_z_loss: "
-            f"{adapted.anatomy.model_type!r} is a dense model without routers; set both to 0"
-        )
+    """Raises `UserError` if router losses could not act on a router, because it keeps its logits to itself."""
     watch = RouterWatch(adapted)
     ids = torch.zeros(1, 2, dtype=torch.long, device=adapted.model.device)
     was_training = adapted.model.training
-    with torch.no_grad(), watch.recording(logits=True) as routed:
+    with torch.no_grad(), watch.recording(None, logits=True) as routed:
         adapted.model.eval()(input_ids=ids, use_cache=False)
     adapted.model.train(was_training)
-    watch.losses(routed, None)
+    watch.losses(routed)
     watch.remove()
 
 

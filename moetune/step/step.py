@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from moetune.config import TrainConfig
-from moetune.step.loss import IGNORED, summed_cross_entropy
+from moetune.step.batch import Batch
+from moetune.step.loss import IGNORED, Chunks, summed_cross_entropy
 from moetune.step.router_losses import RouterWatch
 from moetune.step.tail import split
-
-Batch = Mapping[str, Tensor]
-"""`input_ids` and `labels` [B, S], and either `attention_mask` or `position_ids` and `is_token`, [B, S] too."""
 
 LOSS_MEMORY = TrainConfig().loss_bytes
 """`train.loss_memory` where a run file leaves it out."""
@@ -38,7 +36,7 @@ def count_loss_tokens(batch: Batch) -> Tensor:
 
 
 def token_loss(
-    model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | None = LOSS_MEMORY
+    model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | Chunks | None = LOSS_MEMORY
 ) -> Tensor:
     """The summed cross-entropy of every predicted token over `divisor`, in float32; logits by chunks of `memory` bytes
     (None: all at once)."""
@@ -49,7 +47,9 @@ def token_loss(
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, batch: Batch, memory: int | None = LOSS_MEMORY) -> tuple[Tensor, Tensor]:
+def held_out_loss(
+    model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LOSS_MEMORY
+) -> tuple[Tensor, Tensor]:
     """(the summed loss, the predicted tokens) of a batch that nothing is learned from."""
     return token_loss(model, batch, memory=memory), count_loss_tokens(batch)
 
@@ -61,6 +61,7 @@ def micro_step(
     watch: RouterWatch,
     config: TrainConfig,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
+    memory: int | Chunks | None = LOSS_MEMORY,
 ) -> MicroStep:
     """Forward and backward of one micro-batch.
 
@@ -68,17 +69,18 @@ def micro_step(
         total_tokens: predicted tokens of the whole step, all micro-batches and ranks together. Dividing by it makes
             4 × 1 the same step as 1 × 4, whatever the lengths; router losses count by the same share.
         backward: what runs the backward pass (the engine's, under distribution).
+        memory: of the loss, as in `token_loss`.
     """
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)
-    with watch.recording(logits=shape_routing) as routed:
-        loss = token_loss(model, batch, total_tokens, config.loss_bytes)
     mask = batch.get("attention_mask", batch.get("is_token"))
+    with watch.recording(mask, logits=shape_routing) as routed:
+        loss = token_loss(model, batch, total_tokens, memory)
     router_loss = None
     if shape_routing:
-        balance, z = watch.losses(routed, mask)
+        balance, z = watch.losses(routed)
         share = count_loss_tokens(batch) / total_tokens
         router_loss = share * (config.router_aux_loss * balance + config.router_z_loss * z)
-    load = watch.load(routed, mask)
+    load = routed.load
     del routed
     backward(loss if router_loss is None else loss + router_loss)
     return MicroStep(loss.detach(), None if router_loss is None else router_loss.detach(), load)

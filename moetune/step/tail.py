@@ -11,13 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from moetune.anatomy.stack import decoder_stack
+
+
+class TailSizes(Protocol):
+    """What decides how the loss divides its tokens."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
 
 
 class Tail:
@@ -122,9 +135,9 @@ class _EmptyTensors(TorchDispatchMode):
 def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
     """The parameters that a tensor was computed of and that need a gradient."""
     found: dict[int, Tensor] = {}
-    nodes, seen = [tensor.grad_fn], {None}
+    nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:
-        if (node := nodes.pop()) in seen:
+        if (node := nodes.pop()) is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:

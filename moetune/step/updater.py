@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moetune.parallel.ranks import here
+from moetune.parallel.ranks import local_tensor
+from moetune.step.lomo import ScalingOptimizer
 
 MasterWeights = Literal["none", "fp32", "stochastic"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _BLOCK = 2**22  # weights that are rounded at a time
-_SMALLEST_PAGED = 100_000  # elements; bitsandbytes keeps smaller states in ordinary memory
 
 
 class Updater:
@@ -60,23 +60,24 @@ class Updater:
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         """One update with gradients times `scale`; parameters without a gradient stay as they are."""
-        scales_itself = hasattr(self.optimizer, "grad_scale")  # ours do, in float32 (lomo.py)
-        if scales_itself:
-            self.optimizer.grad_scale = 1.0 if self.copies else scale
+        scaling = self.optimizer if isinstance(self.optimizer, ScalingOptimizer) else None
         for parameter, shard in self.shards.items():
             if parameter.grad is None or not shard.numel():
                 continue
-            gradient = here(parameter.grad)
+            gradient = local_tensor(parameter.grad)
             copy = self.copies.get(parameter)
             if copy is None:
-                if scale != 1.0 and not scales_itself:
+                if scale != 1.0 and scaling is None:
                     gradient.mul_(scale)
                 shard.grad = gradient
                 continue
             if self.masters == "stochastic":
                 copy.data = shard.float()
             copy.grad = gradient.float().mul_(scale)
-        self.optimizer.step()
+        if scaling is not None:
+            scaling.step(scale=1.0 if self.copies else scale)
+        else:
+            self.optimizer.step()
         for parameter, shard in self.shards.items():
             if shard is not parameter:
                 shard.grad = None
@@ -90,6 +91,10 @@ class Updater:
             else:
                 round_stochastically_(shard, copy)
                 copy.data = _nothing(shard).data
+
+    def updates(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter, and what the optimizer updates of it: a float32 copy, or this rank's part."""
+        return ((parameter, self.copies.get(parameter, shard)) for parameter, shard in self.shards.items())
 
     def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
         """What a checkpoint has of each parameter here: its values; its states and, of a float32 copy, `master`."""
@@ -110,7 +115,9 @@ class Updater:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if getattr(self.optimizer, "is_paged", False):
-            _load_paged(self.optimizer, state["optimizer"])
+            from moetune.patches.bitsandbytes import load_paged
+
+            load_paged(self.optimizer, state["optimizer"])
         else:
             self.optimizer.load_state_dict(state["optimizer"])
         for copy, saved in zip(self.masters_kept(), state["masters"], strict=True):
@@ -119,25 +126,8 @@ class Updater:
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
     """What this rank updates of a parameter: all of it, or its own part as a parameter of the same storage."""
-    part = here(parameter)
+    part = local_tensor(parameter)
     return parameter if part is parameter else nn.Parameter(part.detach(), parameter.requires_grad)
-
-
-def _load_paged(optimizer: Any, state: dict[str, Any]) -> None:
-    """bitsandbytes would load states into ordinary GPU memory; here large ones are pages again."""
-    from bitsandbytes.functional import get_paged
-
-    optimizer.load_state_dict(state, move_to_device=False)
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            if not isinstance(value, Tensor):
-                continue
-            if parameter.is_cuda and key in ("state1", "state2") and value.numel() >= _SMALLEST_PAGED:
-                paged = get_paged(*value.shape, dtype=value.dtype, device=parameter.device)
-                optimizer.page_mng.paged_tensors.append(paged)
-                values[key] = paged.copy_(value)
-            else:
-                values[key] = value.to(parameter.device)
 
 
 def _nothing(parameter: nn.Parameter) -> nn.Parameter:

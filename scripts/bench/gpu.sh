@@ -1,14 +1,29 @@
 #!/usr/bin/env bash
-# Everything that wants a CUDA device, in one command: the tests marked gpu, then every benchmark on CUDA.
+# Everything that wants a CUDA device, in parts that each take less than nine minutes, most telling first.
 #
-#     bash scripts/bench/gpu.sh [FOLDER]
+#     bash scripts/bench/gpu.sh [PART...]        by default all, in this order:
 #
-# Logs and JSON go to FOLDER (docs/benchmarks/ by default). PYTHON names the interpreter; else .venv/bin/python if there
+#     tests           the tests marked gpu: imports, gradients against the CPU, a run in bfloat16
+#     mixtral         Mixtral LoRA, experts and router, predicted and measured
+#     profile         one layer's experts and one step, by kernel
+#     mixtral-more    other batches, LOMO, and one that must not fit
+#     others, mixtral-8x22b, optimizers
+#
+# Logs and JSON go to OUT (docs/benchmarks/ by default). PYTHON names the interpreter; else .venv/bin/python if there
 # is one, else python3. CAP is the card to stand for (44GiB by default; empty: the whole card).
-# A part that fails does not stop the next one. Exit code 0: all passed; 1: some failed; 2: no CUDA device.
+# A part that fails does not stop the next one. Exit code 0: all passed; 1: some failed; 2: no CUDA device, or no such
+# part.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-out=$(realpath -m "${1:-$root/docs/benchmarks}")
+out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
+all=(tests mixtral profile mixtral-more others mixtral-8x22b optimizers)
+parts=("${@:-${all[@]}}")
+for name in "${parts[@]}"; do
+  if [[ " ${all[*]} " != *" $name "* ]]; then
+    echo "gpu.sh: there is no part '$name'; there are ${all[*]}" >&2
+    exit 2
+  fi
+done
 python=${PYTHON:-}
 if [[ -z $python && -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python
@@ -17,6 +32,7 @@ elif [[ $python == */* ]]; then
 fi
 python=${python:-python3}
 cd "$root"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 cap=${CAP-44GiB}
 
 describe='
@@ -40,24 +56,35 @@ fi
 
 mkdir -p "$out"
 failed=()
-part() {  # part NAME COMMAND...: runs it, with its output on the terminal and in FOLDER/NAME.log
+run() {  # run NAME COMMAND...: with its output on the terminal and in OUT/NAME.log
   local name=$1
   shift
   echo "==> $name"
   "$@" 2>&1 | tee "$out/$name.log" || failed+=("$name")
 }
 
-if "$python" -c "import pytest" 2>/dev/null; then
-  # Only the files that have such tests: others may import what a bare machine lacks.
-  mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests | sort)
-  part gpu_tests "$python" -m pytest -m gpu -p no:cacheprovider "${files[@]}"
-else
-  echo "gpu.sh: pytest is not installed: the tests are left out" >&2
-  failed+=("gpu_tests (no pytest)")
-fi
-part predict_vs_measured_cuda "$python" scripts/bench/predict_vs_measured.py --device cuda \
-  ${cap:+--cap "$cap"} --json "$out/predict_vs_measured_cuda.json"
-part optimizers_cuda "$python" scripts/bench/optimizers.py --device cuda --json "$out/optimizers_cuda.json"
+for name in "${parts[@]}"; do
+  case $name in
+    tests)
+      if "$python" -c "import pytest" 2>/dev/null; then
+        run gpu_tests "$python" -m pytest -m gpu -p no:cacheprovider tests/gpu
+      else
+        echo "gpu.sh: pytest is not installed: the tests are left out" >&2
+        failed+=("gpu_tests (no pytest)")
+      fi
+      ;;
+    profile | optimizers)
+      script=${name/profile/profile_step}
+      device=()
+      [[ $name == optimizers ]] && device=(--device cuda)
+      run "${script}_cuda" "$python" "scripts/bench/$script.py" "${device[@]}" --json "$out/${script}_cuda.json"
+      ;;
+    *)
+      run "predict_vs_measured_cuda_$name" "$python" scripts/bench/predict_vs_measured.py --device cuda \
+        --cases "$name" ${cap:+--cap "$cap"} --json "$out/predict_vs_measured_cuda_$name.json"
+      ;;
+  esac
+done
 
 if ((${#failed[@]})); then
   printf 'gpu.sh: failed: %s\n' "${failed[@]}" >&2

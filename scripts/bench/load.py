@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from moetune.adapt.build import build
 from moetune.config import RunConfig
+from moetune.run.resolve import resolve
 
 MiB, GB = 2**20, 10**9
 HIDDEN, INTERMEDIATE, EXPERTS, VOCABULARY = 1024, 3584, 8, 32000
@@ -104,7 +105,7 @@ def load(folder: Path) -> dict[str, Any]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    adapted = build(config, "cpu")
+    adapted = build(resolve(config, "cpu"), "cpu")
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()

@@ -34,9 +34,11 @@ from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json
 
 from moetune.adapt.build import build
 from moetune.config import OptimizerName, RunConfig
-from moetune.memory.trace import Steps, make_batch, vocabulary_of
-from moetune.memory.tracker import Tracker
-from moetune.step.step import Batch, count_loss_tokens
+from moetune.memory.trace import Steps, batches_of
+from moetune.memory.trace.tracker import Tracker
+from moetune.run.resolve import resolve
+from moetune.step.batch import Batch
+from moetune.step.step import count_loss_tokens
 
 MASTERS = ("none", "fp32", "stochastic")
 BYTES = ("gradients", "states", "masters", "steady", "peak", "above")
@@ -106,18 +108,18 @@ class Run:
 
     def __init__(self, variant: Variant, sizes: Sizes, folder: Path, device: str) -> None:
         config = run_config(variant, sizes, folder, device)
-        adapted = build(config, device)  # from the run file's seed
+        adapted = build(resolve(config, torch.device(device).type), device)  # from the run file's seed
         adapted.model.train()
         torch.manual_seed(1)
-        made = make_batch(config, vocabulary_of(adapted), 1)
+        made = batches_of(adapted)(1)
         self.batch: Batch = {name: tensor.to(device) for name, tensor in made.items()}
         self.tokens, self.device = count_loss_tokens(self.batch), device
-        self.steps = Steps(adapted, config, lambda rows: {name: tensor.clone() for name, tensor in self.batch.items()})
+        self.steps = Steps(adapted, lambda rows: {name: tensor.clone() for name, tensor in self.batch.items()})
 
     def step(self) -> float:
         """What the trainer does; returns the loss before the update."""
         loss = self.steps.stepper.micro_step(self.batch, self.tokens).loss
-        self.steps.stepper.update()
+        self.steps.stepper.finish()
         return loss.item()
 
     def end(self) -> None:

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -45,14 +46,18 @@ from moetune.catalog import find_model
 from moetune.catalog.gpus import find_gpu
 from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.experts.mlp import Counting
-from moetune.memory.facts import read_facts
-from moetune.memory.formulas import quantities
+from moetune.experts.links import CountRows
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.measure import Measured, measure
 from moetune.memory.predict import predict
 from moetune.memory.routing import BALANCED, Routing, parse_routing
-from moetune.memory.trace import trace
+from moetune.memory.trace import NotTraceable, trace
+from moetune.run.resolve import ResolvedRun, resolve
 from moetune.run_file import load_run_config
+
+sys.path.insert(0, str(ROOT))
+from tests.nullcuda import device as nullcuda
 
 GiB = 2**30
 CPU_STEPS, CUDA_STEPS = 2, 3
@@ -184,8 +189,8 @@ def cpu_config(case: CpuCase, folder: Path) -> RunConfig:
 def run_on_cpu(case: CpuCase) -> dict[str, Any]:
     """Bytes of one case: measured, and predicted in every way; None where a way does not know the model."""
     with tempfile.TemporaryDirectory() as folder:
-        config = cpu_config(case, Path(folder))
-        measured = measure(config, "cpu", steps=CPU_STEPS)
+        run = resolve(cpu_config(case, Path(folder)), "cpu")
+        measured = measure(run, "cpu", steps=CPU_STEPS)
         answers = iter(measured.counts)
         return {
             "case": case.name,
@@ -193,12 +198,12 @@ def run_on_cpu(case: CpuCase) -> dict[str, Any]:
             "fullest_expert": fullest_expert(measured),
             "measured": measured.peak_allocated,
             "trace": {
-                "as_routed": traced_peak(config, lambda ids, num_experts: next(answers)),
-                "fullest": traced_peak(config, measured.routing),
-                "balanced": traced_peak(config, BALANCED),
-                "worst": traced_peak(config, parse_routing("worst")),
+                "as_routed": traced_peak(run, lambda *_: next(answers)),
+                "fullest": traced_peak(run, measured.routing),
+                "balanced": traced_peak(run, BALANCED),
+                "worst": traced_peak(run, parse_routing("worst")),
             },
-            "formula": {"fullest": formula_peak(config, measured.routing)},
+            "formula": {"fullest": formula_peak(run, measured.routing)},
         }
 
 
@@ -207,27 +212,21 @@ def fullest_expert(measured: Measured) -> float | None:
     return max((max(rows) * len(rows) / sum(rows) for rows in measured.counts), default=None)
 
 
-def traced_peak(config: RunConfig, routing: Routing | Counting) -> int | None:
+def traced_peak(run: ResolvedRun, routing: Routing | CountRows) -> int | None:
     """The trace's peak; None for a model whose code looks at values. Answers given one by one need every micro-step."""
-    every: dict[str, Any] = (
-        {} if isinstance(routing, Routing) else {"compose": False, "micro_steps": config.train.accumulate}
-    )
+    every: dict[str, Any] = {} if isinstance(routing, Routing) else {"micro_steps": run.config.train.accumulate}
     try:
-        traced = trace(config, routing, **every)
-    except UserError as error:
-        if "cannot be traced" not in str(error):
-            raise
+        traced = trace(run, routing, **every)
+    except NotTraceable:
         return None
     return traced.parts(traced.peak).total
 
 
-def formula_peak(config: RunConfig, routing: Routing) -> int | None:
+def formula_peak(run: ResolvedRun, routing: Routing) -> int | None:
     """The closed form's peak; None for a model that has none."""
     try:
-        return quantities(read_facts(config.model.path), config, routing=routing).peak()[1].total
-    except UserError as error:
-        if "has no closed form" not in str(error):
-            raise
+        return ClosedForm(run).at(run.config, routing).parts.total
+    except NoClosedForm:
         return None
 
 
@@ -252,12 +251,18 @@ def catalog_run(model: str, adapt: dict[str, Any], /, **sections: dict[str, Any]
     return RunConfig.model_validate(run)
 
 
+TOO_LARGE = "mixtral-8x7b-experts-of-16-layers"
 LORA_16 = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
 CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
-    "mixtral-8x7b-router": partial(recipe, "mixtral-8x7b-router"),
-    "mixtral-8x7b-experts": partial(recipe, "mixtral-8x7b-experts"),
     "mixtral-8x7b-lora": partial(recipe, "mixtral-8x7b-lora"),
-    "qwen3-30b-a3b-lora": partial(catalog_run, "qwen3-30b-a3b", LORA_16),
+    "mixtral-8x7b-experts": partial(recipe, "mixtral-8x7b-experts"),
+    "mixtral-8x7b-router": partial(recipe, "mixtral-8x7b-router"),
+    "mixtral-8x7b-experts-lomo": partial(recipe, "mixtral-8x7b-experts-lomo", "train.micro_batch=1"),
+    "mixtral-8x7b-lora-1x2048": partial(recipe, "mixtral-8x7b-lora", "train.micro_batch=1"),
+    "mixtral-8x7b-lora-8x2048": partial(recipe, "mixtral-8x7b-lora", "train.micro_batch=8"),
+    "mixtral-8x7b-router-8x2048": partial(recipe, "mixtral-8x7b-router", "train.micro_batch=8"),
+    "mixtral-8x22b-lora-host": partial(recipe, "mixtral-8x22b-lora-host"),
+    "qwen3-30b-a3b-lora": partial(catalog_run, "qwen3-30b-a3b", LORA_16, train={"micro_batch": 2}),
     "olmoe-1b-7b-experts": partial(
         catalog_run, "olmoe-1b-7b", {"router": "0-7", "experts": {"layers": "0-7", "ids": "0-31"}}
     ),
@@ -268,34 +273,80 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
         model={"attention": "eager"},
         data={"train": "unread", "packing": False},
     ),
-    "llama-7b-lora": partial(
-        catalog_run, "llama-7b", {"lora": {**LORA_16["lora"], "targets": ["attention"]}}, train={"micro_batch": 4}
+    "deepseek-v2-lite-lora": partial(catalog_run, "deepseek-v2-lite", LORA_16, train={"sequence_length": 4096}),
+    "qwen1.5-moe-a2.7b-lora": partial(catalog_run, "qwen1.5-moe-a2.7b", LORA_16),
+    "granite-3.1-3b-a800m-experts-unchecked": partial(
+        catalog_run,
+        "granite-3.1-3b-a800m",
+        {"router": "all", "experts": {"layers": "all", "ids": "0-7"}},
+        train={"checkpointing": "none"},
+    ),
+    "llama-3-8b-full-lomo": partial(
+        catalog_run, "llama-3-8b", {"also": ["*"]}, optimizer={"name": "lomo"}, train={"accumulate": 1}
+    ),
+    "llama-3-8b-lora-1x8192": partial(
+        catalog_run,
+        "llama-3-8b",
+        {"lora": {**LORA_16["lora"], "targets": ["attention"]}},
+        train={"sequence_length": 8192},
     ),
     # Ten layers more than the recipe: this one must not fit a card of 44 GiB.
-    "mixtral-8x7b-experts-of-16-layers": partial(
-        recipe, "mixtral-8x7b-experts", "adapt.router=0-15", "adapt.experts.layers=0-15"
+    TOO_LARGE: partial(recipe, "mixtral-8x7b-experts", "adapt.router=0-15", "adapt.experts.layers=0-15"),
+}
+PARTS = {
+    "mixtral": ("mixtral-8x7b-lora", "mixtral-8x7b-experts", "mixtral-8x7b-router"),
+    "mixtral-more": (
+        "mixtral-8x7b-experts-lomo",
+        "mixtral-8x7b-lora-1x2048",
+        "mixtral-8x7b-lora-8x2048",
+        "mixtral-8x7b-router-8x2048",
+        TOO_LARGE,
+    ),
+    "mixtral-8x22b": ("mixtral-8x22b-lora-host",),
+    "others": (
+        "qwen3-30b-a3b-lora",
+        "olmoe-1b-7b-experts",
+        "gpt-oss-20b-lora",
+        "deepseek-v2-lite-lora",
+        "qwen1.5-moe-a2.7b-lora",
+        "granite-3.1-3b-a800m-experts-unchecked",
+        "llama-3-8b-full-lomo",
+        "llama-3-8b-lora-1x8192",
     ),
 }
+"""The cases in parts that each take less than nine minutes of a GPU, most telling first."""
 
 
 def run_on_cuda(name: str, cap: int | None) -> dict[str, Any]:
     """One case in this process: predicted as before a run, measured, and predicted with what its experts received."""
     config, device = CUDA_CASES[name](), torch.device("cuda", 0)
+    steps = CUDA_STEPS
+    if nullcuda.is_present():  # where no time is taken: steps and micro-steps after the second take the same memory
+        steps, accumulate = 2, min(2, config.train.accumulate)
+        config = config.model_copy(update={"train": config.train.model_copy(update={"accumulate": accumulate})})
     row = {"case": name, **claim(device, cap)}
     row["predicted_before"] = before = predicted_on_cuda(config, row["device"], BALANCED)
     row["fits"] = before["with_loading"] <= row["usable"]
     try:
-        measured = measure(config, device, steps=CUDA_STEPS)
+        with answering():
+            measured = measure(resolve(config, "cuda"), device, steps=steps)
     except torch.OutOfMemoryError as error:
         frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         row["out_of_memory"] = {"loading": "build" in frames, "message": str(error)}
         return row | {"predicted": before, "measured": None}
+    # on the null device all experts received as many: nothing else is known than before
+    known = before if nullcuda.is_present() else predicted_on_cuda(config, row["device"], measured.routing)
     return row | {
-        "predicted": predicted_on_cuda(config, row["device"], measured.routing),
+        "predicted": known,
         "measured": {kind: getattr(measured, f"peak_{kind}") for kind in BYTES},
         "fullest_expert": fullest_expert(measured),
         "tokens_per_second": round(measured.tokens_per_second, 1),
     }
+
+
+def answering() -> AbstractContextManager[None]:
+    """What the null device cannot answer, answered there."""
+    return nullcuda.answering() if nullcuda.is_present() else nullcontext()
 
 
 def claim(device: torch.device, cap: int | None) -> dict[str, Any]:
@@ -318,7 +369,7 @@ def claim(device: torch.device, cap: int | None) -> dict[str, Any]:
 
 def predicted_on_cuda(config: RunConfig, card: dict[str, Any], routing: Routing) -> dict[str, int]:
     """Bytes on this card; `with_loading` is the most that the process takes, loading included."""
-    report = predict(config, method="trace", gpu=catalog_name(card), routing=routing)
+    report = predict(resolve(config, "cuda"), method="trace", gpu=catalog_name(card), routing=routing)
     return {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES} | {"with_loading": report.peak_process}
 
 
@@ -398,7 +449,8 @@ def run(device: str, names: list[str], cap: int | None) -> dict[str, Any]:
 
     def results() -> Iterator[dict[str, Any]]:
         for name in names:
-            rows.append(in_own_process(name, cap) if on_cuda else run_on_cpu(CPU_CASES[name]))
+            row = in_own_process(name, cap) if on_cuda else run_on_cpu(CPU_CASES[name])
+            rows.append(row | {"commit": commit()})
             yield rows[-1]
 
     for line in (cuda_table if on_cuda else cpu_table)(results()):
@@ -412,6 +464,7 @@ def run(device: str, names: list[str], cap: int | None) -> dict[str, Any]:
         "commit": commit(),
         "steps": CUDA_STEPS if on_cuda else CPU_STEPS,
         "cap": cap,
+        "null_device": nullcuda.is_present(),
         "cases": rows,
     }
 
@@ -419,7 +472,7 @@ def run(device: str, names: list[str], cap: int | None) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="by default CUDA where there is any")
-    parser.add_argument("--cases", help="comma-separated names; by default all")
+    parser.add_argument("--cases", help=f"comma-separated names, or on CUDA of parts: {', '.join(PARTS)}; default all")
     parser.add_argument("--cap", metavar="SIZE", help="on CUDA: as if the card had this much, such as 44GiB")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument("--case", help="on CUDA: run this one in this process")
@@ -427,7 +480,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     known = CUDA_CASES if options.device == "cuda" else CPU_CASES
-    options.cases = options.cases.split(",") if options.cases else [options.case] if options.case else list(known)
+    named = options.cases.split(",") if options.cases else [options.case] if options.case else list(known)
+    options.cases = [case for name in named for case in (PARTS.get(name, (name,)) if known is CUDA_CASES else (name,))]
     if unknown := [name for name in options.cases if name not in known]:
         parser.error(f"unknown on {options.device}: {', '.join(unknown)}; there are {', '.join(known)}")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -2,24 +2,25 @@
 
     python scripts/bench/scaling.py > tables.md
 
-Bytes and peaks are those of `moetune predict --method formula`; link speeds, utilisation and what overlaps are
-assumptions, listed in docs/benchmarks/scaling.md, whose tables this prints.
+Bytes and peaks are those of a trace of the first rank, which holds the experts that train and no less than any other;
+link speeds, utilisation and what overlaps are assumptions, listed in docs/benchmarks/scaling.md, whose tables this
+prints. A layout takes ten seconds or twenty.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from moetune.anatomy.anatomy import Anatomy
 from moetune.catalog.gpus import find_gpu
 from moetune.config import ParallelConfig, RunConfig
-from moetune.memory.facts import Facts, read_facts
-from moetune.memory.formulas import set_up
-from moetune.memory.layout import divide_run
 from moetune.memory.report import Collective
-from moetune.parallel.place import expert_shards
+from moetune.memory.trace import trace
+from moetune.parallel.coordinates import expert_shards
+from moetune.run.resolve import resolve
 
 GPUS = (2, 4, 8, 16, 32, 64)
 NODE = 8
@@ -104,19 +105,16 @@ def config_of(model: str, adapt: str, parallel: dict[str, int], base: str, gpus:
     )
 
 
-def flops(facts: Facts, adapt: str, tp: int) -> float:
+def flops(anatomy: Anatomy, adapt: str, tp: int) -> float:
     """Of one token on each of `tp` ranks: 2 a weight that it meets forward, 2 in the recomputation, 2 backward for the
     activations, and 2 for each weight that trains. The head is whole on every rank, is not recomputed, and attention's
     products of queries and keys are left out."""
-    outside = facts.vocabulary * facts.hidden
-    active = trained = 0
-    for layer in facts.layers:
-        linears = sum(linear.out * linear.into for linear in layer.linears.values())
-        assert layer.experts is not None
-        expert = layer.experts.shape.parameters_per_expert
-        active += linears + layer.experts.top_k * expert
+    outside = sum(part.numel for part in anatomy.parts if part.component == "lm_head")
+    attention = sum(part.numel for part in anatomy.parts if part.component == "attention")
+    experts = [layer.top_k * layer.shape.parameters_per_expert for layer in anatomy.moe_layers]
+    active, trained = attention + sum(experts), 0
     if adapt == "experts":  # 2 of 8 experts, so a quarter of the rows, in 6 layers
-        trained = 6 * layer.experts.top_k * expert // 4
+        trained = sum(experts[:6]) // 4
     return (6 * active + 2 * trained) / tp + 4 * outside
 
 
@@ -134,29 +132,29 @@ class Row:
         return self.rates[machine] or 0.0, -sum(self.sent.values())
 
 
-def rows(model: str, adapt: str, gpus: int) -> Iterator[Row]:
-    facts = read_facts(model)
-    for name, (sizes, base) in layouts(gpus).items():
-        config = config_of(model, adapt, sizes, base, gpus)
-        fullest = max(divide_run(set_up(facts, config)), key=lambda share: share.quantities.peak()[1].total)
-        peak, parallel = fullest.quantities.peak()[1].total, config.parallel
-        sent = dict.fromkeys(("gathers", "exchange", "sums"), 0)
-        seconds, rates = dict[str, float | None](), dict[str, float | None]()
-        for collective in fullest.collectives:
-            sent[kind_of(collective)] += collective.bytes
-        for machine in MACHINES:
-            card = find_gpu(machine.gpu)
-            assert card.bf16 is not None
-            tokens = MICRO_BATCH * ACCUMULATE * LENGTH
-            compute = tokens * flops(facts, adapt, parallel.tp) / (UTILISATION * card.bf16.value)
-            taken = dict.fromkeys(sent, 0.0)
-            for collective in fullest.collectives:
-                taken[kind_of(collective)] += machine.seconds(collective, parallel)
-            seconds[machine.name] = sum(taken.values())
-            step = max(compute, taken["gathers"]) + taken["exchange"] + taken["sums"]
-            fits = peak + card.context.value + 2 * card.cublas_workspace.value <= card.memory.value
-            rates[machine.name] = tokens / parallel.tp / step if fits else None
-        yield Row(name, peak, sent, seconds, rates)
+def row_of(model: str, adapt: str, gpus: int, name: str) -> Row:
+    """One layout, its first rank traced."""
+    sizes, base = layouts(gpus)[name]
+    run = resolve(config_of(model, adapt, sizes, base, gpus))
+    traced, parallel = trace(run, gpu=find_gpu(MACHINES[0].gpu)), run.config.parallel
+    peak = traced.parts(traced.peak).total
+    sent = dict.fromkeys(("gathers", "exchange", "sums"), 0)
+    seconds, rates = dict[str, float | None](), dict[str, float | None]()
+    for collective in traced.collectives:
+        sent[kind_of(collective)] += collective.bytes
+    for machine in MACHINES:
+        card = find_gpu(machine.gpu)
+        assert card.bf16 is not None
+        tokens = MICRO_BATCH * ACCUMULATE * LENGTH
+        compute = tokens * flops(run.anatomy, adapt, parallel.tp) / (UTILISATION * card.bf16.value)
+        taken = dict.fromkeys(sent, 0.0)
+        for collective in traced.collectives:
+            taken[kind_of(collective)] += machine.seconds(collective, parallel)
+        seconds[machine.name] = sum(taken.values())
+        step = max(compute, taken["gathers"]) + taken["exchange"] + taken["sums"]
+        fits = peak + card.context.value + 2 * card.cublas_workspace.value <= card.memory.value
+        rates[machine.name] = tokens / parallel.tp / step if fits else None
+    return Row(name, peak, sent, seconds, rates)
 
 
 def kind_of(collective: Collective) -> str:
@@ -177,25 +175,31 @@ def table(model: str, adapt: str) -> Iterator[str]:
     )
     yield "|---:|---|" + "---:|" * (3 + 1 + 2 * len(machines))
     for gpus in GPUS:
-        found = list(rows(model, adapt, gpus))
+        found = [row_of(model, adapt, gpus, name) for name in layouts(gpus)]
         best = {machine.name: max(found, key=lambda row, name=machine.name: row.merit(name)) for machine in MACHINES}
         for row in found:
-            sent = " | ".join(f"{size / 1e9:.2f}" for size in row.sent.values())
-            links = " | ".join(f"{row.seconds[machine.name]:.2f}" for machine in MACHINES)
-            rates = []
-            for machine in MACHINES:
-                rate = row.rates[machine.name]
-                text = "does not fit" if rate is None else f"{rate:,.0f}"
-                rates.append(f"**{text}**" if rate is not None and row is best[machine.name] else text)
-            yield f"| {gpus} | {row.layout} | {sent} | {links} | {row.peak / 2**30:.1f} | {' | '.join(rates)} |"
+            yield line(gpus, row, [name for name, fastest in best.items() if row is fastest])
     yield ""
 
 
+def line(gpus: int, row: Row, fastest_on: Collection[str]) -> str:
+    """A row of a table; bold where no layout is faster."""
+    sent = " | ".join(f"{size / 1e9:.2f}" for size in row.sent.values())
+    links = " | ".join(f"{row.seconds[machine.name]:.2f}" for machine in MACHINES)
+    rates = []
+    for name, rate in row.rates.items():
+        text = "does not fit" if rate is None else f"{rate:,.0f}"
+        rates.append(f"**{text}**" if rate is not None and name in fastest_on else text)
+    return f"| {gpus} | {row.layout} | {sent} | {links} | {row.peak / 2**30:.1f} | {' | '.join(rates)} |"
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    for model in MODELS:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", default=MODELS, help="catalog names")
+    for model in parser.parse_args().models:
         for adapt in ADAPT:
-            print("\n".join(table(model, adapt)))
+            for text in table(model, adapt):
+                print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,11 @@ from transformers import AutoModelForCausalLM
 from moetune.adapt.build import build
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.experts.bank import ExpertBank
+from moetune.run.resolve import resolve
+from moetune.step.batch import Batch
 from moetune.step.optimizers import make_optimizer, optimizer_over
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import Batch, count_loss_tokens, micro_step, token_loss
+from moetune.step.step import count_loss_tokens, micro_step, token_loss
 
 Checkpointing = Literal["none", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
@@ -112,10 +114,10 @@ def moetune_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkp
             "train": {"checkpointing": checkpointing, "sequence_length": sizes.tokens},
         }
     )
-    adapted = build(config, "cpu")
+    adapted = build(resolve(config, "cpu"), "cpu")
     adapted.model.train()
     watch, tokens = RouterWatch(adapted), count_loss_tokens(batch)
-    optimizer = make_optimizer(adapted, config)
+    optimizer = make_optimizer(adapted)
     banks = [module for module in adapted.model.modules() if isinstance(module, ExpertBank)]
     # B starts at zero, and then A has no gradient to compare.
     torch.manual_seed(2)

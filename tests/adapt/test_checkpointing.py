@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moetune.experts.mlp
 from moetune.adapt.build import Adapted
-from moetune.adapt.checkpointing import enable_checkpointing, routing_contexts
+from moetune.adapt.checkpointing import routing_contexts
 from moetune.errors import UserError
+from moetune.run.resolve import resolve
 from tests.reference import assert_close, build_toy, next_token_loss, token_ids
 from tests.toys import LAYERS, toy_config
 
@@ -78,7 +81,9 @@ def test_a_tie_that_falls_the_other_way_in_recomputation_changes_no_gradient(tmp
 def test_under_stock_checkpointing_that_tie_spoils_them(tmp_path: Path, ties: Ties) -> None:
     adapted = mixtral(tmp_path, ADAPT)
     expected = gradients(adapted, ties)
-    adapted.model.activation_checkpointing_enable({"use_reentrant": False})
+    for layer in adapted.model.model.layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.gradient_checkpointing = True
     with pytest.raises(AssertionError, match=r"mlp\.gate\.weight"):
         assert_close(gradients(adapted, ties), expected)
 
@@ -149,7 +154,22 @@ def test_every_kind_of_choice_is_replayed_with_the_values_that_stand_there_now(c
 
 
 def test_an_architecture_without_checkpointing_is_refused(tmp_path: Path) -> None:
-    adapted = mixtral(tmp_path, {"router": "all"})
-    adapted.model.supports_gradient_checkpointing = False
+    run = mixtral(tmp_path, {"router": "all"}).run
+    run.model.plain.supports_gradient_checkpointing = False
+    train = run.config.train.model_copy(update={"checkpointing": "full"})
     with pytest.raises(UserError, match=r"train\.checkpointing: MixtralForCausalLM does not support"):
-        enable_checkpointing(adapted.model)
+        resolve(run.config.model_copy(update={"train": train}), "cpu", like=run)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_who_switches_it_on_later_gets_the_same_kind(checkpointing: str, tmp_path: Path) -> None:
+    """Trainers switch it by settings of their own, TRL's off and on around a reference model."""
+    adapted = build_toy(toy_config("mixtral"), tmp_path, {"router": "all"}, train={"checkpointing": checkpointing})
+    layers = [module for module in adapted.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert {layer.gradient_checkpointing for layer in layers} == {checkpointing == "full"}
+    adapted.model.activation_checkpointing_disable()
+    assert not any(layer.gradient_checkpointing for layer in layers)
+    adapted.model.activation_checkpointing_enable({"use_reentrant": True})
+    for layer in layers:
+        assert layer.gradient_checkpointing
+        assert layer._gradient_checkpointing_func.keywords == {"use_reentrant": False, "context_fn": routing_contexts}

@@ -10,10 +10,11 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.adapt.lora import SharedInput
 from moetune.errors import UserError
 from tests.reference import excite_, run_config, small_linears_are_packed
+from tests.resolved import build
 from tests.toys import toy_config
 
 # Types whose attention, shared experts or dense layers have linears with the names that experts had in transformers 4.

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from moetune.adapt.build import build
 from moetune.adapt.materialize import realize
 from moetune.anatomy.anatomy import meta_model
 from moetune.errors import UserError
 from tests.reference import run_config, small_linears_are_packed
+from tests.resolved import build
+from tests.thinned import thinned
 from tests.toys import expert_model_types, toy_config, toy_model
 
 # The rule of the block around these would draw them anew: zeros, and smaller with depth. Their layer's own rule stands.
@@ -21,7 +22,7 @@ TWICE = {"afmoe": "router.gate.weight", "nemotron_h": "mixer.out_proj.weight"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["nf4", "fp32"])
-@pytest.mark.parametrize("model_type", expert_model_types())
+@pytest.mark.parametrize("model_type", thinned(expert_model_types(), 3, TWICE))
 def test_no_tensor_is_left_on_meta_or_undrawn(model_type: str, base: str, tmp_path: Path) -> None:
     toy_config(model_type).save_pretrained(tmp_path)
     with small_linears_are_packed():

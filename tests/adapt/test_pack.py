@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import linears_to_pack, pack_experts, read_directly, refuse_unpacked
+from moetune.adapt.pack import refuse_unpacked
 from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.config import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.packed import PackedLinear, PackedStack
+from moetune.run.linears import linears_to_pack, read_directly
+from moetune.run.refusals import of_experts
 from tests.reference import build_toy, small_linears_are_packed
 from tests.toys import toy_config, toy_model
 
@@ -28,9 +29,10 @@ def packed(folder: Path, model_type: str = "mixtral", adapt: dict[str, Any] | No
 
 
 def check(adapted: Adapted, base: str = "nf4") -> None:
-    config = ModelConfig.model_validate({"path": "toy", "base": base})
+    config = adapted.run.config
+    wanted = config.model_copy(update={"model": config.model.model_copy(update={"base": base})})
     with small_linears_are_packed():
-        refuse_unpacked(adapted.model, adapted.anatomy, adapted.selection, config)
+        refuse_unpacked(adapted.model, replace(adapted.run, config=wanted))
 
 
 @pytest.mark.parametrize(("base", "kind"), [("nf4", Linear4bit), ("int8", PackedLinear), ("bf16", PackedLinear)])
@@ -119,10 +121,10 @@ def test_a_build_that_leaves_them_out_fails(skipped: str, tmp_path: Path, monkey
 
 def test_experts_with_a_norm_after_them_are_refused() -> None:
     model = meta_model(toy_config("mixtral"))
-    layer = read_anatomy(model).moe_layers[0]
-    model.get_submodule(layer.experts).has_post_expert_norm = True
-    with pytest.raises(UserError, match="norm after them can be counted but not trained yet"):
-        pack_experts(model, layer, None, None, torch.float32, torch.device("meta"), lambda path: None)  # type: ignore[arg-type]
+    anatomy = read_anatomy(model)
+    model.get_submodule(anatomy.moe_layers[1].experts).has_post_expert_norm = True
+    (problem,) = of_experts(model, anatomy)
+    assert problem == "model.layers.1.mlp.experts: experts with a norm after them can be counted but not trained yet"
 
 
 # A weight that the model reads itself must stay a plain one: packed, it is bytes of another shape and dtype.

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from moetune.adapt import packed_base
-from moetune.adapt.build import build, write_packed_base
-from moetune.anatomy.source import resolve
+from moetune.anatomy.source import find_model_source
 from moetune.errors import UserError
 from moetune.hub.fingerprint import take_fingerprint
 from tests.adapt.test_quantizer import write
 from tests.reference import run_config, small_linears_are_packed
+from tests.resolved import build, write_packed_base
 
 LORA: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"}
 Run = Callable[..., Any]
@@ -168,7 +168,7 @@ def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pyt
     cached = packed_base.read_manifest(tmp_path / "named").source
     monkeypatch.setattr("moetune.adapt.base.downloaded", lambda hub_id: cached)
     monkeypatch.setattr("moetune.adapt.base.download", lambda hub_id: cached)
-    settings = resolve("tiny-mixtral").config
+    settings = find_model_source("tiny-mixtral").config
     monkeypatch.setattr("moetune.anatomy.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
     assert moetune("quantize", "owner/tiny", "--out", tmp_path / "hub").code == 0
     assert packed_base.read_manifest(tmp_path / "hub") == packed_base.read_manifest(tmp_path / "named")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetune.adapt.build import Adapted, build, write_packed_base
+from moetune.adapt.build import Adapted
 from moetune.adapt.pack import refuse_misplaced
 from moetune.config import ModelConfig
 from moetune.errors import UserError
@@ -16,6 +16,7 @@ from moetune.experts.packed import PackedStack
 from tests.adapt.test_quantizer import write
 from tests.experts.test_host import toy
 from tests.reference import run_config
+from tests.resolved import build, write_packed_base
 
 LORA: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"}
 

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moetune.adapt.build import build
 from moetune.adapt.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import PackedStack
 from tests.reference import run_config, small_linears_are_packed
+from tests.resolved import build
 from tests.toys import toy_config
 
 TYPES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "gpt_oss", "phimoe"]

@@ -12,16 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.adapt.start_delta import check_delta, load_delta
-from moetune.anatomy.anatomy import meta_model
-from moetune.anatomy.source import resolve
 from moetune.errors import UserError
-from moetune.export.export import export_run
+from moetune.exporting.export import export
 from moetune.hub.delta_folder import Delta, read_delta
 from moetune.hub.fingerprint import digest
-from tests.export.runs import ADAPT, FULL, ToyRun, write_base, write_run
+from tests.exporting.runs import ADAPT, FULL, ToyRun, write_base, write_run
 from tests.reference import run_config
+from tests.resolved import build
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
 
@@ -33,17 +32,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def exported(run: ToyRun, out: Path) -> Delta:
-    export_run(run.path, "delta", out)
+    export(run.path, "delta", out)
     return read_delta(out)
 
 
 def fresh(run: ToyRun, adapt: dict[str, Any]) -> Adapted:
     """The model before training, with another choice of what trains."""
     return build(run_config(run.base, adapt, model=run.config.model.model_dump()), "cpu")
-
-
-def plain(run: ToyRun) -> Any:
-    return meta_model(resolve(str(run.base)).config)
 
 
 @pytest.mark.parametrize("adapt", ["full", "all"])
@@ -53,10 +48,10 @@ def test_every_value_comes_back(model_type: str, adapt: str, base: Callable[[str
     adapted = fresh(run, ADAPT[adapt])
     trained = run.adapted.trainable()
     assert not any(parameter.equal(trained[name]) for name, parameter in adapted.trainable().items())
-    assert load_delta(adapted, plain(run), exported(run, tmp_path / "delta")) == ()
+    assert load_delta(adapted, exported(run, tmp_path / "delta")) == ()
     for name, parameter in adapted.trainable().items():
         assert parameter.equal(trained[name]), name
-    check_delta(build(adapted_config(run, ADAPT[adapt]), "meta"), plain(run), read_delta(tmp_path / "delta"))
+    check_delta(build(adapted_config(run, ADAPT[adapt]), "meta"), read_delta(tmp_path / "delta"))
 
 
 def adapted_config(run: ToyRun, adapt: dict[str, Any]) -> Any:
@@ -69,7 +64,7 @@ def test_what_is_not_in_it_stays_and_is_said(model_type: str, base: Callable[[st
     more = {"router": "all", "experts": {"layers": "1", "ids": [0, 3, 5]}, "also": ["norm"]}
     adapted = fresh(run, more)
     before = {name: parameter.clone() for name, parameter in adapted.trainable().items()}
-    (note,) = load_delta(adapted, plain(run), exported(run, tmp_path / "delta"))
+    (note,) = load_delta(adapted, exported(run, tmp_path / "delta"))
     assert note.startswith("not in the delta, and begins with the base's values: model.layers.")
     trained = run.adapted.trainable()
     for name, parameter in adapted.trainable().items():
@@ -84,7 +79,7 @@ def test_what_would_be_ignored_is_named(model_type: str, base: Callable[[str], P
     before = {name: parameter.clone() for name, parameter in adapted.trainable().items()}
     five = r"experts\.5\..*weight" if not delta.slices else r" of expert 5"
     with pytest.raises(UserError, match=rf"{five} is in the delta, and does not train here"):
-        load_delta(adapted, plain(run), delta)
+        load_delta(adapted, delta)
     assert all(parameter.equal(before[name]) for name, parameter in adapted.trainable().items())
 
 
@@ -92,7 +87,7 @@ def test_one_head_and_one_embedding_that_the_model_ties(tmp_path: Path) -> None:
     folder = write_base(tmp_path / "base", "granitemoe", num_hidden_layers=2, tie_word_embeddings=True)
     run = write_run(tmp_path / "run", folder, {"also": ["embedding"]})
     adapted = fresh(run, {"also": ["embedding"]})
-    load_delta(adapted, plain(run), exported(run, tmp_path / "delta"))
+    load_delta(adapted, exported(run, tmp_path / "delta"))
     name = "model.embed_tokens.weight"
     assert adapted.trainable()[name].equal(run.adapted.trainable()[name])
 
@@ -107,6 +102,6 @@ def test_another_shape_is_named(base: Callable[[str], Path], tmp_path: Path) -> 
     save_file(tensors, file)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"sha256": digest(file)}))
     with pytest.raises(UserError) as raised:
-        check_delta(fresh(run, FULL), plain(run), read_delta(tmp_path / "delta"))
+        check_delta(fresh(run, FULL), read_delta(tmp_path / "delta"))
     assert "model.norm.weight is [7] in the delta, and [32] here" in str(raised.value)
     assert "experts.5.w1.weight and what belongs with it do not make" in str(raised.value)

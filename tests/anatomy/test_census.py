@@ -8,7 +8,7 @@ import pytest
 
 from moetune.anatomy.anatomy import COMPONENTS, meta_model, read_anatomy
 from moetune.anatomy.census import Census, take_census
-from moetune.anatomy.source import resolve
+from moetune.anatomy.source import find_model_source
 from tests.toys import EXPERTS, LAYERS, TOP_K, toy_config
 
 
@@ -17,7 +17,7 @@ def census_of(model_type: str, **overrides: object) -> Census:
 
 
 def test_mixtral_8x7b() -> None:
-    census = take_census(read_anatomy(meta_model(resolve("mixtral-8x7b").config)))
+    census = take_census(read_anatomy(meta_model(find_model_source("mixtral-8x7b").config)))
     assert census.total == 46_702_792_704
     assert census.components["experts"] == 45_097_156_608
     assert census.components["router"] == 1_048_576
@@ -69,5 +69,5 @@ def test_what_differs_by_layer_is_a_list() -> None:
 
 @pytest.mark.parametrize("name", ["llama-7b", "llama-3-8b"])
 def test_embedding_and_head_of_dense_catalog_models_are_equal_in_size(name: str) -> None:
-    census = take_census(read_anatomy(meta_model(resolve(name).config)))
+    census = take_census(read_anatomy(meta_model(find_model_source(name).config)))
     assert census.components["embedding"] == census.components["lm_head"]

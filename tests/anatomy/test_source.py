@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moetune.anatomy.source import resolve
+from moetune.anatomy.source import find_model_source
 from moetune.errors import UserError
 from tests.toys import toy_config
 
@@ -19,22 +19,22 @@ def folder_with(tmp_path: Path, config: object) -> str:
 
 
 def test_catalog_name_gives_config_and_hub_id() -> None:
-    source = resolve("Mixtral-8x7B")
+    source = find_model_source("Mixtral-8x7B")
     assert source.name == "mixtral-8x7b"
     assert source.config.model_type == "mixtral"
     assert source.folder == "mistralai/Mixtral-8x7B-v0.1"
-    assert resolve("mistralai/Mixtral-8x7B-v0.1").name == "mixtral-8x7b"
+    assert find_model_source("mistralai/Mixtral-8x7B-v0.1").name == "mixtral-8x7b"
 
 
 def test_embedded_model_gives_its_folder() -> None:
-    folder = resolve("tiny-mixtral").folder
+    folder = find_model_source("tiny-mixtral").folder
     assert folder is not None
     assert (Path(folder) / "config.json").is_file()
 
 
 def test_local_folder(tmp_path: Path) -> None:
     toy_config("qwen3_moe").save_pretrained(tmp_path)
-    source = resolve(str(tmp_path))
+    source = find_model_source(str(tmp_path))
     assert source.config.model_type == "qwen3_moe"
     assert source.folder == str(tmp_path)
 
@@ -49,7 +49,7 @@ def test_local_folder(tmp_path: Path) -> None:
 )
 def test_unknown_name(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        resolve(name)
+        find_model_source(name)
 
 
 def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("moetune.anatomy.source.AutoConfig.from_pretrained", offline)
     with pytest.raises(UserError) as caught:
-        resolve("mistralai/Mixtral-8x7B-v0.2")
+        find_model_source("mistralai/Mixtral-8x7B-v0.2")
     assert "Did you mean 'mistralai/Mixtral-8x7B-v0.1'?" in str(caught.value)
     assert "We couldn't connect to load" in str(caught.value)
 
@@ -77,20 +77,20 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
 )
 def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        resolve(folder_with(tmp_path, config))
+        find_model_source(folder_with(tmp_path, config))
 
 
 def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
-        resolve(str(tmp_path))
+        find_model_source(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(UserError, match=r"no config\.json"):
-        resolve(str(file))
+        find_model_source(str(file))
 
 
 def test_code_in_a_folder_does_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
     config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
     with pytest.raises(UserError, match="never run"):
-        resolve(folder_with(tmp_path, config))
+        find_model_source(folder_with(tmp_path, config))

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from moetune.adapt.build import write_packed_base
-from moetune.anatomy.source import resolve
-from moetune.export.export import export_run
+from moetune.anatomy.source import find_model_source
+from moetune.exporting.export import export
 from moetune.hub.fingerprint import take_fingerprint
-from moetune.train.run import train
 from tests import small
 from tests.cli.test_export import refused
+from tests.resolved import train, write_packed_base
 
 Command = Callable[..., Any]
 
@@ -28,8 +27,8 @@ def made(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathF
     """A folder with the delta and the merged checkpoint of a run."""
     folder = tmp_path_factory.mktemp("made")
     train(small.run_config(small_model, small_data, folder / "run", "experts", model={"base": "fp32"}))
-    export_run(folder / "run", "delta", folder / "delta")
-    export_run(folder / "run", "merged", folder / "merged")
+    export(folder / "run", "delta", folder / "delta")
+    export(folder / "run", "merged", folder / "merged")
     return folder
 
 
@@ -77,20 +76,20 @@ def test_a_base_of_the_catalog_or_the_hub(
     small_data: Path, tmp_path: Path, moetune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(small.run_config(Path("tiny-mixtral"), small_data, tmp_path / "run", "router", train={"steps": 1}))
-    export_run(tmp_path / "run", "delta", tmp_path / "delta")
-    export_run(tmp_path / "run", "merged", tmp_path / "merged")
+    export(tmp_path / "run", "delta", tmp_path / "delta")
+    export(tmp_path / "run", "merged", tmp_path / "merged")
     ended = moetune("apply", tmp_path / "delta", "--to", "tiny-mixtral", "--out", tmp_path / "out")
     assert (ended.code, ended.err) == (0, "")
     assert take_fingerprint(tmp_path / "out") == take_fingerprint(tmp_path / "merged")
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["base"]["name"] == "tiny-mixtral"
 
-    cached = Path(str(resolve("tiny-mixtral").folder))
+    cached = Path(str(find_model_source("tiny-mixtral").folder))
     monkeypatch.setattr("moetune.adapt.base.downloaded", lambda hub_id: cached)
     monkeypatch.setattr("moetune.adapt.base.download", lambda hub_id: cached)
     message = r".* another base than 'mixtral-8x7b': .*; --force mixtral-8x7b applies .*"
     other = small.write_model(tmp_path / "other", initializer_range=0.03)
     train(small.run_config(other, small_data, tmp_path / "second", "router", train={"steps": 1}))
-    export_run(tmp_path / "second", "delta", tmp_path / "second-delta")
+    export(tmp_path / "second", "delta", tmp_path / "second-delta")
     refused(moetune("apply", tmp_path / "second-delta", "--to", "mixtral-8x7b", "--out", tmp_path / "no"), message)
     ended = moetune("apply", tmp_path / "delta", "--to", "mixtral-8x7b", "--out", tmp_path / "hub")
     assert ended.code == 0

@@ -17,7 +17,7 @@ import yaml
 
 from moetune.anatomy.anatomy import meta_model, read_anatomy
 from moetune.anatomy.selection import select
-from moetune.anatomy.source import resolve
+from moetune.anatomy.source import find_model_source
 from moetune.catalog import recipes
 from moetune.cli.main import app
 from moetune.run_file import load_run_config
@@ -114,7 +114,7 @@ def test_init_writes_run_yaml_unless_told(
 @pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_run_file_fits_its_model(file: Path) -> None:
     config = load_run_config(file)
-    select(config.adapt, read_anatomy(meta_model(resolve(config.model.path).config)))
+    select(config.adapt, read_anatomy(meta_model(find_model_source(config.model.path).config)))
     assert config.data is not None
     assert config.output == f"runs/{file.stem}"
     assert config.train.steps % config.train.save_every == 0

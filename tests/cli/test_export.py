@@ -20,7 +20,7 @@ from tests import small
 def trained(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that trained two steps for real: routers, experts and LoRA on a base in float32."""
     from moetune.config import RunConfig
-    from moetune.train.run import train
+    from tests.resolved import train
 
     folder = tmp_path_factory.mktemp("runs") / "run"
     adapt = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"], "ids": [1]}}

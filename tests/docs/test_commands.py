@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from moetune.anatomy.anatomy import meta_model, read_anatomy
 from moetune.anatomy.selection import select
-from moetune.anatomy.source import resolve
+from moetune.anatomy.source import find_model_source
 from moetune.cli.main import app
 from moetune.run_file import load_run_config
 
@@ -77,11 +77,11 @@ def test_gpu_commands_are_valid(page: Path) -> None:
         _, name, run_file = shlex.split(command)[:3]
         assert name == "train"
         config = load_run_config(ROOT / run_file)
-        select(config.adapt, read_anatomy(meta_model(resolve(config.model.path).config)))
+        select(config.adapt, read_anatomy(meta_model(find_model_source(config.model.path).config)))
 
 
 def test_readme_run_file_is_valid(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "run.yaml").write_text(text)
     config = load_run_config(tmp_path / "run.yaml")
-    select(config.adapt, read_anatomy(meta_model(resolve(config.model.path).config)))
+    select(config.adapt, read_anatomy(meta_model(find_model_source(config.model.path).config)))

@@ -7,6 +7,7 @@ factors merged in. Tolerance: 1e-5 relative, float32 (tests/reference.py).
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from moetune.anatomy.anatomy import read_anatomy
 from moetune.anatomy.moe import ExpertShape, read_shape
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
-from moetune.experts.mlp import Routing, tokens_per_expert
+from moetune.experts.links import read_rows
+from moetune.experts.mlp import Routing
 from moetune.experts.packed import Storage
 from tests.reference import assert_close, excite_, expert_weights
 from tests.toys import EXPERTS, HIDDEN, toy_model
@@ -214,10 +216,31 @@ def test_bfloat16_rows_give_bfloat16_rows_and_factors_keep_float32() -> None:
 
 
 def test_routing_groups_every_row_under_its_expert() -> None:
+    bank = bank_of(stock_experts("mixtral"), PLANS["frozen"])
     ids_TK = torch.tensor([[3, 1], [1, 0], [3, 0], [1, 3]])
-    assert tokens_per_expert(ids_TK, 5) == [2, 3, 0, 3, 0]
-    groups = {expert: flat.tolist() for expert, flat in Routing.of(ids_TK, 5).groups()}
+    counts = read_rows(0, ids_TK, EXPERTS)
+    assert counts == [2, 3, 0, 3, 0, 0, 0, 0]
+    groups = {expert: flat.tolist() for expert, flat in Routing.of(ids_TK, counts).groups(bank)}
     assert groups == {0: [3, 5], 1: [1, 2, 6], 3: [0, 4, 7]}
+
+
+def test_rows_are_counted_so_on_every_thread() -> None:
+    """Autograd recomputes on a thread of a GPU's own."""
+    bank = bank_of(stock_experts("mixtral"), PLANS["frozen"])
+    x_TH, ids_TK, weights_TK = routed()
+    asked: list[int] = []
+
+    def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+        asked.append(layer)
+        return read_rows(layer, ids, num_experts)
+
+    bank.layer = 7
+    with bank.links.counting_by(count_rows):
+        other = threading.Thread(target=bank, args=(x_TH, ids_TK, weights_TK))
+        other.start()
+        other.join()
+    bank(x_TH, ids_TK, weights_TK)
+    assert asked == [7]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -226,7 +249,7 @@ def test_kept_rows_spare_a_product_and_change_no_bit(model_type: str, plan: Bank
     bank = bank_of(stock_experts(model_type), plan)
     trained = dict(bank.named_parameters())
     expected = run(bank, trained, *routed())
-    bank.keep_rows = True
+    bank.links.keep_rows = True
     found = run(bank, trained, *routed())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -234,7 +257,7 @@ def test_kept_rows_spare_a_product_and_change_no_bit(model_type: str, plan: Bank
 
 def test_a_bank_that_keeps_rows_keeps_those_of_gate_up() -> None:
     bank = bank_of(stock_experts("mixtral"), PLANS["frozen"])
-    bank.keep_rows = True
+    bank.links.keep_rows = True
     x_TH, ids_TK, weights_TK = routed()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):

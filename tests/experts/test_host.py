@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.experts.host import Shuttle, stays_on_host
+from moetune.experts.host import CopyStream, ExpertPrefetcher, empty_on_host, on_device, stays_on_host
 from moetune.experts.packed import PackedStack
+from moetune.memory.trace.tracker import Tracker
 from tests.reference import build_toy, loss_and_gradients, token_ids
 from tests.toys import LAYERS, toy_config
 
@@ -35,8 +36,9 @@ def toy(
     return adapted
 
 
-def shuttle_of(adapted: Adapted) -> Shuttle:
-    return next(module.shuttle for module in adapted.model.modules() if isinstance(module, PackedStack))
+def prefetcher_of(adapted: Adapted) -> ExpertPrefetcher:
+    assert adapted.links.prefetcher is not None
+    return adapted.links.prefetcher
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
@@ -54,7 +56,7 @@ def test_gradients_are_those_of_experts_on_the_gpu(
         assert torch.equal(loss, expected_loss)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-        assert not shuttle_of(adapted)._here
+        assert not prefetcher_of(adapted)._on_device
 
 
 @pytest.mark.parametrize("base", ["int8", "bf16", "fp32"])
@@ -69,18 +71,18 @@ def test_every_base_precision_travels(tmp_path: Path, base: str) -> None:
 class Watched:
     """Notes which layers are on the device after each turn, and how often one was fetched when it was needed."""
 
-    def __init__(self, shuttle: Shuttle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, prefetcher: ExpertPrefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
         self.turns: list[tuple[int, bool, list[int]]] = []
         self.late: list[tuple[int, bool]] = []
-        stock = shuttle._turn_to
+        stock = prefetcher._turn_to
 
         def turn_to(number: int, in_backward: bool) -> None:
-            if number not in shuttle._here:
+            if number not in prefetcher._on_device:
                 self.late.append((number, in_backward))
             stock(number, in_backward)
-            self.turns.append((number, in_backward, sorted(shuttle._here)))
+            self.turns.append((number, in_backward, sorted(prefetcher._on_device)))
 
-        monkeypatch.setattr(shuttle, "_turn_to", turn_to)
+        monkeypatch.setattr(prefetcher, "_turn_to", turn_to)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
@@ -89,37 +91,37 @@ def test_two_layers_at_most_and_the_next_in_time(
     tmp_path: Path, model_type: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapted = toy(tmp_path, model_type, "lora", checkpointing=checkpointing)
-    shuttle = shuttle_of(adapted)
-    watched = Watched(shuttle, monkeypatch)
+    prefetcher = prefetcher_of(adapted)
+    watched = Watched(prefetcher, monkeypatch)
     loss_and_gradients(adapted, token_ids())
     last = LAYERS - 1
     forward = [(n, False, [n, n + 1] if n < last else [n]) for n in range(LAYERS)]
     backward = [(n, True, [n - 1, n] if n else [n]) for n in reversed(range(LAYERS))]
     assert watched.turns == forward + backward
     assert watched.late == [(0, False)]  # the last layer is still there when backward begins
-    assert not shuttle._here
+    assert not prefetcher._on_device
 
 
 def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapted = toy(tmp_path, "mixtral", "upper layers", checkpointing="none")
-    watched = Watched(shuttle_of(adapted), monkeypatch)
+    watched = Watched(prefetcher_of(adapted), monkeypatch)
     loss_and_gradients(adapted, token_ids())
     assert [turn for turn in watched.turns if turn[1]] == [(3, True, [2, 3]), (2, True, [2])]
 
 
 def test_nothing_is_left_after_an_evaluation_nor_by_a_forward_pass_without_backward(tmp_path: Path) -> None:
     adapted = toy(tmp_path, "mixtral", "lora", checkpointing="full")
-    shuttle = shuttle_of(adapted)
+    prefetcher = prefetcher_of(adapted)
     with torch.no_grad():
         adapted.model(input_ids=token_ids(), use_cache=False)
-    assert not shuttle._here
+    assert not prefetcher._on_device
     adapted.model(input_ids=token_ids(), use_cache=False)
-    assert shuttle._backward_of == list(range(LAYERS))
+    assert prefetcher._backward_of == list(range(LAYERS))
     loss_and_gradients(adapted, token_ids())
-    assert not shuttle._here
-    assert not shuttle._backward_of
+    assert not prefetcher._on_device
+    assert not prefetcher._backward_of
 
 
 def test_a_graph_that_is_kept_goes_backward_twice(tmp_path: Path) -> None:
@@ -132,10 +134,26 @@ def test_a_graph_that_is_kept_goes_backward_twice(tmp_path: Path) -> None:
 
 
 def test_copies_are_not_the_hosts_memory() -> None:
-    stack = PackedStack(2, (4, 64), "fp32", on_host=True)
+    prefetcher = ExpertPrefetcher(torch.device("cpu"))
+    stack = PackedStack(2, (4, 64), "fp32", prefetcher=prefetcher)
+    prefetcher.add_layer(0, [stack])
     stack.pack_(0, torch.ones(4, 64))
-    stack.shuttle = Shuttle([[stack]], torch.device("cpu"))
     matrix: Tensor = stack.matrix(0, torch.float32)
     assert torch.equal(matrix, torch.ones(4, 64))
     assert not stays_on_host(matrix)
     assert stays_on_host(stack.data)
+
+
+def test_a_tracker_tells_the_hosts_memory_by_its_marks() -> None:
+    device = torch.device("cpu")
+    with Tracker({}) as tracker:
+        ours = empty_on_host((4,), torch.float32, device)
+        ours.copy_(torch.ones(4))
+        computed, mixed = ours * 2, ours + torch.ones(4)
+        (fetched,) = CopyStream(device).to_device([ours]).wait()
+        (stored,) = CopyStream(device).to_host(mixed).wait()
+        on_gpu = on_device(computed, device)
+    blocks = [tracker.log.blocks[number] for t in (ours, computed, mixed, fetched, stored, on_gpu)
+              if (number := tracker.block_of(t)) is not None]  # fmt: skip
+    assert [block.on_host for block in blocks] == [True, True, False, False, True, False]
+    assert [block.fetched for block in blocks] == [False, False, False, True, False, False]

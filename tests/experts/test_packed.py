@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from moetune.experts.packed import DTYPES, PackedLinear, PackedStack, Storage
+from moetune.experts import packed as packed_module
+from moetune.experts.packed import PackedLinear, PackedStack, Storage
+from moetune.run.dtypes import DTYPES
 
 STORAGES: list[tuple[Storage, bool]] = [
     ("nf4", False),
@@ -67,7 +69,11 @@ def test_an_nf4_slice_is_what_bitsandbytes_makes_of_that_matrix(shape: tuple[int
 
 
 @every_shape
-def test_an_int8_slice_is_what_bitsandbytes_makes_of_that_matrix(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("at_once", [packed_module.INT8_AT_ONCE, 24])
+def test_an_int8_slice_is_what_bitsandbytes_makes_of_that_matrix(
+    shape: tuple[int, int], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_module, "INT8_AT_ONCE", at_once)
     weights = matrices(shape)
     stack = packed("int8", False, weights)
     for index, weight in enumerate(weights):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetune.adapt.pack import stacks
 from moetune.anatomy.anatomy import meta_model, read_anatomy
 from moetune.hub.names import find_homes
 from moetune.hub.tensor_files import read_checkpoint
-from tests.export.runs import make_toy
+from moetune.run.names import stacks
+from tests.exporting.runs import make_toy
 from tests.toys import expert_model_types
 
 

@@ -1,4 +1,4 @@
-"""The closed form is near the trace for the catalog's models, of larger siblings for one (all: scripts/bench)."""
+"""The closed form is what the trace says for the catalog's models, of larger siblings for one (all: scripts/bench)."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 
 import moetune.catalog
 from moetune.config import RunConfig
-from moetune.memory.facts import read_facts
-from moetune.memory.formulas import quantities
+from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.trace import trace
+from moetune.run.resolve import resolve
 
 MODELS = Path(moetune.catalog.__file__).parent / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
@@ -20,11 +20,11 @@ IN_GROUPS = {"deepseek-v3": 16}
 """Its router looks at the best two experts of each of eight groups."""
 SETTINGS = {"router": ("full", 2048), "lora": ("none", 256)}
 ELSEWHERE = ("llama-7b", "mixtral-8x7b")
-"""Within 1 % in test_trace.py."""
+"""In test_trace.py."""
 LARGER_SIBLINGS = ("gpt-oss-120b", "llama-13b", "llama-30b", "llama-65b", "mixtral-8x22b", "qwen3-235b-a22b")
 QUICK = ("tiny-mixtral",)
 CASES = [
-    pytest.param(name, tuple(SETTINGS)[number % 2], marks=() if name in QUICK else pytest.mark.slow)
+    pytest.param(name, tuple(SETTINGS)[number % 2], marks=() if name in QUICK else pytest.mark.full)
     for number, name in enumerate(NAMES)
     if name not in LARGER_SIBLINGS + ELSEWHERE
 ]
@@ -62,8 +62,9 @@ def catalog_run(name: str, path: str, what: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(("name", "what"), CASES)
-def test_the_formula_is_near_the_trace(name: str, what: str, tmp_path: Path) -> None:
-    config = catalog_run(name, with_fewer_experts(name, tmp_path), what)
-    traced = trace(config)
-    closed = quantities(read_facts(config.model.path), config).peak()[1].total
-    assert closed == pytest.approx(traced.parts(traced.peak).total, rel=0.03)
+def test_the_formula_is_what_the_trace_says(name: str, what: str, tmp_path: Path) -> None:
+    run = resolve(catalog_run(name, with_fewer_experts(name, tmp_path), what))
+    traced = trace(run)
+    found = ClosedForm(run).at(run.config)
+    assert found.parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-4)
+    assert found.load == traced.load

@@ -8,13 +8,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetune.adapt.build import build
 from moetune.adapt.fake import build_fake
 from moetune.memory.predict import predict
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace import peaks_of_loading
-from moetune.memory.tracker import Tracker
+from moetune.memory.trace.tracker import Tracker
+from moetune.run.resolve import resolve
 from tests.memory.models import toy_run, write_toy
+from tests.resolved import build
 
 EXPERTS: dict[str, Any] = {"experts": {"ids": [0, 1]}}
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
@@ -31,7 +32,8 @@ SIZES: dict[str, Any] = {
 
 def load(config: Any) -> LoadPeaks:
     report = predict(config, method="formula", gpu="44GiB")
-    built = peaks_of_loading(build_fake(config, FakeTensorMode(allow_non_fake_inputs=True)), config)
+    run = resolve(config)
+    built = peaks_of_loading(build_fake(run, FakeTensorMode(allow_non_fake_inputs=True)), run)
     assert report.load.gpu == pytest.approx(built.gpu, rel=1e-3)
     assert report.load.host == built.host
     return report.load

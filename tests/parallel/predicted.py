@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from moetune.config import RunConfig
-from moetune.memory.measure import measure
 from moetune.memory.report import Collective, Parts
-from moetune.memory.trace import trace
+from moetune.memory.trace import Trace, trace
 from moetune.parallel.ranks import Ranks
+from tests.resolved import measure
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def predicted(config: RunConfig, rank: int, counts: Counts) -> Found:
     left, arrived = iter(counts.left), iter(counts.arrived)
     traced = trace(
         config,
-        lambda ids, experts: next(left),
-        compose=False,
+        lambda *_: next(left),
+        shortened=False,
         micro_steps=config.train.accumulate,
         rank=rank,
         arriving=lambda *_: next(arrived),
@@ -55,7 +55,7 @@ def predicted(config: RunConfig, rank: int, counts: Counts) -> Found:
     return _found(traced)
 
 
-def _found(traced) -> Found:
+def _found(traced: Trace) -> Found:
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for one in traced.collectives:
         assert isinstance(one, Collective)

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.experts.bank import ExpertBank
-from moetune.parallel.ranks import Ranks, here
+from moetune.parallel.exchange import CountArriving, TokenExchange, read_arriving
+from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.step.optimizers import CombinedOptimizer, make_optimizer
 from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
 from moetune.step.zero import ZeroUpdater
+from tests.resolved import build
 
 
 @dataclass
@@ -29,16 +31,27 @@ class Taken:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def take(config: RunConfig, ranks: Ranks, steps: int, micro_batches: int, *, word: int | None = None) -> Taken:
+def take(
+    config: RunConfig,
+    ranks: Ranks,
+    steps: int,
+    micro_batches: int,
+    *,
+    word: int | None = None,
+    count_arriving: CountArriving = read_arriving,
+) -> Taken:
     """`micro_batches` of all ranks together make a step.
 
     Args:
         word: makes every token this one.
+        count_arriving: reads, where ranks exchange tokens, how many came.
     """
     adapted = build(config, "cpu", ranks=ranks)
+    if isinstance(adapted.links.exchange, TokenExchange):
+        adapted.links.exchange.count_arriving = count_arriving
     adapted.model.train()
-    optimizer = make_optimizer(adapted, config)
-    stepper = Stepper(adapted, config, optimizer)
+    optimizer = make_optimizer(adapted)
+    stepper = Stepper(adapted, optimizer)
     taken = Taken()
     for step in range(steps):
         batches = [batch_of(config, step * micro_batches + number, word) for number in range(micro_batches)]
@@ -46,8 +59,9 @@ def take(config: RunConfig, ranks: Ranks, steps: int, micro_batches: int, *, wor
         mine = batches[ranks.data_index :: ranks.data_size]
         for number, batch in enumerate(mine):
             stepper.micro_step(batch, total, last=number == len(mine) - 1)
-        taken.norms.append(float(stepper.update()))
-        taken.losses.append(float(stepper.loss))
+        reduced = stepper.finish()
+        taken.norms.append(float(reduced.norm))
+        taken.losses.append(float(reduced.loss))
     taken.weights = whole_weights(adapted, optimizer)
     return taken
 
@@ -73,13 +87,13 @@ def whole_weights(adapted: Adapted, optimizer: CombinedOptimizer) -> dict[str, T
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
         with nullcontext() if engine is None else engine.gathered(parameter):
-            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else here(parameter)
+            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else local_tensor(parameter)
             tensor = tensor.detach().clone()
         if isinstance(bank, ExpertBank):
             mine |= {f"{name}.{expert}": tensor[slot] for expert, slot in bank.lora.slots.items()}
         else:
             mine[name] = tensor
     whole: dict[str, Tensor] = {}
-    for said in adapted.ranks.everyones(mine):
+    for said in adapted.ranks.gather(mine):
         whole |= said
     return whole

@@ -10,17 +10,15 @@ import pytest
 import torch
 from transformers import core_model_loading
 
-from moetune.adapt.build import build, place
-from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.anatomy.selection import select
-from moetune.anatomy.source import resolve
 from moetune.cli.quantize import quantize
-from moetune.config import ParallelConfig, RunConfig
+from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.parallel.exchange import arriving_by, read
+from moetune.parallel.exchange import read_arriving
 from moetune.parallel.ranks import Ranks
+from moetune.run.resolve import resolve
 from tests import small
 from tests.parallel import layouts, steps, world
+from tests.resolved import build
 
 EP_4 = {"fsdp": 4, "ep": 4}
 
@@ -28,39 +26,41 @@ EP_4 = {"fsdp": 4, "ep": 4}
 # --- Placement ------------------------------------------------------------------------------------------------------
 
 
-def placed(adapt: dict[str, Any], ep: int, model: Path, load: dict[int, list[float]] | None = None) -> dict[int, Any]:
-    anatomy = read_anatomy(meta_model(resolve(str(model)).config))
-    selection = select(RunConfig.model_validate({"model": {"path": str(model)}, "adapt": adapt}).adapt, anatomy)
-    if load is None:
-        return place(ParallelConfig(fsdp=ep, ep=ep), anatomy, selection)
-    file = model.parent / "load.json"
-    file.write_text(json.dumps({"expert_load": load}))
-    return place(ParallelConfig(fsdp=ep, ep=ep, load=str(file)), anatomy, selection)
+def placement_of(
+    adapt: dict[str, Any], ep: int, model: Path, load: dict[int, list[float]] | None = None
+) -> dict[int, Any]:
+    parallel: dict[str, Any] = {"fsdp": ep, "ep": ep}
+    if load is not None:
+        file = model.parent / "load.json"
+        file.write_text(json.dumps({"expert_load": load}))
+        parallel["load"] = str(file)
+    run = {"model": {"path": str(model)}, "adapt": adapt, "parallel": parallel, "hardware": {"count": ep}}
+    return dict(resolve(RunConfig.model_validate(run)).placement)
 
 
 def test_ids_are_contiguous_where_experts_are_alike(small_model: Path) -> None:
-    assert placed({"router": "all"}, 2, small_model) == {0: ((0, 1), (2, 3)), 1: ((0, 1), (2, 3))}
+    assert placement_of({"router": "all"}, 2, small_model) == {0: ((0, 1), (2, 3)), 1: ((0, 1), (2, 3))}
     every = {"lora": {"rank": 2, "alpha": 2, "targets": ["experts"]}}
-    assert placed(every, 4, small_model)[0] == ((0,), (1,), (2,), (3,))
+    assert placement_of(every, 4, small_model)[0] == ((0,), (1,), (2,), (3,))
 
 
 def test_trained_experts_are_spread(small_model: Path) -> None:
     """Contiguous ids would put both on one rank."""
-    for held in placed({"experts": {"layers": "all", "ids": [0, 1]}}, 2, small_model).values():
+    for held in placement_of({"experts": {"layers": "all", "ids": [0, 1]}}, 2, small_model).values():
         assert sorted(len({0, 1} & set(ids)) for ids in held) == [1, 1]
 
 
 def test_odd_ones_even_out_over_layers(small_model: Path) -> None:
-    found = placed({"experts": {"layers": "all", "ids": [0]}}, 2, small_model)
+    found = placement_of({"experts": {"layers": "all", "ids": [0]}}, 2, small_model)
     assert {rank for held in found.values() for rank, ids in enumerate(held) if 0 in ids} == {0, 1}
 
 
 def test_a_known_load_is_balanced(small_model: Path) -> None:
     load = {layer: [10.0, 9.0, 1.0, 0.0] for layer in (0, 1)}
-    for held in placed({"router": "all"}, 2, small_model, load).values():
+    for held in placement_of({"router": "all"}, 2, small_model, load).values():
         assert sorted(sum(load[0][expert] for expert in ids) for ids in held) == [10.0, 10.0]
     with pytest.raises(UserError, match=r"parallel\.load: has 3 experts for layer 0, which has 4"):
-        placed({"router": "all"}, 2, small_model, {0: [1.0, 2.0, 3.0]})
+        placement_of({"router": "all"}, 2, small_model, {0: [1.0, 2.0, 3.0]})
 
 
 # --- Ranks without tokens -------------------------------------------------------------------------------------------
@@ -73,12 +73,11 @@ def one_word(model: Path, parallel: dict[str, Any], adapt: str) -> tuple[steps.T
 
     def counted(arriving: Any, leaving: Any, rank: int) -> list[list[int]]:
         nonlocal idle
-        rows = read(arriving, leaving, rank)
+        rows = read_arriving(arriving, leaving, rank)
         idle += not any(map(sum, rows))
         return rows
 
-    with arriving_by(counted):
-        taken = steps.take(config, Ranks.join(config.parallel, "cpu"), 2, 4, word=77)
+    taken = steps.take(config, Ranks.join(config.parallel, "cpu"), 2, 4, word=77, count_arriving=counted)
     return taken, idle
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,19 @@ from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
 
+SPANNING = ("zero 1", "ep 2", "replicate 2 × fsdp 2, ep 2", "tp 2 × fsdp 2, ep 4", "deepspeed, zero 3")
+"""Every axis, and each axis beside another: on a push; the other layouts with `--all`."""
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=with_deepspeed) for name in DEEPSPEED)])
+
+def every_layout() -> list[Any]:
+    marks = {name: [pytest.mark.full] for name in (*LAYOUTS, *DEEPSPEED) if name not in SPANNING}
+    return [
+        pytest.param(name, marks=[*marks.get(name, []), *([with_deepspeed] if name in DEEPSPEED else [])])
+        for name in (*LAYOUTS, *DEEPSPEED)
+    ]
+
+
+@pytest.mark.parametrize("name", every_layout())
 def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path, sharded: Path) -> None:
     parallel = LAYOUTS[name] if name in LAYOUTS else DEEPSPEED[name] | {"deepspeed": str(sharded)}
     ranks = layouts.config_of(parallel, CASES[0], small_model).parallel.ranks

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from moetune.memory import predict as module
-from moetune.memory.predict import kinds_of_ranks, predict
+from moetune.memory.predict import predict
+from moetune.memory.ranks import kinds_of_ranks
 from moetune.memory.routing import Routing
 from moetune.memory.trace import trace
 from tests import small
@@ -35,9 +36,9 @@ def test_micro_steps_between_the_first_and_the_last_are_alike(parallel: dict[str
 def test_every_rank_is_reported(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
 
-    def counted(config: Any, routing: Any, *, rank: int) -> Any:
+    def counted(config: Any, routing: Any, *, rank: int, gpu: Any) -> Any:
         traced.append(rank)
-        return trace(config, routing, rank=rank)
+        return trace(config, routing, rank=rank, gpu=gpu)
 
     monkeypatch.setattr(module, "trace", counted)
     report = predict(config_of(small_model, "experts", fsdp=4, ep=2), method="trace")

@@ -9,9 +9,8 @@ import pytest
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.memory.verify import verify
-from moetune.train.run import train
 from tests import small
+from tests.resolved import train, verify
 
 TWO = {"fsdp": 2}
 
@@ -38,7 +37,7 @@ def config_of(model: Path, data: Path, tmp_path: Path, parallel: dict[str, Any],
         (
             {"replicate": 2},
             {"optimizer": {"name": "lomo"}, "train": {"accumulate": 1}},
-            "lomo with fused_backward uses gradients up before the ranks have added them",
+            "lomo with fused_backward frees gradients before the ranks have added them up",
         ),
         (
             TWO,

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from moetune.config import RunConfig
-from moetune.export.export import export_run
+from moetune.exporting.export import export
 from moetune.parallel.ranks import Ranks
-from moetune.train.run import train
 from tests import small
 from tests.parallel import world
+from tests.resolved import train
 
 _FOUR_A_STEP = {"ep 2": 2, "ep 4": 1, "fsdp 2": 2, "fsdp 4": 1, "alone": 4, "ddp 2": 2, "zero 2": 2, "zero 3": 2}
 _PARALLEL: dict[str, dict[str, Any]] = {
@@ -153,7 +153,7 @@ def test_exports_are_those_of_one_process(small_model: Path, even_data: Path, tm
             folders = []
             for name in ("one", "many"):
                 folders.append(tmp_path / adapt / f"{name}-{format_}")
-                export_run(tmp_path / adapt / name, format_, folders[-1])
+                export(tmp_path / adapt / name, format_, folders[-1])
             files = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in folders]
             assert files[0] == files[1] != []
             for file in files[0]:

@@ -33,6 +33,23 @@ PEAK = Parts(
 )
 
 
+TERMS = (
+    Term(
+        "frozen_weights",
+        "frozen experts, NF4, double-quantized",
+        "E_frozen · 3 · h · i · (1/2 + 1/64 + 4/(64·256)) [E, h, i per layer]",
+        "244 · 3 · 4096 · 14336 · 0.516",
+        22_177_000_000,
+        "concepts/weights.md",
+    ),
+    Term("optimizer_states", "AdamW, exp_avg and exp_avg_sq", "2 · N · 2", "2 · 1.4e9 · 2",
+         5_637_144_576, "concepts/optimizers.md"),
+    Term("saved_activations", "checkpointed inputs of layers",
+         "layers · micro_batch · sequence_length · h · bytes + the router's choices of every layer",
+         "32 · 1 · 2048 · 4096 · 2 + 32 · 1 · 2048 · 2 · 8", 537_919_488, "concepts/activations.md"),
+)  # fmt: skip
+
+
 def timeline() -> tuple[Sample, ...]:
     """One training step: activations grow layer by layer, then give way to temporaries and gradients."""
     static = {"frozen_weights": PEAK.frozen_weights, "trainable_weights": PEAK.trainable_weights}
@@ -59,7 +76,7 @@ def timeline() -> tuple[Sample, ...]:
 
 
 def rank(number: int = 0, parts: Parts = PEAK) -> RankMemory:
-    return RankMemory(number, parts, outside_allocator=640 * MIB, peak_reserved=parts.total + 410 * MIB)
+    return RankMemory(number, parts, outside_allocator=640 * MIB, peak_reserved=parts.total + 410 * MIB, terms=TERMS)
 
 
 def sample(**changes: Any) -> MemoryReport:
@@ -78,21 +95,6 @@ def sample(**changes: Any) -> MemoryReport:
             "method": "trace",
             "gpu": L40S,
             "ranks": (rank(),),
-            "terms": (
-                Term(
-                    "frozen_weights",
-                    "frozen experts, NF4, double-quantized",
-                    "E_frozen · 3 · h · i · (1/2 + 1/64 + 4/(64·256)) [E, h, i per layer]",
-                    "244 · 3 · 4096 · 14336 · 0.516",
-                    22_177_000_000,
-                    "concepts/weights.md",
-                ),
-                Term("optimizer_states", "AdamW, exp_avg and exp_avg_sq", "2 · N · 2", "2 · 1.4e9 · 2",
-                     5_637_144_576, "concepts/optimizers.md"),
-                Term("saved_activations", "checkpointed inputs of layers",
-                     "layers · micro_batch · sequence_length · h · bytes + the router's choices of every layer",
-                     "32 · 1 · 2048 · 4096 · 2 + 32 · 1 · 2048 · 2 · 8", 537_919_488, "concepts/activations.md"),
-            ),
             "assumptions": (
                 "routing: balanced, each expert of a layer receives the same number of tokens, 512 of 2048 · top_k 2",
                 "allocator: expandable_segments is off",
@@ -117,6 +119,11 @@ def too_big(**changes: Any) -> MemoryReport:
         Change(("train.accumulate=1",), 20 * MIB, 36_800_000_000, False, "the smallest saving"),
     )  # fmt: skip
     return sample(**{"gpu": GpuMemory("RTX 4090", 24 * GIB), "changes": suggestions} | changes)
+
+
+def tight(**changes: Any) -> MemoryReport:
+    """The same report on a card that has barely room."""
+    return sample(**{"gpu": GpuMemory("L40S", 34 * GIB)} | changes)
 
 
 def many_ranks(**changes: Any) -> MemoryReport:

@@ -15,9 +15,9 @@ from moetune.memory.report import GpuMemory, MemoryReport
 from moetune.report.page import render_page, write_page
 from moetune.report.terminal import balance, verdict
 from moetune.report.units import gib
-from tests.report.sample import PEAK, formula_only, many_ranks, sample, too_big
+from tests.report.sample import PEAK, formula_only, many_ranks, sample, tight, too_big
 
-REPORTS = [sample, too_big, many_ranks, formula_only]
+REPORTS = [sample, tight, too_big, many_ranks, formula_only]
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from moetune.memory.report import LoadPeaks, MemoryReport, Moment, Parts
 from moetune.report.terminal import alike, balance, print_report, verdict, when
 from moetune.report.units import gib, percent
-from tests.report.sample import GIB, L40S, MIB, PEAK, formula_only, many_ranks, rank, sample, too_big
+from tests.report.sample import GIB, L40S, MIB, PEAK, formula_only, many_ranks, rank, sample, tight, too_big
 
-REPORTS = [sample, too_big, many_ranks, formula_only]
+REPORTS = [sample, tight, too_big, many_ranks, formula_only]
 
 
 def printed(report: MemoryReport, width: int = 80) -> str:
@@ -47,15 +47,22 @@ def test_a_share_of_nothing_is_not_a_number() -> None:
 
 
 def test_the_verdict_of_a_card_with_room() -> None:
-    assert verdict(sample()) == "fits: yes, 10.94 GiB headroom on L40S (44.99 GiB usable)"
+    assert verdict(sample()) == "fits: yes, 11.34 GiB headroom on L40S (44.99 GiB usable)"
 
 
 def test_the_verdict_of_a_card_too_small() -> None:
-    assert verdict(too_big()) == "does NOT fit: 10.05 GiB too much for RTX 4090 (24.00 GiB usable)"
+    assert verdict(too_big()) == "does NOT fit: 9.65 GiB too much for RTX 4090 (24.00 GiB usable)"
+
+
+def test_the_verdict_of_a_card_with_little_room() -> None:
+    """It fits, and what is left and what may be needed beside it are both said."""
+    report = tight()
+    assert report.fits is True
+    assert verdict(report) == "tight: 360.44 MiB left on L40S (34.00 GiB usable), may be 328.67 MiB short"
 
 
 def test_the_verdict_without_a_card() -> None:
-    assert verdict(sample(gpu=None)) == "needs 34.05 GiB; no GPU named to compare with"
+    assert verdict(sample(gpu=None)) == "needs 33.65 GiB; no GPU named to compare with"
 
 
 @pytest.mark.parametrize("make", REPORTS)
@@ -110,7 +117,7 @@ def test_the_moment_of_the_peak_is_said() -> None:
 def test_a_peak_while_loading_is_said_and_decides() -> None:
     report = sample(load=LoadPeaks(host=GIB, gpu=60 * GIB))
     assert report.fits is False
-    assert "The process takes 60.62 GiB while the weights load." in printed(report)
+    assert "The process needs 60.62 GiB while the weights load." in printed(report)
 
 
 def test_three_changes_that_save_most_as_they_are_typed() -> None:
@@ -121,8 +128,8 @@ def test_three_changes_that_save_most_as_they_are_typed() -> None:
         "- --set optimizer.name=adamw8bit",
         "- --set train.sequence_length=1024",
     ]
-    assert "saves 4.00 GiB: the process then takes 30.27 GiB, which fits" in text
-    assert "saves 990.00 MiB: the process then takes 33.37 GiB, which does not fit yet" in text
+    assert "saves 4.00 GiB: the process then needs 30.27 GiB, which fits" in text
+    assert "saves 990.00 MiB: the process then needs 33.37 GiB, which does not fit yet" in text
 
 
 def test_no_change_is_advised_where_it_fits() -> None:
@@ -138,7 +145,7 @@ def test_equal_ranks_are_one_row() -> None:
 def test_ranks_and_collectives_only_where_there_are_several() -> None:
     assert "8 ranks" in printed(many_ranks())
     assert "all-gather" in printed(many_ranks())
-    assert "Rank 0, the fullest of 8, takes" in printed(many_ranks())
+    assert "Rank 0, the fullest of 8, needs" in printed(many_ranks())
     assert "ranks" not in printed(sample())
     assert "communication" not in printed(sample())
 

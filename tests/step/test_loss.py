@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,16 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from moetune.memory.trace import Trace
-from moetune.memory.tracker import Tracker
-from moetune.step import loss
+from moetune.memory.trace import Trace, trace
+from moetune.memory.trace.tracker import Tracker
+from moetune.parallel.ranks import SINGLE_RANK
+from moetune.step import lomo, loss
 from moetune.step.loss import IGNORED, chunk_tokens, summed_cross_entropy
 from moetune.step.step import count_loss_tokens, held_out_loss, token_loss
 from moetune.step.tail import Tail
+from tests.memory.models import toy_run, write_toy
 from tests.toys import VOCAB, toy_model
 
 MiB, GiB = 2**20, 2**30
@@ -132,16 +135,6 @@ def test_float16_keeps_what_a_loss_scale_is_for() -> None:
     (gradient_NH,) = torch.autograd.grad(found * scale, hidden_NH)
     assert gradient_NH.dtype == torch.float16
     assert (gradient_NH.float() / scale - exact_NH).norm() <= 5e-3 * exact_NH.norm()
-
-
-@pytest.mark.parametrize("tokens", [4, TOKENS])
-def test_a_graph_that_is_kept_gives_its_gradients_again(tokens: int) -> None:
-    tail, hidden_NH, targets_N = head(weight=True)
-    found = summed_cross_entropy(tail, hidden_NH, targets_N, memory=memory_of(tail, tokens))
-    once = torch.autograd.grad(found, [hidden_NH, *tail.trained], retain_graph=True)
-    twice = torch.autograd.grad(3 * found, [hidden_NH, *tail.trained])
-    for one, other in zip(once, twice, strict=True):
-        torch.testing.assert_close(3 * one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -259,10 +252,10 @@ def fake_peak(run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: int, voca
         tracker = Tracker({})
         for tensor in (hidden_NH, weight_VH, targets_N):
             tracker.add(tensor)
-        begin = len(tracker.log)
+        begin = len(tracker.log.entries)
         with tracker:
             run(hidden_NH, weight_VH, targets_N).backward()
-    traced = Trace.of(tracker)
+    traced = Trace.of(tracker.log, 0, SINGLE_RANK.axis_of)
     return traced.parts(traced.peak).total - traced.parts(begin - 1).total
 
 
@@ -287,3 +280,79 @@ def test_a_chunk_takes_what_it_is_given() -> None:
     for memory in (64 * MiB, 256 * MiB, GiB):
         taken = fake_peak(by_chunks(memory), 65_536, 32_000, 64) - 65_536 * 64 * 2
         assert 0.95 * memory <= taken <= 1.02 * memory
+
+
+# --- A head that trains -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_heads_gradient_exists_once(tied: bool) -> None:
+    """Until the backward pass of a tied embedding makes a second one, as large, to be added to it. (A third one for the
+    sum there is under a dispatch mode only: autograd otherwise adds in place.)"""
+    weight_VH = torch.nn.Parameter(torch.randn(VOCABULARY * 16, HIDDEN))
+    ids_N, size = torch.arange(TOKENS), weight_VH.nbytes
+    hidden_NH = functional.embedding(ids_N, weight_VH) if tied else torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    tail = Tail(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
+    tracker = Tracker({})
+    tracker.add(weight_VH, "trainable_weights")
+    with tracker:
+        summed_cross_entropy(tail, hidden_NH, ids_N, divisor=TOKENS, memory=None).backward()
+    gradients = [block for block in tracker.log.blocks if block.bytes == size and block.part != "trainable_weights"]
+    assert [block.op for block in gradients[1:]] == (["embedding_dense_backward.default", "add.Tensor"] if tied else [])
+    assert weight_VH.grad is not None
+
+
+def test_a_word_costs_two_weights_a_gradient_and_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the peak of a run that trains everything: a row of embedding and head, one gradient of the head's row, and a
+    chunk's logits beside it."""
+    monkeypatch.setattr(lomo, "BLOCK", 2**12)  # of a toy's head, as of a real one, a small part
+    peaks = []
+    for vocabulary in (4096, 8192):
+        folder = write_toy(tmp_path, "llama", vocab_size=vocabulary, tie_word_embeddings=False)
+        train = {"micro_batch": 1, "sequence_length": 4, "accumulate": 1, "max_grad_norm": 0.0}
+        optimizer = {"name": "lomo", "lr": 0.1}
+        traced = trace(toy_run(folder, "llama", {"also": ["*"]}, train=train, optimizer=optimizer))
+        peaks.append(traced.parts(traced.peak).total)
+    hidden = AutoConfig.from_pretrained(folder).hidden_size
+    assert peaks[1] - peaks[0] == 4096 * 4 * (3 * hidden + 4)
+
+
+def test_a_tied_embeddings_gradient_is_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    stock = loss._each_in_its_own_memory
+
+    def watched(gradients: list[Tensor]) -> list[Tensor]:
+        own = stock(gradients)
+        made.append(own[0].data_ptr())
+        return own
+
+    monkeypatch.setattr(loss, "_each_in_its_own_memory", watched)
+    weight_VH = torch.nn.Parameter(torch.randn(VOCABULARY, HIDDEN))
+    ids_N = torch.arange(TOKENS)
+    hidden_NH = functional.embedding(ids_N, weight_VH)
+    tail = Tail(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
+    summed_cross_entropy(tail, hidden_NH, ids_N, memory=None).backward()
+    assert weight_VH.grad is not None
+    assert weight_VH.grad.data_ptr() == made[0]
+
+
+def test_a_loss_goes_backward_once() -> None:
+    tail, hidden_NH, targets_N = head(weight=True)
+    found = summed_cross_entropy(tail, hidden_NH, targets_N, memory=None)
+    found.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has gone backward already"):
+        found.backward()
+
+
+def test_gradients_that_share_memory_are_scaled_once_each() -> None:
+    """Two biases of one shape have the same gradient, and autograd gives it as one tensor."""
+    random = torch.Generator().manual_seed(0)
+    hidden_NV = torch.randn(1, VOCABULARY, generator=random, requires_grad=True)
+    one, two = (torch.zeros(1, VOCABULARY, requires_grad=True) for _ in range(2))
+    tail = Tail(lambda hidden: hidden + one + two, hidden_NV[None, :0].detach())
+    summed_cross_entropy(tail, hidden_NV, torch.tensor([3]), memory=None).mul(3.0).backward()
+    expected = torch.autograd.grad(
+        3 * functional.cross_entropy(hidden_NV, torch.tensor([3]), reduction="sum"), hidden_NV
+    )
+    for found in (one.grad, two.grad, hidden_NV.grad):
+        torch.testing.assert_close(found, expected[0])

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from moetune.adapt.build import build
 from moetune.config import OptimizerConfig
 from moetune.errors import UserError
+from moetune.step.batch import collate
 from moetune.step.optimizers import make_optimizer, optimizer_over
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import micro_step
-from moetune.train.data import collate
 from tests import small
+from tests.resolved import build
 
 NAMES = ("adamw", "adamw8bit", "sgd")
 
@@ -111,7 +111,6 @@ SELECTIONS = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
 @given(adapt=SELECTIONS, name=st.sampled_from(NAMES), checkpointing=st.sampled_from(["none", "full"]))
 def test_what_is_not_selected_has_neither_gradient_nor_state(
     small_model: Path, adapt: dict[str, Any], name: str, checkpointing: str
@@ -126,7 +125,7 @@ def test_what_is_not_selected_has_neither_gradient_nor_state(
         return  # the draw chose nothing, or one thing twice: for the selection's own tests
     before = {key: value.clone() for key, value in adapted.model.state_dict().items()}
     trained = adapted.trainable()
-    optimizer = make_optimizer(adapted, config)
+    optimizer = make_optimizer(adapted)
     ids = list(range(20, 60))
     micro_step(adapted.model, collate([{"input_ids": ids, "labels": ids}], 3), 39, RouterWatch(adapted), config.train)
 

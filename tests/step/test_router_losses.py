@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.step import router_losses
+from moetune.step.batch import Batch, collate
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import Batch, micro_step, token_loss
-from moetune.train.data import collate
-from moetune.train.run import train
+from moetune.step.step import micro_step, token_loss
 from tests import small
+from tests.resolved import build, train
 
 PAD = 3
 ROWS = [{"input_ids": list(range(20, 20 + length)), "labels": list(range(20, 20 + length))} for length in (4, 11, 7)]
@@ -30,10 +30,9 @@ def built(model: Path, adapt: str = "router", **train: Any) -> Adapted:
 def watched(adapted: Adapted, batch: Batch) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """Balance loss, z-loss and expert load of one forward pass."""
     watch = RouterWatch(adapted)
-    with watch.recording(logits=True) as routed:
+    with watch.recording(batch.get("attention_mask"), logits=True) as routed:
         token_loss(adapted.model, batch)
-    mask = batch.get("attention_mask")
-    return *watch.losses(routed, mask), watch.load(routed, mask)
+    return *watch.losses(routed), routed.load
 
 
 def by_hand(adapted: Adapted, batch: Batch) -> tuple[float, float, list[list[int]]]:
@@ -87,8 +86,8 @@ def test_balance_is_one_when_routing_is_uniform(small_model: Path) -> None:
     routed = router_losses.Routed()
     for layer in range(small.LAYERS):
         routed.logits[layer] = torch.zeros(small.EXPERTS, small.EXPERTS)
-        routed.ids[layer] = torch.stack([torch.arange(4), torch.arange(4).roll(1)], dim=1)
-    balance, z = watch.losses(routed, None)
+        routed.load[layer] = torch.full((small.EXPERTS,), 2.0)
+    balance, z = watch.losses(routed)
     assert balance.item() == pytest.approx(1)
     assert z.item() == pytest.approx(math.log(small.EXPERTS) ** 2)
 

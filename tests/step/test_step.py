@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
+from moetune.step.batch import Batch, collate
 from moetune.step.loss import IGNORED
 from moetune.step.router_losses import RouterWatch
-from moetune.step.step import Batch, count_loss_tokens, micro_step, token_loss
-from moetune.train.data import collate, load_data
+from moetune.step.step import count_loss_tokens, micro_step, token_loss
+from moetune.training.data import load_data
 from tests import small
+from tests.resolved import build
 
 PAD = 3
 
@@ -118,10 +120,9 @@ def test_nothing_is_recorded_outside_a_step(small_model: Path, small_data: Path,
     adapted = build(config, "cpu")
     watch = RouterWatch(adapted)
     batch = collate(rows_of(config)[:2], PAD)
-    with watch.recording(logits=False) as routed:
+    with watch.recording(batch["attention_mask"], logits=False) as routed:
         token_loss(adapted.model, batch)
     token_loss(adapted.model, batch)
     assert routed.logits == {}
-    assert {layer: tuple(ids.shape) for layer, ids in routed.ids.items()} == {
-        layer: (batch["input_ids"].numel(), small.TOP_K) for layer in range(small.LAYERS)
-    }
+    tokens = int(batch["attention_mask"].sum()) * small.TOP_K
+    assert {layer: int(load.sum()) for layer, load in routed.load.items()} == dict.fromkeys(range(small.LAYERS), tokens)

@@ -11,16 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted
 from moetune.config import OptimizerName
 from moetune.errors import UserError
-from moetune.memory.trace import Steps, Trace, make_batch, vocabulary_of
-from moetune.memory.tracker import Tracker
+from moetune.memory.trace import Steps, Trace, batches_of, vocabulary_of
+from moetune.memory.trace.tracker import Tracker
+from moetune.run.resolve import resolve
+from moetune.step.batch import collate
 from moetune.step.loss_scale import LossScale
 from moetune.step.optimizers import make_optimizer
 from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
 from tests import small
+from tests.resolved import build
+from tests.thinned import thinned
 
 MIXED = {
     "router": "all",
@@ -41,16 +45,22 @@ def run_config(model: Path, optimizer: dict[str, Any], dtype: str = "fp32", /, *
     return small.RunConfig.model_validate(run | sections)
 
 
+def drawn(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
+    """Two rows, one of them padded."""
+    first, second = torch.randint(vocabulary, (2, length)).tolist()
+    return collate([{"input_ids": row, "labels": row} for row in (first[:-1], second)], 0)
+
+
 class Run:
     """A model that takes steps on random tokens."""
 
     def __init__(self, config: small.RunConfig) -> None:
         self.adapted: Adapted = build(config, "cpu")
         self.adapted.model.train()
-        self.optimizer = make_optimizer(self.adapted, config)
-        self.stepper = Stepper(self.adapted, config, self.optimizer)
+        self.optimizer = make_optimizer(self.adapted)
+        self.stepper = Stepper(self.adapted, self.optimizer)
         torch.manual_seed(0)
-        self.batches = [make_batch(config, vocabulary_of(self.adapted), 2) for _ in range(2)]
+        self.batches = [drawn(vocabulary_of(self.adapted), config.train.sequence_length) for _ in range(2)]
         torch.manual_seed(1)
         self.norms: list[float] = []
 
@@ -59,7 +69,7 @@ class Run:
 
     def step(self, batch: Any) -> float:
         loss = self.stepper.micro_step(batch, count_loss_tokens(batch)).loss
-        self.norms.append(self.stepper.update().item())
+        self.norms.append(self.stepper.finish().norm.item())
         return loss.item()
 
     def weights(self) -> dict[str, Tensor]:
@@ -67,9 +77,10 @@ class Run:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, len(NAMES), UNPAGED))
 def test_in_float32_fused_is_unfused(name: str, clip: float, small_model: Path) -> None:
-    """Without clipping bit for bit; with it to 1e-5, because a norm is summed in another order."""
+    """Without clipping bit for bit; with it to 1e-5, because a norm is summed in another order, which may move an 8-bit
+    state to the next of its values: a twentieth of a step."""
     plain, fused = (
         Run(run_config(small_model, {"name": name, "fused_backward": on}, max_grad_norm=clip)) for on in (False, True)
     )
@@ -79,7 +90,8 @@ def test_in_float32_fused_is_unfused(name: str, clip: float, small_model: Path) 
     assert fused.norms == pytest.approx(plain.norms, rel=1e-5)
     assert not clip or plain.norms[0] > clip
     for key, weight in plain.weights().items():
-        torch.testing.assert_close(fused.weights()[key], weight, rtol=0, atol=2e-4 if clip else 0, msg=key)
+        apart = (5e-4 if "8bit" in name else 1e-5) if clip else 0
+        torch.testing.assert_close(fused.weights()[key], weight, rtol=0, atol=apart, msg=key)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
@@ -93,7 +105,7 @@ def test_lomo_is_sgd_in_float32(clip: float, small_model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNPAGED)
+@pytest.mark.parametrize("name", thinned(UNPAGED, 3))
 def test_in_bfloat16_losses_are_those_of_float32(name: str, small_model: Path) -> None:
     """To 1 %: bfloat16 has 8 significant bits, and the forward pass alone moves the loss by 0.1 to 0.5 %."""
     reference = Run(run_config(small_model, {"name": name, "fused_backward": False})).steps(3)
@@ -133,9 +145,8 @@ def test_parts_have_optimizers_of_their_own(small_model: Path) -> None:
 def test_parts_and_optimizers_must_match(optimizer: Any, message: str, small_model: Path) -> None:
     config = run_config(small_model, optimizer)
     adapt = config.adapt.model_copy(update={"also": ()})
-    adapted = build(config.model_copy(update={"adapt": adapt}), "cpu")
     with pytest.raises(UserError, match=message):
-        make_optimizer(adapted, config)
+        resolve(config.model_copy(update={"adapt": adapt}))
 
 
 def test_a_gradient_may_be_bounded_element_by_element(small_model: Path) -> None:
@@ -210,7 +221,7 @@ def tracked(config: small.RunConfig) -> tuple[Trace, Steps]:
     """What two steps took, and what is left of them."""
     adapted = build(config, "cpu")
     adapted.model.train()
-    steps = Steps(adapted, config, lambda rows: make_batch(config, vocabulary_of(adapted), rows))
+    steps = Steps(adapted, batches_of(adapted))
     return steps.run(Tracker(steps.named), 1), steps
 
 
@@ -254,7 +265,7 @@ def test_lomo_holds_nothing_beside_its_weights(expert_run: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNPAGED)
+@pytest.mark.parametrize("name", thinned(UNPAGED, 3))
 def test_in_float16_losses_and_norms_are_those_of_float32(name: str, small_model: Path) -> None:
     """To 0.5 %, and gradient norms to 2 %: the loss is scaled by 65,536, and the scale is off again in every norm."""
     clip = 0.1 if name in ("lomo", "adamw") else 0.0
@@ -323,7 +334,7 @@ def test_an_update_on_the_host_is_the_same_update(name: str, clip: float, accumu
             total = sum(count_loss_tokens(batch) for batch in run.batches[:accumulate])
             micro = [run.stepper.micro_step(batch, total).loss for batch in run.batches[:accumulate]]
             losses[-1].append(sum(micro).item())
-            run.norms.append(run.stepper.update().item())
+            run.norms.append(run.stepper.finish().norm.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert runs[1].norms == pytest.approx(runs[0].norms, rel=1e-5)
     for key, weight in runs[0].weights().items():
@@ -392,7 +403,7 @@ def test_a_bound_hides_no_infinity(optimizer: dict[str, Any], dtype: str, small_
 def test_a_norm_is_taken_in_float32(small_model: Path) -> None:
     """Of gradients scaled by 65,536 the norm passes 65,504, the largest float16, where no element does."""
     run = Run(run_config(small_model, {"name": "adamw", "master_weights": "fp32"}, "fp16"))
-    handle = run.adapted.trainable()["model.norm.weight"].register_hook(lambda gradient: gradient * 60)
+    handle = run.adapted.trainable()["model.norm.weight"].register_hook(lambda gradient: gradient * 80)
     run.steps(2)
     handle.remove()
     assert run.stepper.skipped == 0
@@ -400,7 +411,7 @@ def test_a_norm_is_taken_in_float32(small_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "masters"), [*((name, "none") for name in NAMES), ("adalomo", "stochastic"), ("adamw8bit", "stochastic")]
+    ("name", "masters"), [*((name, "none") for name in UNPAGED), ("adalomo", "stochastic"), ("adamw8bit", "stochastic")]
 )
 def test_states_of_16_bit_weights_survive_a_checkpoint(
     name: str, masters: str, small_model: Path, tmp_path: Path
@@ -433,6 +444,6 @@ def test_a_bound_is_of_the_whole_step(offload: bool, small_model: Path) -> None:
         run.stepper.micro_step(batch, total)
         gradients.stepper.micro_step(batch, total)
     expected = {key: p.grad.clamp(-1e-3, 1e-3) for key, p in gradients.adapted.trainable().items()}
-    run.stepper.update()
+    run.stepper.finish()
     for key, weight in run.weights().items():
         torch.testing.assert_close(weight, before[key] - 0.3 * expected[key], rtol=0, atol=1e-6, msg=key)

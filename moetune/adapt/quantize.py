@@ -1,0 +1,60 @@
+"""The quantize command's work: a checkpoint is packed once, to be read in a fraction of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetune.adapt import packed_base
+from moetune.adapt.base import checkpoint_of, folder_of
+from moetune.adapt.build import load_pretrained
+from moetune.adapt.packed_base import is_packed_base
+from moetune.adapt.quantizer import MoetuneConfig
+from moetune.errors import UserError
+from moetune.hub.fingerprint import taking_fingerprint
+from moetune.hub.tensor_files import weight_files
+from moetune.run.dtypes import this_device
+from moetune.run.resolve import ResolvedModel
+
+
+def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] | None = None) -> dict[str, Any]:
+    """Packs a checkpoint into the folder `out` as `model.config` says, layer by layer; layers that are there are not
+    read again.
+
+    Returns:
+        `files` and `bytes` that were written.
+
+    Raises:
+        UserError: its weights cannot be read, or the folder cannot be written.
+    """
+    path = model.config.path
+    if folder_of(model.source) is None:
+        raise UserError(f"model {path!r}: its weights are not on this machine; download it first, or give a folder")
+    if is_packed_base(model.source.folder):
+        raise UserError(f"model {path!r} is packed already")
+    folder = checkpoint_of(model.source)
+    model = replace(model, source=replace(model.source, folder=str(folder)))
+    weights = weight_files(folder)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        packed_base.begin(out, model.config, folder, weights)
+        paths = [layer.experts for layer in model.anatomy.moe_layers]
+        packing = MoetuneConfig(
+            model.config.base,
+            model.config.double_quant,
+            on_read=on_read,
+            on_bank=lambda experts, bank: packed_base.write_bank(out, experts, bank),
+            done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
+            anatomy=model.anatomy,
+        )
+        with taking_fingerprint(folder) as taken:
+            loaded = load_pretrained(model, packing, torch.device(this_device()))
+            packed_base.write_rest(out, loaded, paths)
+            fingerprint = taken()
+        return packed_base.finish(out, fingerprint)
+    except OSError as error:
+        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error

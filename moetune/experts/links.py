@@ -1,0 +1,88 @@
+"""What the expert banks of one model are given from outside: one object, which they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moetune.experts.host import ExpertPrefetcher
+
+if TYPE_CHECKING:
+    from moetune.experts.bank import ExpertBank
+
+CountRows = Callable[[int, Tensor, int], list[int]]
+"""(a layer's index, its chosen experts [T, K], E) -> the rows of each of its E experts, which sum to T·K."""
+
+GradientHook = Callable[[nn.Parameter, Tensor], None]
+"""(a parameter, its gradient)"""
+
+
+def read_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+    """What the ids say."""
+    return torch.bincount(ids.flatten(), minlength=num_experts).tolist()
+
+
+class Exchange(Protocol):
+    """Brings every token to its experts' ranks, and its results back (parallel/exchange.py)."""
+
+    def __call__(self, bank: ExpertBank, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor: ...
+
+
+@dataclass
+class BankLinks:
+    """What surrounds the banks of one model.
+
+    The last three are for who watches a run, and may change while it goes on: `counting_by`, `eager_gradients_to` and
+    `watching_experts`.
+    They are fields, because autograd runs a GPU's backward pass on a thread of its own, which sees no context variable.
+
+    Attributes:
+        keep_rows: whether forward keeps the gate_up rows [T·K, O] that backward would compute again.
+        prefetcher: brings packed experts from the host; None where they are on the device.
+        exchange: None where every rank holds all experts.
+        count_rows: how many rows each expert receives: the one number of a step that shapes depend on. Read from the
+            ids, unless there is an assumption in their place, or a recorder.
+        eager_gradient_hook: takes each gradient of a fully trained matrix in backward, as soon as it is there; None
+            leaves them to autograd, which keeps all of a layer's until its backward is through.
+        expert_watch: is told which expert's rows are computed next, in forward and in backward; None: no one's.
+    """
+
+    keep_rows: bool = False
+    prefetcher: ExpertPrefetcher | None = None
+    exchange: Exchange | None = None
+    count_rows: CountRows = read_rows
+    eager_gradient_hook: GradientHook | None = None
+    expert_watch: Callable[[int | None], None] | None = None
+
+    @contextmanager
+    def counting_by(self, count_rows: CountRows) -> Iterator[None]:
+        """Inside, rows are counted so."""
+        before, self.count_rows = self.count_rows, count_rows
+        try:
+            yield
+        finally:
+            self.count_rows = before
+
+    @contextmanager
+    def eager_gradients_to(self, hook: GradientHook) -> Iterator[None]:
+        """Inside, the hook takes gradients as they come."""
+        assert self.eager_gradient_hook is None, "gradients have one taker at a time"
+        self.eager_gradient_hook = hook
+        try:
+            yield
+        finally:
+            self.eager_gradient_hook = None
+
+    @contextmanager
+    def watching_experts(self, watch: Callable[[int | None], None]) -> Iterator[None]:
+        """Inside, `watch` is told of each expert."""
+        self.expert_watch = watch
+        try:
+            yield
+        finally:
+            self.expert_watch = None

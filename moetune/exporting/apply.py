@@ -1,0 +1,145 @@
+"""The apply command's work: a copy of a base checkpoint with a delta's tensors in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moetune.adapt.base import checkpoint_of, folder_of
+from moetune.adapt.packed_base import is_packed_base, read_manifest
+from moetune.anatomy.source import find_model_source
+from moetune.errors import UserError
+from moetune.exporting.base_copy import copy_checkpoint
+from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_manifest
+from moetune.hub.delta_folder import Delta, read_delta
+from moetune.hub.fingerprint import Base, take_fingerprint
+from moetune.hub.tensor_files import Stored, read_checkpoint
+
+_FORMAT = "applied"
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was written where, and what a user should know.
+
+    Attributes:
+        forced: how the base differs from the one that the delta was made for.
+    """
+
+    out: str
+    tensors: int
+    bytes: int
+    forced: str | None
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self)}
+
+
+def apply_delta(
+    delta: Path | str,
+    to: Path | str,
+    out: Path | str,
+    *,
+    force: str | None = None,
+    overwrite: bool = False,
+    on_read: Callable[[float], None] | None = None,
+) -> Applied:
+    """Writes a copy of a checkpoint, the base, with a delta's tensors in their places, each in the base's dtype.
+
+    Args:
+        to: the base: a folder, or a catalog name or hub id whose weights are on this machine.
+        out: the folder to write; it appears when it is whole.
+        force: the name of the base's folder, else its catalog name or hub id, to apply the delta although it was made
+            for another checkpoint.
+        overwrite: replace what an export left in `out`.
+        on_read: is told, again and again, which share of the work is done: the base is read twice.
+
+    Raises:
+        UserError: there is no delta or no base, the delta was made for another base, or has tensors that this one has
+            not, or not so shaped; `out` is occupied, or its disk too small; or the base changed while it was copied.
+            Nothing has been written then.
+    """
+    delta, out = Path(delta).expanduser(), Path(out)
+    if not delta.is_dir():
+        raise UserError(f"delta {str(delta)!r} does not exist")
+    base, name = _find_base(str(to))
+    keep_apart(out, "read", delta, base)
+    read, places = read_delta(delta), read_checkpoint(base)
+    size, done = sum(tensor.nbytes for tensor in places.values()), 0
+    refuse_unfit(out, overwrite, size)
+
+    def on_block(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_read is not None:
+            on_read(done / (2 * size))
+
+    fingerprint = take_fingerprint(base, on_read=on_block)
+    difference = read.base.fingerprint.difference(fingerprint)
+    if difference is not None and force != name:
+        wrong = "" if force is None else f"--force {force!r} is not its name; "
+        raise UserError(
+            f"the delta in {str(delta)!r} was made for another base than {str(to)!r}: {difference}; "
+            f"{wrong}--force {name} applies it all the same"
+        )
+    _refuse_misfits(read, places, base)
+    with new_folder(out, overwrite, size) as folder:
+        changed = fingerprint.difference(copy_checkpoint(base, folder, on_block))
+        if changed is not None:
+            raise UserError(f"{str(to)!r} changed while it was copied: {changed}; run this again when it is at rest")
+        for key, tensor in read.tensors.items():
+            _write(tensor, read.slices.get(key), places[key].within(folder))
+        about = {key: read.manifest.get(key) for key in ("run", "step", "run_file", "selection")}
+        write_manifest(
+            folder, {"format": _FORMAT, **about, "base": Base(name, fingerprint).to_json(), "forced": difference}
+        )
+    written = sum(places[key].nbytes for key in read.tensors)
+    return Applied(str(out), len(read.tensors), written, difference, tuple(_notes(difference, force, name)))
+
+
+def _write(tensor: Stored, rows: list[int] | None, place: Stored) -> None:
+    """Copies a tensor of the delta to its place, or its rows to theirs."""
+    if rows is None:
+        for start, stop in tensor.blocks():
+            place.write(tensor.rows(start, stop), start)
+        return
+    for slot, row in enumerate(rows):
+        place.write(tensor.rows(slot, slot + 1), row)
+
+
+def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str]:
+    if difference is not None:
+        yield f"applied to another base than it was made for: {difference}"
+    elif force is not None and force != name:
+        yield f"--force {force!r} is not the name of the base ({name}); it was not needed: the delta was made for it"
+
+
+def _refuse_misfits(delta: Delta, places: dict[str, Stored], base: Path) -> None:
+    for key, tensor in delta.tensors.items():
+        place, rows = places.get(key), delta.slices.get(key)
+        fits = place is not None and (
+            tensor.shape == place.shape
+            if rows is None
+            else tensor.row_shape == place.row_shape and max(rows, default=0) < place.num_rows
+        )
+        if not fits:
+            there = "missing" if place is None else f"{[*place.shape]}"
+            raise UserError(f"{key} of the delta is {[*tensor.shape]} and {there} in {str(base)!r}")
+
+
+def _find_base(to: str) -> tuple[Path, str]:
+    """The folder of the base, and its name."""
+    base = Path(to).expanduser()
+    if not base.is_dir():
+        source = find_model_source(to)
+        if folder_of(source) is None:
+            raise UserError(f"--to {to!r}: its weights are not on this machine; download it first, or give a folder")
+        return checkpoint_of(source), source.name
+    if is_packed_base(str(base)):
+        raise UserError(
+            f"--to {to!r} is a packed base; give the checkpoint that was packed: {str(read_manifest(base).source)!r}"
+        )
+    return base, base.resolve().name

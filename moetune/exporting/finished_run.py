@@ -1,0 +1,155 @@
+"""What was trained, and the base checkpoint that it started from: a run folder, read, or a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetune.adapt.base import checkpoint_of
+from moetune.adapt.build import Adapted, build
+from moetune.config import HardwareConfig, ParallelConfig, RunConfig
+from moetune.errors import UserError
+from moetune.hub.fingerprint import Base, Fingerprint, headers
+from moetune.hub.tensor_files import DTYPES, Held, Stored, read_header
+from moetune.run.resolve import resolve
+from moetune.run_file import load_run_config
+from moetune.training.checkpoint import TRAINED_FILE, parts_of
+from moetune.training.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left.
+
+    Attributes:
+        path: its folder; None for a model in memory.
+        step: of the newest complete checkpoint; None for a model in memory.
+        adapted: the trained model, of a run folder on the meta device: its parts, its names, what was selected.
+        trained: name in a checkpoint -> the tensor that trained.
+        base: what training noted of the checkpoint that it started from; None where nothing was noted.
+    """
+
+    path: Path | None
+    config: RunConfig
+    step: int | None
+    adapted: Adapted
+    trained: Mapping[str, Stored | Held]
+    base: Base | None
+    damaged: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "the model" if self.path is None else f"the run in {str(self.path)!r}"
+
+
+def in_memory(adapted: Adapted) -> FinishedRun:
+    """A model that something else than `train` has trained.
+
+    Raises:
+        UserError: it is spread over ranks.
+    """
+    if not adapted.ranks.is_single:
+        raise UserError("a model that is spread over ranks cannot be exported from memory; export its run folder")
+    trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
+    return FinishedRun(None, adapted.run.config, None, adapted, trained, None)
+
+
+def open_run(path: Path) -> FinishedRun:
+    """Reads a run folder; no weights yet.
+
+    Raises:
+        UserError: no such folder, no run or no checkpoint in it, or a checkpoint that is damaged or of another run.
+    """
+    path = path.expanduser()
+    if not path.is_dir():
+        raise UserError(f"run folder {str(path)!r} does not exist")
+    if not (path / RUN_FILE).is_file():
+        raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
+    config = load_run_config(path / RUN_FILE)
+    folder = RunFolder(path)
+    checkpoint = folder.newest_whole()
+    if checkpoint is None:
+        raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
+    base = folder.base() if config.model.weights == "pretrained" else None
+    if base is None and config.model.weights == "pretrained":
+        raise UserError(
+            f"{str(path / BASE_FILE)!r} is missing, which says what the run was trained on; if model.path "
+            f"{config.model.path!r} is that still, moetune train {path / RUN_FILE} --resume auto notes it anew"
+        )
+    trained = read_header(checkpoint / TRAINED_FILE)
+    # Which ranks shared the work does not matter any more, nor what they read to divide it.
+    alone = config.model_copy(update={"parallel": ParallelConfig(), "hardware": HardwareConfig()})
+    adapted = build(resolve(alone), "meta")
+    expected = {
+        part.name: tuple(parameter.shape if part.row is None else parameter.shape[1:])
+        for parameter, parts in parts_of(adapted).items()
+        for part in parts
+    }
+    for name in sorted(expected.keys() | trained.keys()):
+        found = trained[name].shape if name in trained else None
+        if found != expected.get(name):
+            raise UserError(
+                f"{str(trained[name].file if found else checkpoint)!r} does not fit {RUN_FILE}: {name} is "
+                f"{_shape(found)} in it, not {_shape(expected.get(name))}"
+            )
+        if trained[name].dtype not in DTYPES:
+            raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
+    return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, tuple(folder.damaged))
+
+
+def base_folder(run: FinishedRun) -> Path:
+    """The folder of the base checkpoint; its weights are still unread (`confirmed_base`).
+
+    Raises:
+        UserError: the run began with random weights, or the base cannot be had or has other tensors by now.
+    """
+    if run.config.model.weights == "random":
+        raise UserError(
+            f"{run} began with random weights (model.weights: random): no checkpoint holds them, so there is no base "
+            "to export for"
+        )
+    folder = checkpoint_of(run.adapted.run.model.source)
+    if run.base is not None:
+        _refuse(run, folder, run.base.fingerprint.difference_of_tensors(headers(folder)))
+    return folder
+
+
+def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint) -> Base:
+    """The base in `folder`, whose fingerprint is `found`.
+
+    Raises:
+        UserError: it is not what the run noted.
+    """
+    if run.base is None:
+        return Base(run.adapted.run.model.source.name, found)
+    _refuse(run, folder, run.base.fingerprint.difference(found))
+    return run.base
+
+
+def _refuse(run: FinishedRun, folder: Path, difference: str | None) -> None:
+    if difference is not None:
+        raise UserError(
+            f"the base in {str(folder)!r} has changed since {run} was trained on it: {difference}; put back the "
+            "checkpoint that it was"
+        )
+
+
+def about(run: FinishedRun) -> dict[str, Any]:
+    """What a manifest says of the run: its folder's name, the step, the run file, and what was selected."""
+    selection = run.adapted.selection
+    return {
+        "run": None if run.path is None else run.path.resolve().name,
+        "step": run.step,
+        "run_file": run.config.model_dump(mode="json"),
+        "selection": {
+            "full": sorted(selection.full),
+            "experts": {str(layer): list(ids) for layer, ids in selection.experts.items()},
+            "lora_experts": {str(layer): list(ids) for layer, ids in selection.lora_experts.items()},
+            "lora_linears": list(selection.lora_linears),
+        },
+    }
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else str([*shape])

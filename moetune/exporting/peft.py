@@ -1,0 +1,217 @@
+"""LoRA out to a PEFT adapter folder: what stock `PeftModel.from_pretrained` puts on the plain model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.packed_base import is_packed_base, read_manifest
+from moetune.adapt.peft_layout import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    expert_keys,
+    join_experts,
+    lora_layers,
+    lora_of,
+    lora_stacks,
+    plain_number,
+    rows_of_parts,
+)
+from moetune.config import LoraConfig
+from moetune.errors import UserError, one_line
+from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
+from moetune.exporting.folder import Exported
+from moetune.hub.fingerprint import take_fingerprint
+from moetune.hub.names import find_homes
+from moetune.hub.tensor_files import read_checkpoint
+from moetune.run.names import linear_factors
+
+_TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
+"""Names of linear layers that PEFT, on a model with experts, takes for the experts of transformers 4."""
+Tensors = Mapping[str, Tensor]
+
+
+def export_peft(run: FinishedRun, out: Path) -> Exported:
+    """Writes a run's checkpoint as a PEFT adapter into the empty folder `out`.
+
+    `PeftModel.from_pretrained(plain, out)` then computes what the trained model computes, where `plain` is the model
+    that transformers loads from the run's `model.path`, with unpacked weights.
+
+    Raises:
+        UserError: the run has no LoRA, trains what PEFT cannot hold, or its base has changed.
+    """
+    if run.config.adapt.lora is None:
+        raise UserError(f"{run} has no adapt.lora, so there is no adapter; use --format delta or merged")
+    _refuse_changed_base(run)
+    saved = saved_modules(run.adapted)
+    trained = {name: stored.rows() for name, stored in run.trained.items()}
+    tensors = _factors_of(run.adapted, trained) | _saved_tensors(run, saved, trained)
+    named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
+    source = run.adapted.run.model.source
+    settings = _settings(run.adapted, run.config.adapt.lora, saved)
+    settings["base_model_name_or_path"] = source.folder or source.name
+    _refuse_lost(copy.deepcopy(run.adapted.run.model.plain), named, settings)
+    _write(out, named, settings)
+    return Exported("peft", run.step, len(named), sum(tensor.nbytes for tensor in named.values()))
+
+
+def _refuse_changed_base(run: FinishedRun) -> None:
+    """Refuses to write an adapter for a base that is not what the run was trained on, frozen values of it included.
+
+    Of a packed base whose source is gone the manifest tells; factors alone need no more of it.
+    """
+    source = run.adapted.run.model.source
+    if run.base is None:
+        return
+    if is_packed_base(source.folder):
+        manifest = read_manifest(Path(str(source.folder)))
+        confirmed_base(run, Path(str(source.folder)), manifest.packed.fingerprint)
+        if not manifest.source.is_dir():
+            return
+    folder = base_folder(run)
+    confirmed_base(run, folder, take_fingerprint(folder))
+
+
+def saved_modules(adapted: Adapted) -> tuple[str, ...]:
+    """Paths of the modules that hold what trains in full precision; a router counts as one module.
+
+    Raises:
+        UserError: experts train whole, or such a module has factors inside: PEFT saves or adapts a module, not both.
+    """
+    if adapted.selection.experts:
+        layers = ", ".join(map(str, adapted.selection.experts))
+        raise UserError(
+            f"experts of layer {layers} train whole (adapt.experts), and a PEFT adapter holds low-rank factors of "
+            "experts only; use --format delta or merged"
+        )
+    full = adapted.selection.full
+    names = {*full, *(name for name, first in adapted.anatomy.tied.items() if first in full)}
+    routers = [layer.router for layer in adapted.anatomy.moe_layers]
+    paths = set()
+    for name in names:
+        router = next((path for path in routers if name.startswith(f"{path}.")), None)
+        paths.add(router or name.rpartition(".")[0])
+    adapted_paths = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.anatomy.moe_layers)}
+    for path in sorted(paths):
+        inside = sorted(other for other in adapted_paths if f"{other}.".startswith(f"{path}."))
+        if inside:
+            raise UserError(
+                f"parameters of {path!r} train in full precision, and PEFT saves modules whole: that one holds "
+                f"{inside[0]}, which it cannot save; use --format delta or merged"
+            )
+    return tuple(sorted(paths))
+
+
+def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dict[str, Any]:
+    """The adapter's configuration. Every target is a full name, so that no other layer can match."""
+    linears = adapted.selection.lora_linears
+    has_experts = bool(adapted.anatomy.moe_layers)
+    as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
+    parameters = [f"{path}.weight" for path in as_parameters]
+    ranks: dict[str, int] = {}
+    for layer in lora_layers(adapted):
+        parameters += [f"{layer.experts}.{stack}" for stack in lora_stacks(layer)]
+        parts = len(lora_of(adapted, layer).gate_up_rows)
+        if parts > 1:
+            ranks[rf"{layer.experts.rpartition('.')[2]}\.{lora_stacks(layer)[0]}"] = parts * lora.rank
+    settings = PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=plain_number(lora.alpha),
+        rank_pattern=ranks,
+        alpha_pattern={pattern: plain_number(lora.alpha * rank / lora.rank) for pattern, rank in ranks.items()},
+        target_modules=[],  # none means the model type's default ones
+        target_parameters=parameters or None,
+        modules_to_save=list(saved) or None,
+        ensure_weight_tying=bool(adapted.selection.full & set(adapted.anatomy.tied.values())),
+        inference_mode=True,
+    ).to_dict()
+    return settings | {"target_modules": [path for path in linears if path not in as_parameters]}
+
+
+def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
+    """All factors under PEFT's names."""
+    tensors: dict[str, Tensor] = {}
+    for path in adapted.selection.lora_linears:
+        for factor, name in linear_factors(path).items():
+            tensors[f"{path}.lora_{factor}.weight"] = trained[name]
+    for layer in lora_layers(adapted):
+        lora = lora_of(adapted, layer)
+        for projection, path in expert_keys(layer).items():
+            A, B = (
+                torch.stack([trained[f"{layer.experts}.lora.{projection}_{factor}.{expert}"] for expert in lora.slots])
+                for factor in "AB"
+            )
+            joined = join_experts(A, B, lora.slots, layer.shape.num_experts, rows_of_parts(lora, projection))
+            tensors |= zip((f"{path}.lora_A.weight", f"{path}.lora_B.weight"), joined, strict=True)
+    return tensors
+
+
+def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
+    """All that the saved modules hold: what trained, and from the base weights what did not."""
+    if not modules:
+        return {}
+    plain = run.adapted.run.model.plain
+    tied = run.adapted.anatomy.tied
+    shapes = {
+        f"{path}.{key}": tensor.shape
+        for path in modules
+        for key, tensor in plain.get_submodule(path).state_dict().items()
+    }
+    values = dict(trained)
+    frozen = {tied.get(name, name) for name in shapes} - values.keys()
+    if frozen:
+        stored = read_checkpoint(base_folder(run))
+        homes = find_homes(plain, stored)
+        for name in sorted(frozen):
+            if name not in homes:
+                raise UserError(
+                    f"PEFT saves modules whole, and the base checkpoint has no {name}, which is frozen beside what "
+                    "trained; use --format delta"
+                )
+            values[name] = homes[name].to_model({key: stored[key].rows() for key in homes[name].every_key()})
+    return {name: values[tied.get(name, name)].reshape(shape) for name, shape in shapes.items()}
+
+
+def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, Any]) -> None:
+    """Raises `UserError` if PEFT would not put every tensor in its place: on loading it renames for some models.
+
+    PEFT itself only warns. It is asked here with tensors that hold nothing.
+    """
+    nothing = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    kind = plain.config.model_type
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(plain, PeftLoraConfig(**settings), low_cpu_mem_usage=True)
+            outcome: Any = set_peft_model_state_dict(model, nothing, low_cpu_mem_usage=True)
+    except Exception as error:  # PEFT refuses in many ways
+        raise UserError(f"PEFT cannot load this adapter on {kind!r}: {one_line(error)}; use --format merged") from error
+    missing = [name for name in outcome.missing_keys if ".lora_" in name or ".modules_to_save." in name]
+    if lost := sorted([*missing, *outcome.unexpected_keys]):
+        raise UserError(
+            f"PEFT would not load this adapter on {kind!r}: it finds no place for {lost[0].removeprefix(PREFIX)}; "
+            "use --format merged"
+        )
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    try:
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{WEIGHTS_FILE} cannot be written: {one_line(error)}") from error
+    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,219 @@
+"""What runs of one kind take, at any size: records made once, kept on disk, and evaluated.
+
+Runs are of one kind if they differ in sizes alone: rows and tokens of a micro-batch, how the loss divides them, how
+many tokens each expert receives, and what no tensor depends on (steps, learning rates, files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, overload
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.fake import build_fake
+from moetune.anatomy.stack import decoder_layers, leave_out
+from moetune.catalog.gpus import Gpu
+from moetune.config import OptimizerConfig, RunConfig
+from moetune.errors import UserError
+from moetune.memory.closed_form import store
+from moetune.memory.closed_form.formula import Peak, evaluate, parts_of
+from moetune.memory.closed_form.record import NoClosedForm, Record, Rows, exchanged, record
+from moetune.memory.closed_form.sizes import (
+    CHUNK_NAMES,
+    HELD_OUT_NAMES,
+    Shape,
+    Sizes,
+    alignment,
+    lengths,
+    rows_and_borders,
+    shape_of,
+    sizes_of_chunks,
+)
+from moetune.memory.ranks import by_kind
+from moetune.memory.report import LoadPeaks, Parts
+from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.trace.alike import Shortened, shorten, unshortened
+from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
+from moetune.memory.trace.tracing import can_be_shortened, peaks_of_loading
+from moetune.parallel.exchange import TokenExchange, as_they_leave
+from moetune.parallel.fake_group import fake_ranks
+from moetune.run.resolve import ResolvedRun
+from moetune.step.loss import Chunks
+from moetune.step.tail import split
+
+
+@dataclass(frozen=True)
+class KnownTail:
+    """Of a model's tail what decides how the loss divides its tokens: as `Tail` has it."""
+
+    vocabulary: int
+    width: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A run at its peak, by closed form.
+
+    Attributes:
+        sizes: what was put in.
+    """
+
+    record: Record
+    peak: Peak
+    parts: Parts
+    sizes: Sizes
+    load: LoadPeaks
+
+
+@dataclass
+class ClosedForm:
+    """One rank of one kind of run.
+
+    Attributes:
+        gpu: the card whose kernels run; None for the CPU's.
+        tail, load: of the model; None until something has been recorded.
+    """
+
+    run: ResolvedRun
+    rank: int = 0
+    gpu: Gpu | None = None
+    tail: KnownTail | None = None
+    load: LoadPeaks | None = None
+    records: dict[Shape, Record] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> str:
+        """Names the kind of run, and the versions that made its records."""
+        return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
+
+    @overload
+    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: Literal[True] = ...) -> Evaluated: ...
+
+    @overload
+    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: bool) -> Evaluated | None: ...
+
+    def at(self, config: RunConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Evaluated | None:
+        """Evaluates a run of this kind.
+
+        Args:
+            may_record: whether to record a step that was not recorded before; else there may be no answer.
+
+        Raises:
+            NoClosedForm: a storage of its step is no product of sizes, or the model's code looks at values.
+        """
+        if self.tail is None:
+            store.read_into(self)
+        shape = None if self.tail is None else self._sizes(config, routing)[0]
+        if shape not in self.records:
+            if not may_record:
+                return None
+            with self._steps() as (steps, short):
+                self.tail = self.tail or _tail_of(steps.adapted)
+                self.load = peaks_of_loading(steps.adapted, self.run, short)
+                shape, _, _ = self._sizes(config, routing)
+                self.records[shape] = record(steps, short, shape)
+            store.write(self)
+        assert self.load is not None
+        shape, sizes, rows = self._sizes(config, routing)
+        recorded = self.records[shape]
+        peak = evaluate(recorded, sizes, rows)
+        return Evaluated(recorded, peak, parts_of(recorded, peak), sizes, self.load)
+
+    def _sizes(self, config: RunConfig, routing: Routing) -> tuple[Shape, Sizes, Rows]:
+        assert self.tail is not None
+        train, length = config.train, config.train.sequence_length
+        batch = Chunks.of(train.loss_bytes, self.tail, train.micro_batch * length)
+        more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
+        held_out = Chunks.of(train.loss_bytes, self.tail, more * length) if more else None
+        rows = Rows(self._rows(batch.tokens, routing), self._rows(held_out.tokens, routing) if held_out else ())
+        idle = tuple(
+            tuple(expert for expert, count in enumerate(counts) if not count)
+            for counts in (rows.trained, rows.held_out)
+        )
+        shape = Shape(alignment(length), shape_of(batch), held_out and shape_of(held_out), idle)  # type: ignore[arg-type]
+        sizes = {**rows_and_borders(train.micro_batch, "B"), **lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES)}
+        if held_out is not None:
+            sizes |= {**rows_and_borders(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
+        return shape, sizes | exchanged(self.run, rows), rows
+
+    def _rows(self, tokens: int, routing: Routing) -> list[int]:
+        """Rows of each expert of a layer; of recorded load the fullest of all layers, expert by expert."""
+        moe, tp = self.run.anatomy.moe_layers, self.run.config.parallel.tp
+        if not moe:
+            return [tokens]
+        layers = moe if routing.load else moe[:1]
+        counts = [routing.rows(one.index, tokens // tp, one.top_k, one.shape.num_experts) for one in layers]
+        return [max(of_expert) for of_expert in zip(*counts, strict=True)]
+
+    @contextmanager
+    def _steps(self) -> Iterator[tuple[Steps, Shortened]]:
+        """A shortened model on fake tensors, its optimizer's states made."""
+        config, mode = self.run.config, FakeTensorMode(allow_non_fake_inputs=True)
+        if config.parallel.engine == "deepspeed":
+            raise NoClosedForm("DeepSpeed has no closed form: it joins all that trains; use --method trace")
+        with fake_ranks(config.parallel, self.rank) as ranks:
+            short = shorten(self.run, ranks) if can_be_shortened(config) else unshortened(self.run)
+            adapted = build_fake(short.run, mode, ranks, None if self.gpu is None else self.gpu.capability)
+            adapted.model.train()
+            if isinstance(adapted.links.exchange, TokenExchange):
+                adapted.links.exchange.count_arriving = as_they_leave
+            steps = Steps(adapted, batches_of(adapted), short.kept, self.gpu)
+            try:
+                with mode:
+                    steps.make_states()
+                    yield steps, short
+            except DataDependentOutputException as error:
+                raise NoClosedForm(
+                    f"the code of model type {self.run.anatomy.model_type!r} looks at values ({error.func})"
+                ) from None
+
+
+def kind_of(run: ResolvedRun) -> dict[str, Any]:
+    """Everything that the storages of a step depend on, but sizes."""
+    config = run.config
+    kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
+    numbers = ("max_grad_norm", "max_grad_value", "router_aux_loss", "router_z_loss")  # those that are 0 do nothing
+    kind["train"] = {"checkpointing": config.train.checkpointing} | {key: bool(kind["train"][key]) for key in numbers}
+    kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
+    kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
+    kind["data"] = {"packing": config.data is None or config.data.packing}
+    kind["settings"] = run.model.settings.to_dict()
+    return kind
+
+
+def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Without what only scales an update; of the rest, numbers count by whether they are 0."""
+    settings = optimizer.model_dump(mode="json", exclude={"lr", "eps"})
+    settings["betas"] = None if optimizer.betas is None else [bool(beta) for beta in optimizer.betas]
+    return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
+
+
+def _tail_of(adapted: Adapted) -> KnownTail:
+    """One forward pass tells; without layers, except where FSDP2 learns in its first one what there is to gather."""
+    layers = decoder_layers(adapted.model) if adapted.ranks.is_single else {}
+    if layers:
+        leave_out(adapted.model, range(len(layers)))
+    batch = batches_of(adapted, 64)(1)
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
+    count = BALANCED.count_rows
+    try:
+        with torch.no_grad(), adapted.links.counting_by(count), split(adapted.model, inputs) as (_, tail):
+            return KnownTail(tail.vocabulary, tail.width, tail.row_bytes)
+    finally:
+        for path, layer in layers.items():
+            adapted.model.set_submodule(path, layer)
+
+
+def record_ahead(run: ResolvedRun) -> None:
+    """Records what the ranks of a run will ask for; they cannot while they run."""
+    try:
+        by_kind(run, BALANCED, lambda rank: ClosedForm(run, rank).at(run.config))
+    except UserError:
+        return  # without a closed form, memory.json has no prediction

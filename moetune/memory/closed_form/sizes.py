@@ -1,0 +1,188 @@
+"""The sizes that a step's tensors grow with, and the monomials in them that each tensor's bytes are.
+
+| name | what |
+|---|---|
+| B, S | rows of a micro-batch, and their tokens |
+| 2B+1 | borders of packed documents, two a row; in an evaluation 2E+1 |
+| S↑n, S+256 | S rounded up to a multiple of n, and with 128 rows for each document, as attention kernels pad |
+| n | tokens that the expert at work receives; in an evaluation E rows, and m |
+| r0, r1, … | tokens that go to the experts of each `ep` rank; in an evaluation q0, q1, … |
+| c, c′ | tokens of a chunk of the loss, and of the last one; of an evaluation d, d′ |
+| b′, b″ | tokens of the last float32 block of a chunk, and of the last chunk; b of the others |
+
+A record is made at sizes that are large primes (times what alignment asks for): the bytes of a tensor then say which
+sizes they are a product of, because nothing else in a model is divisible by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from moetune.step.loss import Chunks
+
+Sizes = dict[str, int]
+Powers = tuple[tuple[str, int], ...]
+"""A monomial: each size and its exponent, sorted."""
+
+_ALIGNED = 64
+_ROUNDED = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a batch decides which tensors there are, as far as sizes do: records of one shape serve all its sizes.
+
+    Attributes:
+        aligned: the largest power of two up to 64 that divides the length.
+        chunks, held_out: how the loss of a batch, and of a held-out one, is divided: chunks up to 3, blocks of a chunk
+            and of the last one up to 2; None without held-out batches that count.
+        idle: the numbers of the experts that receive no token, of a batch and of a held-out one.
+    """
+
+    aligned: int
+    chunks: tuple[int, int, int]
+    held_out: tuple[int, int, int] | None = None
+    idle: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
+def alignment(length: int) -> int:
+    return gcd(length, _ALIGNED)
+
+
+def shape_of(chunks: Chunks) -> tuple[int, int, int]:
+    """Chunks up to 3, blocks of a chunk and of the last one up to 2."""
+    count = -(-chunks.tokens // chunks.size)
+    last = chunks.tokens - (count - 1) * chunks.size
+    return min(count, 3), min(-(-chunks.size // chunks.block), 2), min(-(-last // chunks.block), 2)
+
+
+def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
+    """The sizes of chunks and blocks, under these names: chunk, last chunk, block, last block of each."""
+    count = -(-chunks.tokens // chunks.size)
+    last = chunks.tokens - (count - 1) * chunks.size
+    values = (chunks.size, last, chunks.block, _rest(chunks.size, chunks.block), _rest(last, chunks.block))
+    return dict(zip(names, values, strict=True))
+
+
+def _rest(tokens: int, block: int) -> int:
+    return tokens - (-(-tokens // block) - 1) * block
+
+
+CHUNK_NAMES = ("c", "c′", "b", "b′", "b″")
+HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
+
+
+def rows_and_borders(rows: int, name: str) -> Sizes:
+    """Rows of a batch, and the borders of their documents (`step/batch.py: random_rows` has two a row)."""
+    return {name: rows, f"2{name}+1": 2 * rows + 1}
+
+
+def lengths(sequence: int) -> Sizes:
+    """S, its neighbours and what it is rounded up to."""
+    near = {f"S{n:+}": sequence + n for n in (-1, 1, 256)}
+    return {"S": sequence, **near, **{f"S↑{n}": -(-sequence // n) * n for n in _ROUNDED}}
+
+
+# --- Sizes that can be told apart ---------------------------------------------------------------------------------
+
+
+def primes(start: int) -> Iterator[int]:
+    """The primes from a number on."""
+    number = start | 1
+    while True:
+        if all(number % divisor for divisor in range(3, int(number**0.5) + 1, 2)):
+            yield number
+        number += 2
+
+
+def telling_chunks(tokens: int, shape: tuple[int, int, int]) -> Chunks:
+    """A division of `tokens` of that shape whose sizes can be told apart."""
+    count, blocks, last_blocks = shape
+    if count == 1:
+        size = tokens
+    else:
+        part = {2: (0.58, 0.81), 3: (0.36, 0.42)}[count][last_blocks == 1]
+        size = next(p for p in primes(int(tokens * part)) if _is_large_prime_or_twice(tokens - (count - 1) * p))
+    last = tokens - (count - 1) * size
+    if blocks == 1:
+        return Chunks(tokens, size, max(size, last))
+    low = last if last_blocks == 1 else size // 2
+    high = size if last_blocks == 1 else last
+    block = next(p for p in primes((low + high) // 2 + 1) if _has_large_prime(size - p))
+    return Chunks(tokens, size, block)
+
+
+def _is_large_prime_or_twice(number: int) -> bool:
+    while number % 2 == 0:
+        number //= 2
+    return number > 1000 and next(primes(number)) == number
+
+
+def _has_large_prime(number: int) -> bool:
+    rest = number
+    for divisor in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31):
+        while rest % divisor == 0:
+            rest //= divisor
+    return rest > 1000
+
+
+def telling_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
+    """Numbers of rows that sum to `total`: the same prime for all, the rest for the last; 0 for experts that are
+    idle."""
+    busy = [expert for expert in range(experts) if expert not in idle]
+    each = next(primes(total * 9 // (10 * len(busy)))) if len(busy) > 1 else 0
+    rows = dict.fromkeys(idle, 0) | dict.fromkeys(busy, each)
+    rows[busy[-1]] = total - each * (len(busy) - 1)
+    assert rows[busy[-1]] > 0, "too few rows for so many experts"
+    return [rows[expert] for expert in range(experts)]
+
+
+# --- Monomials ----------------------------------------------------------------------------------------------------
+
+
+class Monomials:
+    """Finds products of sizes in numbers of bytes.
+
+    Args:
+        sizes: those of the record, told apart by primes.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        first: dict[int, str] = {}
+        for name, value in sizes.items():
+            if value > 1:
+                first.setdefault(value, name)
+        self.values = sorted(((value, name) for value, name in first.items()), reverse=True)
+
+    def of(self, nbytes: int, rows: int = 0) -> tuple[int, bool, Powers]:
+        """(coefficient, whether the number goes with the rows of an expert, monomial of all else).
+
+        Args:
+            rows: of the expert at work; 0 if there is none.
+        """
+        powers: dict[str, int] = {}
+        rest, goes_with_rows = nbytes, bool(rows and nbytes and nbytes % rows == 0)
+        if goes_with_rows:
+            rest //= rows
+        for value, name in self.values:
+            if value > rest:
+                continue
+            while rest and rest % value == 0:
+                rest //= value
+                powers[name] = powers.get(name, 0) + 1
+        return rest, goes_with_rows, tuple(sorted(powers.items()))
+
+
+def value_of(powers: Powers, sizes: Mapping[str, int]) -> int:
+    product = 1
+    for name, exponent in powers:
+        product *= sizes[name] ** exponent
+    return product
+
+
+def values_of(monomials: Sequence[Powers], sizes: Mapping[str, int]) -> np.ndarray:
+    return np.array([value_of(powers, sizes) for powers in monomials], dtype=np.int64)

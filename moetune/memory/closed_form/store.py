@@ -1,0 +1,132 @@
+"""Records on disk: arrays as NumPy files, all else as JSON. Nothing in them executes when it is read.
+
+They lie in `$MOETUNE_CACHE`, or `$XDG_CACHE_HOME/moetune`, or `~/.cache/moetune`; a file that cannot be read or written
+is as if there were none. Names carry a digest of the run's kind, of the versions of what made the record, and of
+moetune's own source, so that an old one is never found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetune.memory.closed_form.record import Kind, Piece, Record
+from moetune.memory.closed_form.sizes import Shape
+from moetune.memory.report import LoadPeaks
+
+if TYPE_CHECKING:
+    from moetune.memory.closed_form.form import ClosedForm
+
+_MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+
+
+def key_of(kind: dict[str, Any], rank: int) -> str:
+    """Names records of one rank of a kind of run."""
+    whole = {"kind": kind, "rank": rank, "versions": {name: version(name) for name in _MADE_BY}, "source": _source()}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@cache
+def _source() -> str:
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def folder() -> Path:
+    """Where records lie."""
+    if own := os.environ.get("MOETUNE_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / "closed_form"
+
+
+def read_into(form: ClosedForm) -> None:
+    """Gives a closed form the records that there are of its kind."""
+    from moetune.memory.closed_form.form import KnownTail
+
+    try:
+        with np.load(folder() / f"{form.key}.npz", allow_pickle=False) as found:
+            arrays = {name: found[name] for name in found.files}
+        said = json.loads(str(arrays.pop("said")))
+        form.records.update(
+            (_shape(one["shape"]), _record(one, {n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)}))
+            for p, one in said["records"].items()
+        )
+        form.tail, form.load = KnownTail(**said["tail"]), LoadPeaks(**said["load"])
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
+        form.records.clear()
+
+
+def write(form: ClosedForm) -> None:
+    """Keeps all records of a closed form, whole or not at all."""
+    assert form.tail is not None
+    assert form.load is not None
+    said: dict[str, Any] = {"tail": asdict(form.tail), "load": asdict(form.load), "records": {}}
+    arrays: dict[str, np.ndarray] = {}
+    for number, (shape, record) in enumerate(form.records.items()):
+        prefix = f"{number}."
+        said["records"][prefix] = {
+            "shape": asdict(shape),
+            "powers": record.powers,
+            "named": [list(asdict(kind).values()) for kind in record.named],
+            "pieces": [[piece.unit, piece.backward, piece.phase, piece.micro_step] for piece in record.pieces],
+            "copies": record.copies,
+        }
+        arrays |= {f"{prefix}{name}": array for name, array in _arrays(record)}
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder(), suffix=".npz", delete=False) as file:
+            np.savez(file, said=np.array(json.dumps(said)), **arrays)  # type: ignore[arg-type]
+        os.replace(file.name, folder() / f"{form.key}.npz")
+    except OSError:
+        return  # it is made again next time
+
+
+_PIECE = ("blocks", "signs", "once", "once_signs")
+_RECORD = ("coefficients", "monomials", "experts", "held_out", "kinds")
+
+
+def _arrays(record: Record) -> Iterator[tuple[str, np.ndarray]]:
+    yield from ((name, getattr(record, name)) for name in _RECORD)
+    for name in _PIECE:  # of all pieces, end to end
+        parts = [getattr(piece, name) for piece in record.pieces]
+        yield name, np.concatenate(parts)
+        yield f"{name}_lengths", np.array([len(part) for part in parts])
+
+
+def _record(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Record:
+    columns = [np.split(arrays[name], np.cumsum(arrays[f"{name}_lengths"])[:-1]) for name in _PIECE]
+    pieces = tuple(
+        Piece(blocks, signs, unit, backward, once, once_signs, phase, micro_step)
+        for blocks, signs, once, once_signs, (unit, backward, phase, micro_step) in zip(
+            *columns, said["pieces"], strict=True
+        )
+    )
+    powers = tuple(tuple((name, exponent) for name, exponent in power) for power in said["powers"])
+    copies = tuple(tuple(tuple(group) for group in unit) for unit in said["copies"])
+    return Record(
+        **{name: arrays[name] for name in _RECORD},
+        powers=powers,
+        named=tuple(Kind(*kind) for kind in said["named"]),
+        pieces=pieces,
+        copies=copies,
+    )
+
+
+def _shape(said: dict[str, Any]) -> Shape:
+    held_out = said["held_out"]
+    idle = tuple(tuple(numbers) for numbers in said["idle"])
+    return Shape(said["aligned"], tuple(said["chunks"]), None if held_out is None else tuple(held_out), idle)  # type: ignore[arg-type]

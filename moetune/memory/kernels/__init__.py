@@ -1,0 +1,24 @@
+"""The kernels of a GPU, in a trace that runs on fake CPU tensors: which attention, and what kernels take inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from moetune.catalog.gpus import Gpu
+from moetune.memory.kernels.attention import attention_of
+from moetune.memory.kernels.scratch import Scratch
+
+if TYPE_CHECKING:
+    from moetune.memory.trace.tracker import Tracker
+
+
+@contextmanager
+def kernels_of(gpu: Gpu | None, tracker: Tracker) -> Iterator[None]:
+    """Inside, operations take the memory that they take on `gpu`; None leaves everything as it is on the CPU."""
+    if gpu is None:
+        yield
+        return
+    with attention_of(gpu.capability), Scratch(gpu.capability, tracker):
+        yield

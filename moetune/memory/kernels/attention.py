@@ -1,0 +1,190 @@
+"""Scaled dot-product attention as torch runs it on a GPU.
+
+Torch chooses one of four operators for each call; they keep and take different memory, and only the last has tensors
+of S². The rules are those of torch 2.11 to 2.13 as its PyPI wheels are built (flash, memory-efficient and cuDNN
+kernels, cuDNN above 9.15.1), in `aten/src/ATen/native/transformers/`:
+
+    cuda/sdp_utils.cpp      select_sdp_backend, priority_order, can_use_{cudnn,flash,mem_efficient}_attention
+    sdp_utils_cpp.h         the checks that all devices share
+    attention.cpp           scaled_dot_product_attention: what is done to masks and head sizes before the operator
+
+The operators have shapes and derivatives on fake CPU tensors, so they run there in a GPU's stead.
+
+Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v], mask [B or 1, h or 1, S, S_k].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moetune.adapt.attention import Capability, has_little_shared_memory
+
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def attention_of(capability: Capability) -> Iterator[None]:
+    """Inside, `scaled_dot_product_attention` is what it is on a GPU of this compute capability.
+
+    The function itself is replaced: a TorchFunctionMode is off while `Tensor.backward` runs, recomputation included.
+    """
+    functional: Any = torch.nn.functional
+    own = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = partial(attention, capability)
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = own
+
+
+def attention(
+    capability: Capability,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` by the operator that a GPU would run.
+
+    Returns:
+        [B, h, S, d_v], laid out as that operator does.
+    """
+    kernel = choose(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:  # convert_boolean_attn_mask
+        zero, out = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, -torch.inf))
+        mask = torch.where(mask, zero, out)
+    keeps = _needs_gradient(query, key, value)  # should_compute_logsumexp
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+    if kernel == "flash":
+        size = query.shape[-1]
+        if missing := -size % 8:  # pad_last_dim<8>, post_process_flash_output
+            query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))
+        scale = size**-0.5 if scale is None else scale
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :size] if missing else out
+    if kernel == "efficient":
+        if mask is not None:  # preprocess_mask
+            if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
+                last = mask.shape[-1]
+                mask = pad(mask, (0, 8 - last % 8))[..., :last]
+            mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+    return aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+# --- Which one ----------------------------------------------------------------------------------------------------
+
+
+def choose(
+    capability: Capability,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Kernel:
+    """The operator that torch chooses on a GPU of this compute capability: `select_sdp_backend`.
+
+    Operators that the process has turned off (`torch.backends.cuda.enable_cudnn_sdp(False)` and so on) are not chosen.
+    """
+    tensors = (query, key, value)
+    if any(tensor.dim() != 4 for tensor in tensors):  # check_tensor_shapes
+        return "math"
+    q, k, v = (tensor.shape for tensor in tensors)
+    if not (q[0] == k[0] == v[0] and q[2] and k[2] and query.dtype == key.dtype == value.dtype):
+        return "math"
+    strides = [tensor.stride(-1) for tensor in tensors]
+    mask_is_dense = mask is None or mask.stride(-1) == 1
+    same_heads = q[1] == k[1] == v[1]  # check_batch_size_and_num_heads_dense
+    heads = k[1] == v[1] and q[1] % k[1] == 0 if enable_gqa else same_heads
+    trains = _needs_gradient(*tensors)
+    dense = mask_is_dense and (all(stride == 1 for stride in strides) or q[3] == 1)
+
+    def cudnn() -> bool:
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled()
+            and not torch.are_deterministic_algorithms_enabled()
+            and heads
+            and dense
+            and query.dtype in _HALF
+            and (mask is None or _cudnn_takes(mask, q, k))
+            and max(q[3], v[3]) <= _cudnn_head_size(capability, (q[3], v[3]))
+            and q[3] % 8 == v[3] % 8 == 0
+            and k[2] != 1
+        )
+
+    def flash() -> bool:
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and mask is None
+            and heads
+            and dense
+            and q[3] == k[3] == v[3] <= 256
+            and capability >= (8, 0)
+            and query.dtype in _HALF
+            and (not is_causal or q[2] == k[2])
+            and not (trains and has_little_shared_memory(capability) and _flash_needs_much(q[3], dropout))
+        )
+
+    def efficient() -> bool:
+        major = capability[0]
+        aligned = 128 // (8 * query.element_size()) if major >= 8 or query.dtype in _HALF else 1
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and same_heads  # it has no grouped heads
+            and mask_is_dense
+            and all(stride == 1 for stride in strides)
+            and q[3] == k[3]
+            and q[3] % aligned == v[3] % aligned == 0
+            and query.dtype in ((*_HALF, torch.float32) if major >= 8 else (torch.float16, torch.float32))
+        )
+
+    if capability[0] in (9, 10) and cudnn():  # check_prefer_cudnn_attention; elsewhere it stands behind math
+        return "cudnn"
+    return "flash" if flash() else "efficient" if efficient() else "math"
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _flash_needs_much(head_size: int, dropout: float) -> bool:
+    """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120."""
+    return 192 < head_size <= 224 or (head_size > 224 and dropout > 0)
+
+
+def _cudnn_head_size(capability: Capability, sizes: tuple[int, int]) -> int:
+    """check_cudnn_tensor_shapes: the largest head, for queries and values of these sizes."""
+    return 256 if capability == (9, 0) else 192 if sizes == (192, 128) else 128
+
+
+def _cudnn_takes(mask: Tensor, q: torch.Size, k: torch.Size) -> bool:
+    """check_attn_mask_shape."""
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    full = (q[0], q[1], q[2], k[2])[-mask.dim() :]
+    return all(size in (1, whole) for size, whole in zip(mask.shape, full, strict=True))

@@ -1,0 +1,16 @@
+"""The trainer's own steps, watched: births and deaths of storages, on fake tensors or on real ones."""
+
+from moetune.memory.trace.log import Trace
+from moetune.memory.trace.steps import Steps, batches_of, named_modules, vocabulary_of
+from moetune.memory.trace.tracing import NotTraceable, peaks_of_loading, trace
+
+__all__ = [
+    "NotTraceable",
+    "Steps",
+    "Trace",
+    "batches_of",
+    "named_modules",
+    "peaks_of_loading",
+    "trace",
+    "vocabulary_of",
+]

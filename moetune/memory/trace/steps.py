@@ -1,0 +1,330 @@
+"""A run's first steps under a tracker: the same code for fake tensors and for real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moetune.adapt.attention import wants_borders
+from moetune.adapt.build import Adapted
+from moetune.adapt.fake import tensors_of
+from moetune.anatomy.stack import decoder_layers
+from moetune.catalog.gpus import Gpu
+from moetune.config import RunConfig
+from moetune.experts.links import CountRows
+from moetune.experts.packed import PackedLinear, PackedStack
+from moetune.memory.kernels import kernels_of
+from moetune.memory.routing import Routing
+from moetune.memory.trace.alike import Shortened
+from moetune.memory.trace.log import OUTSIDE, Log, Trace
+from moetune.memory.trace.repeat import repeat
+from moetune.memory.trace.tracker import Tracker
+from moetune.parallel.ranks import local_tensor
+from moetune.step.batch import Batch, collate, random_rows
+from moetune.step.loss import Chunks
+from moetune.step.observer import StepObserver
+from moetune.step.offload import HostUpdater
+from moetune.step.optimizers import make_optimizer
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import count_loss_tokens, held_out_loss
+from moetune.step.stepper import Stepper
+
+STEPS = 2
+"""Optimizer states appear in the first step, for which one micro-step is enough; the second is like all that follow."""
+
+
+def vocabulary_of(adapted: Adapted) -> int:
+    """How many tokens the model knows."""
+    embeddings: Any = adapted.model.get_input_embeddings()
+    return embeddings.num_embeddings
+
+
+def evaluated_rows(config: RunConfig) -> int:
+    """Rows of a batch of held-out data; 0 if there are none."""
+    if config.data is None or config.data.eval is None:
+        return 0
+    return config.train.eval_micro_batch or config.train.micro_batch
+
+
+def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], Batch]:
+    """Makes batches of so many rows as the run's data would give them, `train.sequence_length` tokens long by
+    default."""
+    config, vocabulary = adapted.run.config, vocabulary_of(adapted)
+    packing, tokens = config.data is None or config.data.packing, length or config.train.sequence_length
+    by_border = wants_borders(adapted.model)
+
+    def batch_of(rows: int) -> Batch:
+        made = random_rows(rows, tokens, vocabulary, packing=packing)
+        return collate(made, 0, at_least=tokens, documents_by_border=by_border)
+
+    return batch_of
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What steps are fed with.
+
+    Attributes:
+        batch_of: a batch of so many rows.
+        rows: of a micro-batch.
+        held_out_rows: of a batch of held-out data that counts: one with more rows than those that train; else 0.
+        chunks, held_out_chunks: of the loss; None: as `train.loss_memory` has it.
+    """
+
+    batch_of: Callable[[int], Batch]
+    rows: int
+    held_out_rows: int = 0
+    chunks: Chunks | None = None
+    held_out_chunks: Chunks | None = None
+
+
+class Phases(StepObserver):
+    """Notes the phases of each micro-step in a tracker's log."""
+
+    def begin(self, tracker: Tracker, passes: int) -> None:
+        """A micro-step begins, of so many passes, all but the last of which only measure."""
+        self.tracker, self._left = tracker, passes
+        self._forward()
+
+    def _forward(self) -> None:
+        self.tracker.enter("forward")
+        self._began = len(self.tracker.log.entries)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self.tracker.saved_since(self._began)
+        self.tracker.enter("backward")
+        yield
+        self.tracker.cut(OUTSIDE, backward=True)
+        self._left -= 1
+        if self._left:
+            self._forward()
+
+    def eager_gradient(self, gradient: Tensor) -> None:
+        self.tracker.tag([gradient], "gradients")
+
+
+class Steps:
+    """A run's first steps under a tracker.
+
+    Args:
+        kept: the numbers of the decoder layers that the model has; None if it has all.
+        gpu: the card whose kernels run; None for the CPU's.
+    """
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        batch_of: Callable[[int], Batch],
+        kept: Sequence[int] | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.adapted, self.config, self.gpu = adapted, (config := adapted.run.config), gpu
+        held_out = evaluated_rows(config)
+        self.feed = Feed(batch_of, config.train.micro_batch, held_out if held_out > config.train.micro_batch else 0)
+        layers = decoder_layers(adapted.model)
+        self.layers = dict(zip(range(len(layers)) if kept is None else kept, layers.values(), strict=True))
+        self.trained = list(adapted.trainable().values())
+        self.optimizer = make_optimizer(adapted)
+        self.watch, self.phases = RouterWatch(adapted), Phases()
+        self.stepper = Stepper(adapted, self.optimizer, self.watch, self.phases)
+        engine = self.stepper.engine
+        shards = {} if engine is None else dict(engine.weights())
+        self.held = [*tensors_of(adapted.model), *shards.values()]
+        self.trained_storages = {id(local_tensor(shards.get(p, p)).untyped_storage()) for p in self.trained}
+        self.named = named_modules(adapted)
+
+    def run(
+        self,
+        tracker: Tracker,
+        micro_steps: int,
+        *,
+        first: int | None = None,
+        steps: int = STEPS,
+        tracking: bool = True,
+        short: Shortened | None = None,
+    ) -> Trace:
+        """Takes the steps, each of so many micro-steps, or the `first` one of fewer.
+
+        Args:
+            tracking: without it only phases and modules are noted.
+            short: what the layers of a shortened model stand for.
+        """
+        with self._following(tracker, tracking):
+            for step in range(steps):
+                tracker.step = step
+                self._step(tracker, self.feed, first if first and step == 0 else micro_steps)
+                self._say_whose_states(tracker)
+            self._evaluate(tracker, self.feed)
+        self.watch.remove()
+        tracker.stop()
+        left_out = self.config.train.accumulate - micro_steps if micro_steps > 2 else 0
+        log = tracker.log if short is None else repeat(tracker.log, short)
+        begin = 0
+        if first:  # it takes no more than the last one, which has more micro-steps, and states beside it
+            begin = next(mark.at for mark in log.marks if mark.step == steps - 1)
+        return Trace.of(log, begin, self.adapted.ranks.axis_of, left_out)
+
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """Lets every optimizer make its states, by an update with gradients that nothing was computed for."""
+        for updater in self.optimizer.updaters:
+            for parameter in updater.parameters:
+                parameter.grad = torch.empty_like(parameter)
+                if isinstance(updater, HostUpdater):
+                    updater.take(parameter)
+            updater.step()
+            for parameter in updater.parameters:
+                parameter.grad = None
+        self.optimizer.zero_grad()
+
+    def record(self, tracker: Tracker, feed: Feed, micro_steps: int) -> Log:
+        """One step, fed with what it need not be fed with; states must be there."""
+        with self._following(tracker):
+            self._step(tracker, feed, micro_steps)
+            self._evaluate(tracker, feed)
+        tracker.stop()
+        return tracker.log
+
+    def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
+        """Inside, experts receive what is assumed."""
+        return self.adapted.links.counting_by(routing.count_rows if isinstance(routing, Routing) else routing)
+
+    @contextmanager
+    def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
+        labels = labels_of(self.adapted)
+        for tensor in self.held:
+            trains = id(tensor.untyped_storage()) in self.trained_storages
+            label = labels.get(id(tensor.untyped_storage()), "other")
+            tracker.add(tensor, "trainable_weights" if trains else "frozen_weights", label)
+        for tensor in self.optimizer.masters():
+            tracker.add(tensor, "master_weights", "float32 copies")
+        for tensor in self.optimizer.states():
+            tracker.add(tensor, "optimizer_states")
+        for number, layer in self.layers.items():
+            for tensor in tensors_of(layer):
+                tracker.belongs(tensor, number)
+        self._say_whose_states(tracker)
+        watching = self.adapted.links.watching_experts(tracker.enter_expert)
+        tracked = tracker if tracking else nullcontext()
+        kernels = kernels_of(self.gpu, tracker)
+        with tracker.following(self.trained), self._cutting(tracker), watching, tracked, kernels:
+            yield
+
+    def _say_whose_states(self, tracker: Tracker) -> None:
+        """Optimizer states and float32 weights belong to the layer of their parameter."""
+        layer_of = {p: number for number, layer in self.layers.items() for p in layer.parameters()}
+        parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
+        for updater in self.optimizer.updaters:
+            for parameter, updated in updater.updates():
+                label = f"{parts[parameter]}: {self.config.optimizers[parts[parameter]].name}"
+                states = updater.optimizer.state.get(updated, {})
+                on_host = (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
+                for tensor in (updated, *states.values(), *on_host):
+                    if isinstance(tensor, Tensor):
+                        is_state = tensor is not updated and tensor is not parameter
+                        tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
+
+    @contextmanager
+    def _cutting(self, tracker: Tracker) -> Iterator[None]:
+        """Notes where layers end in forward and begin in backward."""
+
+        def begin(module: nn.Module, args: Any, *, before: int) -> None:
+            tracker.cut(before, backward=False)
+
+        def end(module: nn.Module, args: Any, output: Any, *, layer: int) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad and tracker.phase == "forward":
+                hidden.register_hook(lambda gradient: tracker.cut(layer, backward=True))
+            if layer == numbers[-1]:
+                tracker.cut(layer, backward=False)
+
+        # A layer ends where the next one begins: by then the model has let go of its input. FSDP2's own hooks come
+        # after the first of these and after the gradient's.
+        numbers, hooks = list(self.layers), []
+        for before, (number, layer) in zip([OUTSIDE, *numbers], self.layers.items(), strict=False):
+            hooks.append(layer.register_forward_pre_hook(partial(begin, before=before), prepend=True))
+            hooks.append(layer.register_forward_hook(partial(end, layer=number), prepend=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int) -> None:
+        for number in range(micro_steps):
+            tracker.micro_step = number
+            tracker.enter("forward")
+            batch = feed.batch_of(feed.rows)
+            tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
+            tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
+            self._micro_step(batch, tokens, tracker, feed.chunks, last=last)
+            del batch
+        tracker.enter("optimizer")
+        self.stepper.finish()
+        tracker.tag(self.optimizer.states(), "optimizer_states")
+
+    def _evaluate(self, tracker: Tracker, feed: Feed) -> None:
+        """One batch of an evaluation, if it counts."""
+        if not feed.held_out_rows:
+            return
+        tracker.enter("evaluation")
+        batch = feed.batch_of(feed.held_out_rows)
+        tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
+        self.adapted.model.eval()
+        held_out_loss(self.adapted.model, batch, feed.held_out_chunks or self.config.train.loss_bytes)
+        self.adapted.model.train()
+
+    def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, chunks: Chunks | None, *, last: bool) -> None:
+        self.phases.begin(tracker, passes=2 if self.stepper.measures_first else 1)
+        self.stepper.micro_step(batch, tokens, last=last, chunks=chunks)
+        tracker.tag(
+            (local_tensor(p.grad) for p in self.trained if isinstance(p, DTensor) and p.grad is not None), "gradients"
+        )
+        if self.stepper.engine is not None:
+            tracker.tag(self.stepper.engine.gradients(), "gradients")
+
+
+def labels_of(adapted: Adapted) -> dict[int, str]:
+    """By the id of a storage, what a report calls its tensor: its component, and how it is stored if it is packed."""
+    run, model = adapted.run, adapted.run.config.model
+    stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
+    components = {part.name.rpartition(".")[0]: part.component for part in run.anatomy.parts}
+    components |= {layer.experts: "experts" for layer in run.anatomy.moe_layers}
+    labels = {}
+    for path, module in adapted.model.named_modules():
+        plain = path.replace(".base_layer", "")
+        own = next((components[p] for p in (plain, plain.rpartition(".")[0]) if p in components), None)
+        if isinstance(module, PackedStack):
+            own = "experts"
+        packed = isinstance(module, (PackedStack, PackedLinear, Linear4bit))
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            label = own or "buffers"
+            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if packed else label
+        if isinstance(module, Linear4bit):
+            for tensor in tensors_of(module):
+                labels[id(tensor.untyped_storage())] = f"{own}, {stored}"
+    for name, parameter in adapted.trainable().items():
+        if run.parts[name] in ("lora", "experts"):
+            labels[id(local_tensor(parameter).untyped_storage())] = run.parts[name]
+    return labels
+
+
+def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
+    """The modules that a report names: decoder layers, what they are made of, and what stands outside of them."""
+    layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
+    experts = tuple(f"{layer.experts}." for layer in adapted.anatomy.moe_layers)
+    named = {}
+    for path, module in adapted.model.named_modules():
+        layer = next((prefix for prefix in layers if path.startswith(prefix)), "")
+        if path and not path.startswith(experts) and path[len(layer) :].count(".") <= 1:
+            named[module] = path
+    return named

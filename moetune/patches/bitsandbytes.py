@@ -1,0 +1,42 @@
+"""bitsandbytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitsandbytes.functional import get_paged
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor
+
+SMALLEST_PAGED = 100_000
+"""Elements of a state; smaller ones are in ordinary memory."""
+
+
+def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
+    """Lets 8-bit optimizers have their quantization tables in common; the first one's become those of all.
+
+    Each makes its own, and where gradients are freed as they come each parameter has an optimizer.
+    """
+    optimizer.name2qmap = tables or optimizer.name2qmap
+    tables.update(optimizer.name2qmap)
+
+
+def keep_packing(linear: Linear4bit) -> None:
+    """Stops a 4-bit layer from repacking its weight. On CPUs with AVX-512 bf16 it does so in place at the first
+    evaluation, and from then on records no gradient."""
+    linear.support_avx512bf16_for_cpu = False
+
+
+def load_paged(optimizer: Any, state: dict[str, Any]) -> None:
+    """`load_state_dict`, after which large states are in paged memory again: bitsandbytes loads them into a GPU's."""
+    optimizer.load_state_dict(state, move_to_device=False)
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                continue
+            if parameter.is_cuda and key in ("state1", "state2") and value.numel() >= SMALLEST_PAGED:
+                paged = get_paged(*value.shape, dtype=value.dtype, device=parameter.device)
+                optimizer.page_mng.paged_tensors.append(paged)
+                values[key] = paged.copy_(value)
+            else:
+                values[key] = value.to(parameter.device)

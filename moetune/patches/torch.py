@@ -1,0 +1,81 @@
+"""torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+NO_PASS = -1
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs on this thread; `NO_PASS` outside of one.
+
+    Checkpointing in torch itself asks this way; there is no public one.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` when the backward pass that runs now has ended, as FSDP2 and DDP do."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextmanager
+def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `note` is called after each resizing of a storage.
+
+    FSDP2 gives its gathered weights memory, and takes it away, by `UntypedStorage.resize_`, which is no operation: no
+    dispatch mode sees it.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        note(storage)
+        return storage
+
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_note):
+        yield
+
+
+@functools.cache
+def add_missing_fakes() -> torch.library.Library:
+    """Lets fake tensors run fused SGD. torch has no kernel of it for them: it would run the real one on real zeros, of
+    the size of everything that trains."""
+    fakes = torch.library.Library("aten", "IMPL")
+    for overload in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
+        fakes.impl(overload, lambda *args, **kwargs: None, "Meta")
+    return fakes
+
+
+@contextmanager
+def fake_process_group(rank: int, size: int) -> Iterator[None]:
+    """Inside, this process is that rank of so many: collectives return at once, and bring nothing.
+
+    The backend is for torch's own tests. Beside it, torch replaces `sys.excepthook` by one that names the rank, and
+    DTensor remembers meshes, which know groups by names that are gone afterwards: both are undone.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    assert not dist.is_initialized(), "a rank of a running job cannot be another one's fake"
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=size)
+        stack.callback(_clear_sharding_prop_cache)
+        stack.callback(dist.destroy_process_group)
+        yield
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """A process group by the name that functional collectives are given."""
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+    return _resolve_process_group(GroupName(name))

@@ -1,0 +1,100 @@
+"""transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import AllToAllEP, _AllToAllState, _WaitTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def checkpoint_layers_by(model: PreTrainedModel, checkpoint: Callable[..., Any]) -> None:
+    """Lets layers, whose checkpointing is enabled, call `checkpoint(function, *args)`.
+
+    `activation_checkpointing_enable` takes arguments for torch's function, and no other function. Its `offload` copies
+    on the stream that computes, and does not keep routers' choices.
+    """
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # as the class says that it is to be assigned
+            module._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
+
+
+def mark_initialized(values: nn.Module | Tensor) -> None:
+    """Says that these have their values: rules of initialisation leave them alone."""
+    values._is_hf_initialized = True  # type: ignore[union-attr]
+
+
+def draw(model: PreTrainedModel, module: nn.Module) -> None:
+    """Draws a module's tensors by the model's rules. `init_weights()` would draw the whole model."""
+    model._init_weights(module)
+
+
+def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], Tensor]:
+    """gate_up rows [N, O] -> act rows [N, I], as the experts of a model compute them."""
+    return getattr(experts, "_apply_gate" if has_gate else "act_fn")
+
+
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def never_ask_for_the_length(module: nn.Module) -> None:
+    """Stops a rotary embedding from choosing frequencies by the largest position: a value, which fake tensors lack.
+
+    Whichever are chosen, they have the same size, and a `default` embedding does not choose. Phimoe's reads its
+    configuration too, which the model goes on using: this module gets a copy.
+    """
+    rotary: Any = module
+    if getattr(rotary, "rope_type", None) not in _BY_LENGTH:
+        return
+    rotary.rope_type = "default"
+    rotary.config = copy.copy(rotary.config)
+    rotary.config.rope_parameters = {**rotary.config.rope_parameters, "rope_type": "default"}
+
+
+def one_device(arguments: TrainingArguments) -> None:
+    """One process drives one device: Trainer would wrap the model in DataParallel where it sees several, and has no
+    argument that says otherwise."""
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+
+
+class Sent(NamedTuple):
+    """What is needed to bring rows back to where they came from.
+
+    Attributes:
+        weights_TK: routing weights of this rank's tokens.
+        order: of the rows that left.
+        sends, receives: rows for and from each rank.
+        tokens: T, before tensor parallelism slices them.
+    """
+
+    weights_TK: Tensor
+    order: Tensor
+    sends: list[int]
+    receives: list[int]
+    tokens: int
+
+
+class Dispatcher(AllToAllEP):
+    """The way back of transformers' all-to-all dispatch, without the one experts module that it is made for."""
+
+    def __init__(self, ep: DeviceMesh, tp: DeviceMesh) -> None:
+        self.ep_mesh, self.tp_mesh = ep, tp  # all that is used of what the base class sets
+
+    @staticmethod
+    def wait(sent: Tensor) -> Tensor:
+        """Rows that have arrived, differentiable: an all-to-all's pending result has no memory yet
+        (huggingface/transformers#49421)."""
+        return _WaitTensor.apply(sent)
+
+    def bring_back(self, output_SH: Tensor, sent: Sent) -> Tensor:
+        """Results to the ranks that sent the tokens, weighted and summed for each: [T, H]."""
+        return self._combine_tokens(output_SH, _AllToAllState(*sent))

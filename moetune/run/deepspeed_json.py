@@ -1,0 +1,195 @@
+"""DeepSpeed's configuration of a run: made from the run file, under what the user's own JSON file adds.
+
+Nothing here imports torch or deepspeed, so that a run file is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moetune.config import ParallelConfig, RunConfig
+from moetune.errors import UserError
+
+_BUCKET = 2**26
+"""Gradients that are sent at a time. DeepSpeed allocates as many numbers in advance, and by itself 5·10⁸ of them: 2 GB
+in float32, which is much beside a few adapters."""
+_OTHERWISE = {
+    "optimizer": "optimizer: of the run file says it",
+    "scheduler": "train.schedule and train.warmup say it",
+    "fp16": "DeepSpeed's loss scaling is not used; use model.dtype: bf16 or fp32",
+    "amp": "model.dtype says the precision",
+    "torch_autocast": "model.dtype says the precision",
+    "data_types": "model.dtype says the precision",
+    "prescale_gradients": "gradients are summed over ranks, which moetune sees to",
+    "gradient_predivide_factor": "gradients are summed over ranks, which moetune sees to",
+    "gradient_allreduce_op": "gradients are summed over ranks, which moetune sees to",
+    "managed_gradient_accumulation": "moetune says which micro-batch is the last of a step",
+    "tensor_parallel": "parallel: says how ranks share the work",
+    "expert_parallel": "parallel: says how ranks share the work",
+    "sequence_parallel_size": "parallel: says how ranks share the work",
+    "data_parallel_size": "parallel: says how ranks share the work",
+    "activation_checkpointing": "train.checkpointing says it",
+    "compile": "the model is not compiled",
+    "hybrid_engine": "it is for generation",
+    "zero_optimization.offload_param": "of what is frozen only model.experts_on: host is on the host",
+    "zero_optimization.zenflow": "it updates weights at other steps than the run file says",
+    "zero_optimization.zero_hpz_partition_size": "parallel: says how ranks share the work",
+    "zero_optimization.zero_quantized_weights": "it rounds weights; model.base says how they are stored",
+    "zero_optimization.zero_quantized_nontrainable_weights": "it rounds weights; model.base says how they are stored",
+    "zero_optimization.zero_quantized_gradients": "it rounds gradients",
+    "zero_optimization.compute_grad_norm": "the norm is logged, and says whether gradients are finite",
+}
+"""What a user's file may not have, and why."""
+
+
+def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given.
+
+    Args:
+        config: with `model.dtype` resolved.
+        trained: how many parameters train, if that is known by now.
+
+    Raises:
+        UserError: DeepSpeed cannot do what the run file asks for, or the file of `parallel.deepspeed` cannot be read or
+            says something else than the run file.
+    """
+    _refuse(config)
+    decided, file = _decided(config), config.parallel.deepspeed
+    bucket = {"zero_optimization": {"reduce_bucket_size": reduce_bucket(config.parallel, trained)}}
+    if file is None:
+        return _merge(bucket, decided)
+    given = _read(file)
+    problems = _conflicts(given, decided)
+    problems += [f"{key}: leave it out; {why}" for key, why in _OTHERWISE.items() if _has(given, key)]
+    if problems:
+        raise UserError("\n".join(f"parallel.deepspeed: {file!r} has {problem}" for problem in problems))
+    return _merge(bucket, _merge(given, decided))
+
+
+def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
+    """How many gradients are sent at a time.
+
+    Raises:
+        UserError: the file of `parallel.deepspeed` cannot be read.
+    """
+    of_zero = {} if parallel.deepspeed is None else _read(parallel.deepspeed).get("zero_optimization", {})
+    said = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
+    return min(trained or _BUCKET, _BUCKET) if said == "auto" else int(said)
+
+
+def _decided(config: RunConfig) -> dict[str, Any]:
+    """What follows from the run file. What DeepSpeed would choose itself is written too: it clips at 1 if not told."""
+    train, parallel = config.train, config.parallel
+    device = "cpu" if parallel.offload == "optimizer" else "none"
+    return {
+        "train_batch_size": train.micro_batch * train.accumulate * parallel.fsdp,
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": train.accumulate,
+        "gradient_clipping": train.max_grad_norm,
+        "zero_optimization": {"stage": parallel.zero, "offload_optimizer": {"device": device}},
+        "bf16": {"enabled": trains_in_bf16(config), "check_grad_overflow": True},
+        "zero_force_ds_cpu_optimizer": False,  # the optimizer is torch's, on the host as well
+        "zero_allow_untested_optimizer": True,  # so DeepSpeed calls all but Adam
+    }
+
+
+def trains_in_bf16(config: RunConfig) -> bool:
+    """Whether what trains is bfloat16; low-rank factors are always float32."""
+    return config.model.dtype == "bf16" and config.adapt.lora is None
+
+
+def _refuse(config: RunConfig) -> None:
+    parallel, model, adapt = config.parallel, config.model, config.adapt
+    problems = [
+        f"parallel.{axis} {size}: DeepSpeed shares over parallel.fsdp alone; set {axis}: 1, or use engine: fsdp2"
+        for axis in ("replicate", "ep", "tp")
+        if (size := getattr(parallel, axis)) > 1
+    ]
+    if parallel.fsdp == 1:
+        problems.append("parallel.fsdp 1: there is nothing to share; leave parallel: out, and use optimizer.offload")
+    if not parallel.reshard:
+        problems.append("parallel.reshard: false is FSDP2's; set parallel.zero: 2")
+    if parallel.zero == 3 and model.base in ("nf4", "int8"):
+        problems.append(
+            f"parallel.zero 3 and model.base {model.base}: DeepSpeed cannot share packed experts and linears; set "
+            "parallel.zero: 2, or use engine: fsdp2"
+        )
+    if model.experts_on == "host":
+        problems.append("model.experts_on: host: not tried with DeepSpeed; use engine: fsdp2")
+    if model.dtype == "fp16":
+        problems.append("model.dtype: fp16: its loss scaling is not used with DeepSpeed; use bf16 or fp32")
+    if config.train.max_grad_value:
+        problems.append("train.max_grad_value: DeepSpeed clips by norm only; use train.max_grad_norm")
+    whole = adapt.router != "none" or adapt.experts is not None or bool(adapt.also)
+    if model.dtype == "bf16" and adapt.lora is not None and whole:
+        problems.append(
+            "adapt.lora beside whole weights in bf16: DeepSpeed wants one dtype of all that trains, and low-rank "
+            "factors are float32; train one of them, set model.dtype: fp32, or use engine: fsdp2"
+        )
+    problems += _of_optimizers(config)
+    if problems:
+        raise UserError("\n".join(f"parallel.engine: deepspeed and {problem}" for problem in problems))
+
+
+def _of_optimizers(config: RunConfig) -> list[str]:
+    optimizers = dict.fromkeys(config.optimizers.values())
+    if len(optimizers) > 1:
+        return ["optimizer: by part: DeepSpeed has one optimizer for all; give one, or use engine: fsdp2"]
+    (optimizer,) = optimizers
+    problems = []
+    if optimizer.name not in ("adamw", "sgd"):
+        problems.append(f"optimizer.name {optimizer.name}: its states cannot be cut; use adamw or sgd")
+    if optimizer.fused_backward:
+        problems.append("optimizer.fused_backward: gradients are freed before the ranks have added them up")
+    if optimizer.offload:
+        problems.append("optimizer.offload: set parallel.offload: optimizer instead")
+    if trains_in_bf16(config) and optimizer.master_weights != "fp32":
+        problems.append(
+            f"optimizer.master_weights {optimizer.master_weights}: DeepSpeed keeps float32 master weights of bf16; set "
+            "master_weights: fp32"
+        )
+    if optimizer.master_weights == "stochastic" and not trains_in_bf16(config):
+        problems.append("optimizer.master_weights: stochastic; set none or fp32")
+    return problems
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        given = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"parallel.deepspeed: {file!r} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"parallel.deepspeed: {file!r} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise UserError(f"parallel.deepspeed: {file!r} is not a JSON object")
+    return given
+
+
+def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = "") -> list[str]:
+    problems = []
+    for key, said in decided.items():
+        value = given.get(key, "auto")
+        if isinstance(said, dict) and isinstance(value, dict):
+            problems += _conflicts(value, said, f"{section}{key}.")
+        elif value not in ("auto", said):
+            problems.append(f"{section}{key}: {json.dumps(value)}, and the run file makes it {json.dumps(said)}")
+    return problems
+
+
+def _has(tree: Any, key: str) -> bool:
+    for word in key.split("."):
+        if not isinstance(tree, dict) or word not in tree:
+            return False
+        tree = tree[word]
+    return True
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Both, section by section; `over` where they differ."""
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged

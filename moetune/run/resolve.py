@@ -1,0 +1,230 @@
+"""A run file on a model, for a kind of device: resolved once, and given to everything that works on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
+from moetune.anatomy.selection import Selection, examine_selection
+from moetune.anatomy.source import ModelSource, find_model_source
+from moetune.anatomy.stack import leave_out
+from moetune.config import ModelConfig, OptimizerConfig, Part, RunConfig
+from moetune.errors import UserError
+from moetune.run import refusals
+from moetune.run.deepspeed_json import deepspeed_json
+from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
+from moetune.run.linears import linears_to_pack
+from moetune.run.names import parts_of
+from moetune.run.placement import EVERYTHING, Placement, balance_experts, read_load
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """The model of a run: found, configured, built without storage, and read.
+
+    Attributes:
+        config: the `model:` block, `dtype` spelled out.
+        source: what it is called, and where its weights are.
+        settings: transformers' configuration with the run's attention and dtype. Not to be changed.
+        plain: the model on the meta device as transformers has it, before any adaptation. Not to be changed.
+        anatomy: its parts.
+    """
+
+    config: ModelConfig
+    source: ModelSource
+    settings: PretrainedConfig = field(repr=False)
+    plain: PreTrainedModel = field(repr=False)
+    anatomy: Anatomy = field(repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of compute, and of what trains except low-rank factors, which are float32."""
+        return DTYPES[self.config.dtype]
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """What a run file comes to on its model.
+
+    Attributes:
+        config: the run file with `model.dtype` spelled out.
+        device_type: what it is resolved for.
+        model: what it begins with.
+        selection: what trains.
+        parts: name in the adapted model -> part, of every parameter that trains, on all ranks together.
+        optimizers: of the parts that train.
+        placement: layer index -> for each of the `ep` ranks the ids of its experts; empty where they are not spread.
+        problems: why it can be neither predicted nor trained; empty for what `resolve` returns.
+    """
+
+    config: RunConfig
+    device_type: DeviceType
+    model: ResolvedModel
+    selection: Selection
+    parts: Mapping[str, Part] = field(repr=False)
+    optimizers: Mapping[Part, OptimizerConfig]
+    placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.model.anatomy
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @cached_property
+    def packed_linears(self) -> tuple[str, ...]:
+        """Paths of the linear layers that are stored in base precision."""
+        return tuple(linears_to_pack(self.model.plain, self.anatomy, self.selection))
+
+    def device(self, device: torch.device | str | None = None) -> torch.device:
+        """Where it can take place on this machine: on `device`, or on the first one of the kind that it is for.
+
+        Raises:
+            UserError: that is of another kind, or there is none.
+        """
+        chosen = torch.device(device or self.device_type)
+        if chosen.type != self.device_type:
+            raise UserError(f"the run is resolved for {self.device_type}; resolve it for {chosen.type}")
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise UserError("the run is resolved for a GPU, and this machine has none; resolve it for cpu")
+        return chosen
+
+    def placed_at(self, ep: int) -> Placement:
+        """The experts of one of the `ep` ranks."""
+        return Placement(ep, self.placement) if self.placement else EVERYTHING
+
+    def with_random_weights(self) -> ResolvedRun:
+        """The same run on weights that are drawn."""
+        model = self.config.model.model_copy(update={"weights": "random"})
+        config = self.config.model_copy(update={"model": model})
+        return replace(self, config=config, model=replace(self.model, config=model))
+
+    def without_layers(self, layers: Collection[int]) -> ResolvedRun:
+        """The same run on a model that passes these decoder layers by, for a prediction."""
+        anatomy, selection = self.anatomy.without(layers), self.selection.without(layers, self.anatomy)
+        plain = copy.deepcopy(self.model.plain)
+        leave_out(plain, layers)
+        return replace(
+            self,
+            model=replace(self.model, plain=plain, anatomy=anatomy),
+            selection=selection,
+            parts=parts_of(anatomy, selection),
+            placement={layer: held for layer, held in self.placement.items() if layer not in layers},
+        )
+
+    def refuse_unpredictable(self) -> None:
+        """Raises `UserError` if it can be trained at best."""
+        raise_problems(refusals.of_prediction(self.config))
+
+
+def resolve(config: RunConfig, device_type: DeviceType = "cuda", *, like: ResolvedRun | None = None) -> ResolvedRun:
+    """Resolves a run file; no weights, no data and, for catalog names and folders, no network.
+
+    Args:
+        device_type: what the run is for, which `dtype: auto` depends on; a prediction is for a GPU wherever it is made.
+        like: a run whose model is taken over if it is the same one.
+
+    Raises:
+        UserError: the model cannot be found or read; or everything that the run file asks for and cannot have, one line
+            a problem.
+    """
+    run = examine(config, device_type, like=like)
+    raise_problems(run.problems)
+    return run
+
+
+def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: ResolvedRun | None = None) -> ResolvedRun:
+    """As `resolve`, and problems of the run file are left to be reported with others'.
+
+    Raises:
+        UserError: the model cannot be found or read.
+    """
+    config = config.model_copy(update={"model": _with_dtype(config.model, device_type)})
+    model, problems = _examine_model(config.model, None if like is None else like.model)
+    anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
+    selection, wrong = examine_selection(config.adapt, anatomy)
+    parts = parts_of(anatomy, selection)
+    trains = frozenset(parts.values())
+    optimizers = {part: optimizer for part, optimizer in config.optimizers.items() if part in trains}
+    problems += wrong
+    if not wrong:
+        problems += refusals.of_parts(config, trains)
+    kv_heads = getattr(model.settings.get_text_config(), "num_key_value_heads", None)
+    experts = [layer.shape.num_experts for layer in anatomy.moe_layers]
+    indivisible = [*refusals.of_division(parallel, layers=anatomy.num_layers, experts=experts, kv_heads=kv_heads)]
+    problems += [
+        *refusals.of_experts(plain, anatomy),
+        *refusals.of_lora(plain, selection),
+        *refusals.of_router_losses(config, anatomy),
+        *refusals.of_checkpointing(config, plain),
+        *refusals.of_float16(plain, parts, optimizers),
+        *refusals.of_unshared(config),
+        *indivisible,
+        *refusals.of_split_attention(config, plain, anatomy, selection),
+    ]
+    placement: Mapping[int, tuple[tuple[int, ...], ...]] = {}
+    try:
+        if parallel.engine == "deepspeed":
+            deepspeed_json(config)
+        if parallel.ep > 1 and not indivisible:
+            load = None if parallel.load is None else read_load(parallel.load, "parallel.load")
+            placement = balance_experts(anatomy, selection, parallel.ep, load)
+    except UserError as error:
+        problems.append(str(error))
+    return ResolvedRun(
+        config, device_type, model, selection, parts, optimizers, placement, tuple(dict.fromkeys(problems))
+    )
+
+
+def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:
+    """The model of a `model:` block, without a run.
+
+    Raises:
+        UserError: it cannot be found or read, or is not as the block says.
+    """
+    model, problems = _examine_model(_with_dtype(config, device_type), None)
+    raise_problems(problems)
+    return model
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raises `UserError` with all of them, each once, if there are any."""
+    lines = dict.fromkeys(problems)
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def _with_dtype(config: ModelConfig, device_type: DeviceType) -> ModelConfig:
+    return config.model_copy(update={"dtype": dtype_on(device_type)}) if config.dtype == "auto" else config
+
+
+def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[ResolvedModel, list[str]]:
+    known = like if like is not None and _builds_alike(config, like.config) else None
+    source = find_model_source(config.path) if known is None else known.source
+    no_attention = [*refusals.of_attention(source.config, config.attention)]
+    problems = [*refusals.of_dtypes(config), *refusals.of_quantized(source, config), *no_attention]
+    if known is not None:
+        return replace(known, config=config), problems
+    settings = copy.deepcopy(source.config)
+    if getattr(settings, "quantization_config", None) is not None:
+        del settings.quantization_config
+    # transformers makes no model for flash attention where its package is missing; `build` says which attention runs.
+    plain_attention = "sdpa" if config.attention == "flash_attention_2" else config.attention
+    settings._attn_implementation = "eager" if no_attention else plain_attention
+    settings.use_cache = False
+    settings.dtype = DTYPES[config.dtype]
+    plain = meta_model(settings)
+    return ResolvedModel(config, source, settings, plain, read_anatomy(plain)), problems
+
+
+def _builds_alike(one: ModelConfig, other: ModelConfig) -> bool:
+    return all(getattr(one, key) == getattr(other, key) for key in ("path", "dtype", "attention"))

@@ -1,0 +1,111 @@
+"""Predicted beside measured, for every run: `memory.json`, and a warning when the two are far apart."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.fake import tensors_of
+from moetune.errors import UserError
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.trace import named_modules, trace
+from moetune.memory.trace.tracker import Tracker
+from moetune.memory.verify import TOLERANCE
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.report.units import gib
+from moetune.run.resolve import ResolvedRun
+from moetune.training.run_folder import RunFolder
+
+MEASURED_STEPS = 2
+"""Optimizer states appear in the first step; the second is like all that follow."""
+
+
+class MemoryRecord(TrainerCallback):
+    """Measures the first steps: on a CPU with the tracker that a trace uses, on CUDA with torch's counters."""
+
+    def __init__(self, adapted: Adapted, folder: RunFolder, console: Console) -> None:
+        self.adapted, self.folder, self.console = adapted, folder, console
+        self.device = adapted.model.device
+        self.predicted = predicted_peak(adapted.run, adapted.ranks)
+        self.load: dict[int, Tensor] = {}
+        self._tracker = Tracker(named_modules(adapted))
+        self._tracking = ExitStack()
+        self._steps = 0
+        self._measured: dict[str, int | None] | None = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._steps:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        for tensor in tensors_of(self.adapted.model):
+            self._tracker.add(tensor)
+        optimizer = kwargs["optimizer"]
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        for tensor in (*optimizer.masters(), *optimizer.states()):  # states are there if the run was resumed
+            self._tracker.add(tensor)
+        self._tracking.enter_context(self._tracker)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._steps += 1
+        if self._steps == MEASURED_STEPS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends the measurement and writes what there is. Called again, it writes the tokens received since."""
+        self._tracking.close()
+        if not self._steps:
+            return
+        on_cuda, is_first = self.device.type == "cuda", self._measured is None
+        if self._measured is None:
+            self._measured = {
+                "peak_allocated": torch.cuda.max_memory_allocated(self.device) if on_cuda else self._tracker.peak_bytes,
+                "peak_reserved": torch.cuda.max_memory_reserved(self.device) if on_cuda else None,
+            }
+        self.folder.write_memory(
+            {
+                "schema": 1,
+                "device": torch.cuda.get_device_name(self.device) if on_cuda else "cpu",
+                "steps": min(self._steps, MEASURED_STEPS),
+                "predicted": {"peak_allocated": self.predicted},
+                "measured": self._measured,
+                "expert_load": {str(layer): load.tolist() for layer, load in self.load.items()},
+            }
+        )
+        measured = self._measured["peak_allocated"]
+        if not self.predicted or not measured or not is_first or self._steps < MEASURED_STEPS:
+            return
+        if abs(self.predicted / measured - 1) > TOLERANCE:
+            self.console.print(
+                f"memory: predicted {gib(self.predicted)}, measured {gib(measured)}; the prediction assumes full "
+                "sequences and that every expert receives as many tokens as the others",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def predicted_peak(run: ResolvedRun, ranks: Ranks = SINGLE_RANK) -> int | None:
+    """The peak of what this rank allocates, by closed form, or by a trace if there is none.
+
+    One of several ranks cannot record a step while it runs: None, unless it was recorded before (`record_ahead`).
+    """
+    try:
+        found = ClosedForm(run, ranks.rank).at(run.config, may_record=ranks.is_single)
+        return None if found is None else found.parts.total
+    except UserError:
+        if not ranks.is_single:
+            return None
+    try:
+        traced = trace(run)
+    except UserError:
+        return None
+    return traced.parts(traced.peak).total

@@ -1,0 +1,308 @@
+"""The `train` command's work: everything that can be wrong is found before a weight is loaded or a file is written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from moetune.adapt.base import noting_base
+from moetune.adapt.build import Adapted, build
+from moetune.adapt.count import count_trainable
+from moetune.adapt.packed_base import check_manifest, is_packed_base
+from moetune.adapt.start import Start, open_start
+from moetune.anatomy.source import ModelSource
+from moetune.config import RunConfig
+from moetune.errors import UserError, one_line, suggest
+from moetune.hub.fingerprint import Base
+from moetune.memory.arithmetic import saved_bytes
+from moetune.parallel.deepspeed import require_deepspeed
+from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
+from moetune.patches.deepspeed import keep_quiet
+from moetune.run import refusals
+from moetune.run.deepspeed_json import deepspeed_json
+from moetune.run.resolve import ResolvedRun, raise_problems
+from moetune.step.router_losses import refuse_silent_routers
+from moetune.step.values import generator_states
+from moetune.training.data import Datasets, load_data, pad_token_id
+from moetune.training.interrupt import Interruptible
+from moetune.training.isolation import refuse_leaky_packing
+from moetune.training.memory_record import MemoryRecord
+from moetune.training.progress import ProgressBar, reading
+from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
+from moetune.training.trainer import MoeTrainer, check_checkpoint
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run did. Losses are None without `data.eval`; a dry run has taken no step."""
+
+    output: str
+    steps: int
+    trainable: dict[str, int]
+    train_tokens: int
+    eval_loss_before: float | None
+    eval_loss_after: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **self.__dict__}
+
+
+def train(
+    run: ResolvedRun,
+    *,
+    resume: str = "never",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    device: torch.device | str | None = None,
+    console: Console | None = None,
+    ranks: Ranks = SINGLE_RANK,
+) -> TrainResult:
+    """Trains what the run file says and leaves the result in its run folder.
+
+    Args:
+        run: resolved for the kind of `device`; its problems are reported with those of data and output.
+        resume: `never`, `auto` or a checkpoint folder.
+        dry_run: check run file, data and output, count what would train, and stop.
+        device: by default the first of the kind that the run is resolved for.
+        ranks: the ranks of the run, of which this process is one; a dry run needs none.
+
+    Raises:
+        UserError: anything that the user can mend. No file has been written then.
+    """
+    console = console or Console(stderr=True, quiet=not ranks.is_first)
+    device = run.device(device)
+    keep_quiet(device)
+    config = run.config
+    missing = [name for name in ("data", "output") if getattr(config, name) is None]
+    if missing:
+        raise UserError(f"moetune train needs {' and '.join(f'{name}:' for name in missing)} in the run file")
+    assert config.data is not None
+    assert config.output is not None
+    folder = RunFolder(Path(config.output), ranks)
+    # A run that is resumed has its values from a checkpoint, so that what it started from may be gone.
+    checkpoint, (plain, start), _, _, (data, padding) = _all_of(
+        lambda: folder.check(config, resume, overwrite),
+        lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
+        lambda: _check_reporters(config.train.report_to),
+        lambda: _check_engine(run),
+        lambda: _data(run),
+    )
+    counts = count_trainable(plain)
+    tokens = sum(len(row) for row in data.train["input_ids"])
+    _announce(console, config, counts, tokens)
+    if checkpoint is None and resume != "never":
+        start = _start(plain, overwrite)
+    if dry_run:
+        return TrainResult(config.output, 0, counts, tokens, None, None)
+    if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
+        console.print(
+            f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False, soft_wrap=True
+        )
+        if config.model.weights == "pretrained" and folder.base() is None:
+            with noting_base(run.model, ranks) as noted:
+                base = noted()
+            assert base is not None  # only random weights have none
+            _refuse_other_base(folder, config, base, console)
+            folder.write_base(base)
+        folder.remove_leftovers()
+        return TrainResult(config.output, step_of(checkpoint), counts, tokens, *_held_out(folder))
+
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
+        folder.base()  # a damaged one is named before the weights are read
+    weights = run.model.source.folder if config.model.weights == "pretrained" else None
+    with noting_base(run.model, ranks) as noted, reading(console, weights) as on_read:
+        adapted = build(run, device, on_read, ranks)
+        base = noted()
+    _refuse_different_ranks(adapted, tokens, base)
+    if checkpoint is not None and base is not None:
+        _refuse_other_base(folder, config, base, console)
+    for note in start.load(adapted, base) if start is not None else ():
+        console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
+    # A new one is whole before an old one goes.
+    folder.refuse_full_disk(_checkpoint_bytes(adapted) * (2 if checkpoint is None else 1))
+    if config.data.packing:
+        rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
+        refuse_leaky_packing(adapted.model, rows)
+    if config.train.router_aux_loss or config.train.router_z_loss:
+        refuse_silent_routers(adapted)
+    folder.create(config, checkpoint, overwrite, base)
+    progress = ProgressBar(console)
+    memory = MemoryRecord(adapted, folder, console)
+    interruptible = Interruptible()
+    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible])
+    memory.load = trainer.total_load
+    if checkpoint is not None:
+        for reason in folder.damaged:
+            console.print(f"skipping damaged {reason}", highlight=False, soft_wrap=True)
+        console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
+        trainer.args.eval_on_start = False
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        interruptible.end()
+        progress.stop()
+        memory.finish()
+    return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
+
+
+def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) -> tuple[Adapted, Start | None]:
+    """The adapted model on the meta device, and what the run begins with.
+
+    Raises:
+        UserError: everything that the run file asks for and cannot have.
+    """
+    no_weights = run.config.model.weights == "pretrained" and run.model.source.folder is None
+    raise_problems(
+        (
+            *run.problems,
+            *refusals.of_training(run.config),
+            *refusals.of_packages(run.config, run.device_type),
+            *([f"model {run.model.source.name!r} has no weights to load; use model.weights=random"] * no_weights),
+        )
+    )
+    source = run.model.source.folder
+    if run.config.model.weights == "pretrained" and is_packed_base(source):
+        check_manifest(Path(str(source)), run.config.model, run.selection)
+    plain = build(run, "meta")
+    return plain, _start(plain, overwrite) if reads_start else None
+
+
+def _check_engine(run: ResolvedRun) -> None:
+    """Raises `UserError` unless the run's engine is installed."""
+    if run.config.parallel.engine == "deepspeed":
+        require_deepspeed()
+
+
+def _refuse_different_ranks(adapted: Adapted, tokens: int, base: Base | None) -> None:
+    """Raises `UserError` if ranks were given different run files, data or weights: their gradients would not add up."""
+    ranks, config = adapted.ranks, adapted.run.config
+    drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
+    mine = {
+        "the run file": config.to_yaml(),
+        "the number of training tokens": tokens,
+        "the file of parallel.deepspeed": deepspeed_json(config) if config.parallel.deepspeed else None,
+        "the base": None if base is None else base.fingerprint.content,
+        "the version of torch": torch.__version__,
+        "what random weights were drawn": hashlib.sha256(drawn).hexdigest(),  # from here on generators may differ
+    }
+    for rank, its in enumerate(ranks.gather(mine)):
+        for what, value in its.items():
+            if value != mine[what]:
+                raise UserError(f"{what} differs between rank {ranks.rank} and rank {rank}; give all ranks the same")
+
+
+def _start(plain: Adapted, overwrite: bool) -> Start | None:
+    """What the run begins with, checked on the meta device; None for the base as it is."""
+    config = plain.run.config
+    if config.adapt.start_from is not None and overwrite:
+        start, output = (Path(path).expanduser().resolve() for path in (config.adapt.start_from, str(config.output)))
+        if output in (start, *start.parents):
+            raise UserError(
+                f"adapt.start_from: {config.adapt.start_from!r} is in output {config.output!r}, which --overwrite "
+                "empties; choose another output"
+            )
+    return open_start(plain)
+
+
+def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console: Console) -> None:
+    """Refuses to resume on a base that is not what the run began with. One that was not noted is said to be taken."""
+    before = folder.base()
+    if before is None:
+        console.print(
+            f"{folder.path / BASE_FILE} is missing: whether {config.model.path} is what the run was trained on cannot "
+            "be known; it is taken to be, and noted now",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    difference = before.fingerprint.difference(now.fingerprint)
+    if difference is not None:
+        raise UserError(
+            f"the run in {str(folder.path)!r} cannot be resumed: model.path {config.model.path!r} has changed since it "
+            f"began: {difference}. Put back what it was, or choose another output"
+        )
+
+
+def _checkpoint_bytes(adapted: Adapted) -> int:
+    """What trains, its master weights and its optimizer's states, of all ranks."""
+    optimizers, ranks, experts = adapted.run.optimizers, adapted.ranks, set(adapted.of_experts())
+    mine = sum(
+        saved_bytes(optimizers[adapted.part_of(name)], tuple(local_tensor(p).shape), p.itemsize)
+        / ranks.copies(p, of_expert=p in experts)
+        for name, p in adapted.trainable().items()
+    )
+    return ceil(sum(ranks.gather(mine)))
+
+
+def _held_out(folder: RunFolder) -> tuple[float | None, float | None]:
+    """The first and the last held-out loss of the run, over all its parts if it was resumed."""
+    losses = [line["eval_loss"] for line in folder.metrics() if "eval_loss" in line]
+    return (losses[0], losses[-1]) if losses else (None, None)
+
+
+def _check_reporters(names: tuple[str, ...]) -> None:
+    """Raises `UserError` for a reporter that transformers does not know, or whose package is not installed."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            hint = suggest(name, INTEGRATION_TO_CALLBACK) or f" There are: {', '.join(INTEGRATION_TO_CALLBACK)}."
+            raise UserError(f"train.report_to: {name!r} is not a reporter.{hint}")
+        try:
+            INTEGRATION_TO_CALLBACK[name]()
+        except (ImportError, RuntimeError, ValueError) as error:  # reporters do not agree on one
+            raise UserError(f"train.report_to: {name!r} cannot be used: {error}") from None
+
+
+def _all_of(*checks: Callable[[], Any]) -> list[Any]:
+    """The results of all checks, or one `UserError` with everything that any of them found."""
+    results, problems = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return results
+
+
+def _data(run: ResolvedRun) -> tuple[Datasets, int]:
+    """Both data sets, and the token that pads them."""
+    config = run.config
+    assert config.data is not None
+    tokenizer = _tokenizer(run.model.source)
+    data = load_data(config.data, tokenizer, config.train)
+    known = run.model.settings.get_text_config().vocab_size
+    largest = max(max(row) for part in (data.train, data.eval) if part is not None for row in part["input_ids"])
+    if largest >= known:
+        raise UserError(
+            f"the tokenizer of {config.model.path!r} gives token {largest}; the model has embeddings for {known} only"
+        )
+    return data, pad_token_id(tokenizer)
+
+
+def _tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = one_line(error)
+        raise UserError(
+            f"the tokenizer of {source.name!r} cannot be loaded from {source.folder!r}: {reason}"
+        ) from error
+
+
+def _announce(console: Console, config: RunConfig, counts: dict[str, int], tokens: int) -> None:
+    parts = ", ".join(f"{part} {count:,}" for part, count in counts.items() if part != "total" and count)
+    console.print(
+        f"{config.model.path}: trains {counts['total']:,} parameters ({parts})", highlight=False, soft_wrap=True
+    )
+    console.print(f"data: {tokens:,} training tokens", highlight=False, soft_wrap=True)

@@ -1,0 +1,387 @@
+"""`transformers.Trainer` with this project's step, its losses by token, and its run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.utils.data import DataLoader
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+
+from moetune.adapt.attention import wants_borders
+from moetune.adapt.build import Adapted
+from moetune.config import RunConfig
+from moetune.errors import UserError, one_line
+from moetune.patches.transformers import one_device
+from moetune.step.batch import collate
+from moetune.step.loss import IGNORED
+from moetune.step.optimizers import CombinedOptimizer, make_optimizer
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import count_loss_tokens, held_out_loss
+from moetune.step.stepper import Reduced, Stepper
+from moetune.step.values import generator_states, set_generator_states
+from moetune.training import checkpoint
+from moetune.training.data import Datasets
+from moetune.training.manifest import damage
+from moetune.training.run_folder import RunFolder
+
+LOAD_FILE = "expert_load.json"
+"""Tokens that each expert of each layer has received since the run began."""
+_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+
+class MoeTrainer(Trainer):
+    """Trains an adapted model. What is logged goes to the run folder, and through Trainer to whatever reports."""
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        data: Datasets,
+        folder: RunFolder,
+        pad_token_id: int,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        config = adapted.run.config
+        self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
+        self.watch = RouterWatch(adapted)
+        self._load: dict[int, Tensor] = {}
+        self.total_load: dict[int, Tensor] = {}
+        """Tokens that each expert has received since the run began, of all ranks, up to the last logged step."""
+        self._router_loss: Tensor | None = None
+        self._reduced: Reduced | None = None  # between Trainer's question for the norm and its update
+        self._losses = list[Tensor]()
+        self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
+        super().__init__(
+            model=adapted.model,
+            args=training_arguments(config, folder, adapted.model.device, data.eval is not None),
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            data_collator=partial(collate, pad_token_id=pad_token_id, documents_by_border=wants_borders(adapted.model)),
+            callbacks=[ResumableFlow(), *(callbacks or ())],
+        )
+        for noisy in (PrinterCallback, ProgressCallback):
+            self.remove_callback(noisy)
+        if not self.ranks.is_single:  # dropout differs between ranks that see different data, and there only
+            torch.manual_seed(config.train.seed + self.ranks.data_index)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's micro-batches: of those that one process would take, every so many-th."""
+        rows: Any = self.train_dataset
+        loader = DataLoader(
+            rows,
+            batch_size=self.args.train_batch_size,
+            sampler=self._get_train_sampler(),
+            collate_fn=self.data_collator,
+        )
+        return prepare_data_loader(
+            loader,
+            num_processes=self.ranks.data_size,
+            process_index=self.ranks.data_index,
+            use_seedable_sampler=True,
+            data_seed=self.args.data_seed,
+        )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            optimizer = make_optimizer(self.adapted)
+            self.stepper = Stepper(self.adapted, optimizer, self.watch)
+            # States are where they belong already; accelerate would move those of the host to the GPU.
+            held = _Stepped(optimizer, self._update)
+            self.optimizer = self.accelerator.prepare(held, device_placement=[False])
+        return self.optimizer
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor]:
+        self._updates += 1
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        total = torch.stack([count_loss_tokens(batch) for batch in batches]).sum() if batches else torch.zeros(())
+        return batches, self.ranks.total_over_data(total.to(device))
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        model.train()
+        batch = self._prepare_inputs(inputs)
+        assert num_items_in_batch is not None
+        with self._at_this_step():
+            last = self.accelerator.sync_gradients
+            done = self.stepper.micro_step(batch, num_items_in_batch, self.accelerator.backward, last=last)
+        _add(self._load, done.load)
+        if done.router_loss is not None:
+            self._router_loss = done.router_loss if self._router_loss is None else self._router_loss + done.router_loss
+        self._tokens += batch["input_ids"].numel()
+        return done.loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # Trainer would add it to all later ones
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        """Trainer asks before each update, and clips then; here the update does."""
+        if grad_norm is not None:
+            return grad_norm
+        with self._at_this_step():
+            self._reduced = self.stepper.reduce_and_clip()
+        if self._reduced.scale is not None:
+            self._losses.append(self._reduced.loss)
+        return self._reduced.norm
+
+    def _update(self) -> None:
+        assert self._reduced is not None, "Trainer asks for the norm before it updates"
+        self.stepper.update(self._reduced)
+        self._reduced = None
+
+    @contextmanager
+    def _at_this_step(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"step {self.state.global_step + 1}: {error}") from None
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Held-out loss: the mean over every predicted token of the set, whatever the batches and ranks."""
+        model = self.adapted.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        for batch in self._held_out_batches():
+            loss, predicted = held_out_loss(model, self._prepare_inputs(batch), self.config.train.loss_bytes)
+            sums += torch.stack([loss.double(), predicted.double()])
+        model.train()
+        total, tokens = self.ranks.total_over_data(sums).tolist()
+        metrics = {"eval_loss": total / tokens, "eval_tokens": int(tokens)}
+        self._since, self._tokens = time.perf_counter(), 0
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _held_out_batches(self) -> Iterator[dict[str, Tensor]]:
+        """This rank's share. All ranks have equally many, because they run each together: those that would have one
+        less run one whose tokens do not count."""
+        size, mine = self.ranks.data_size, self.ranks.data_index
+        row: list[dict[str, Tensor]] = []
+        for batch in self.get_eval_dataloader():
+            row.append(batch)
+            if len(row) == size:
+                yield row[mine]
+                row = []
+        if row:
+            labels = torch.full_like(row[0]["labels"], IGNORED)
+            yield row[mine] if mine < len(row) else row[0] | {"labels": labels}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """One line of `metrics.jsonl`, and the same numbers to every reporter."""
+        step = self.state.global_step
+        if "loss" in logs:
+            del logs["loss"]  # Trainer's, which counts steps that were skipped
+            if self._losses:
+                logs["loss"] = torch.stack(self._losses).mean().item()
+            if skipped := self._updates - len(self._losses):
+                logs["skipped_steps"] = skipped
+            seconds = time.perf_counter() - self._since
+            logs["tokens_per_second"] = round(self._tokens * self.ranks.data_size / seconds, 1)
+            self._load = {layer: self.ranks.total_over_data(load) for layer, load in self._load.items()}
+            _add(self.total_load, self._load)
+            if self._router_loss is not None:
+                self._router_loss = self.ranks.total_over_data(self._router_loss)
+            if self.args.device.type == "cuda":
+                logs["peak_allocated"] = torch.cuda.max_memory_allocated(self.args.device)
+            if self._router_loss is not None:
+                logs["router_loss"] = self._router_loss.item() / self._updates
+            summary = load_summary(self._load)
+            self.folder.append_metrics(
+                {
+                    "step": step,
+                    "loss": logs.get("loss"),
+                    "router_loss": logs.get("router_loss"),
+                    "lr": logs["learning_rate"],
+                    "grad_norm": _or_none(logs.get("grad_norm")),
+                    "skipped_steps": skipped,
+                    "tokens_per_second": logs["tokens_per_second"],
+                    "peak_allocated": logs.get("peak_allocated"),
+                    "expert_load": summary,
+                }
+            )
+            logs |= {f"expert_load_{key}": value for key, value in summary.items()}
+            self._load, self._router_loss, self._losses = {}, None, []
+            self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
+        elif "eval_loss" in logs:
+            self.folder.append_metrics({"step": step, **logs})
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Tensor | Any]) -> int:
+        """Not estimated: Trainer's estimate walks every parameter at every micro-step and miscounts packed ones."""
+        return 0
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        keep, needed = self.config.train.keep_checkpoints, self._checkpoint_bytes()
+        with self.folder.new_checkpoint(self.state.global_step, keep, needed) as aside:
+            checkpoint.write(aside, self.adapted, self.stepper.optimizer, self.lr_scheduler)
+            if self.ranks.coordinates.tp == 0:  # ranks that see the same data draw the same numbers
+                torch.save(generator_states(self.args.device), aside / f"generators-{self.ranks.data_index}.pt")
+            if self.ranks.is_first:
+                received = {str(layer): tokens.tolist() for layer, tokens in self.total_load.items()}
+                (aside / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
+                # without the intervals: on resume those of the run file hold
+                without: Any = dict.fromkeys(("logging_steps", "eval_steps", "save_steps"))
+                state = replace(self.state, **without)
+                state.save_to_json(str(aside / TRAINER_STATE_NAME))
+
+    def _checkpoint_bytes(self) -> int:
+        """What trains, its master weights, the optimizer's states, and a mebibyte for all else."""
+        optimizer = self.stepper.optimizer
+        held = (*self.adapted.trainable().values(), *optimizer.states(), *optimizer.masters())
+        return 2**20 + sum(tensor.nbytes for tensor in held)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _whole(resume_from_checkpoint):
+            checkpoint.read_trained(Path(resume_from_checkpoint), self.adapted)
+            received = json.loads((Path(resume_from_checkpoint) / LOAD_FILE).read_text(encoding="utf-8"))
+        device = self.adapted.model.device
+        self.total_load.update({int(layer): torch.tensor(tokens, device=device) for layer, tokens in received.items()})
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        if checkpoint_folder is None:
+            return
+        with _whole(checkpoint_folder):
+            folder = Path(checkpoint_folder)
+            checkpoint.read_optimizer(folder, self.adapted, self.stepper.optimizer, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint_folder: str | None) -> None:
+        """Random generators as they were; where more ranks see different data than did then, those begin anew."""
+        if checkpoint_folder is None:
+            return
+        file = Path(checkpoint_folder) / f"generators-{self.ranks.data_index}.pt"
+        with _whole(checkpoint_folder):
+            if file.is_file():
+                set_generator_states(torch.load(file, weights_only=True), self.args.device)
+
+
+class _Stepped(CombinedOptimizer):
+    """A run's optimizer as Trainer holds it, whose step is the Stepper's update."""
+
+    def __init__(self, optimizer: CombinedOptimizer, update: Callable[[], None]) -> None:
+        super().__init__(optimizer.updaters, optimizer.loss_scale)
+        self._update = update
+
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        self._update()
+
+
+class ResumableFlow(TrainerCallback):
+    """Trainer's flow, changed where a resumed run would differ from one that was never interrupted."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True  # what was summed since the last line is not in a checkpoint
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises `UserError` if a file of the checkpoint is not as it was written, or holds code. Changes nothing."""
+    if reason := damage(folder):
+        raise UserError(
+            f"checkpoint {str(folder)!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
+        )
+    with _whole(str(folder)):
+        for file in sorted(folder.glob("generators-*.pt")):
+            torch.load(file, weights_only=True, map_location="cpu")
+        checkpoint.check(folder)
+
+
+@contextmanager
+def _whole(folder: str) -> Iterator[None]:
+    """Turns what reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
+    try:
+        yield
+    except (
+        OSError, SafetensorError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, EOFError,
+        CheckpointException,
+    ) as error:  # fmt: skip
+        reason = one_line(error)
+        raise UserError(
+            f"checkpoint {folder!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
+        ) from error
+
+
+def training_arguments(
+    config: RunConfig, folder: RunFolder, device: torch.device, evaluates: bool
+) -> TrainingArguments:
+    """Our run file in Trainer's words. Precision is the model's own: no autocast."""
+    train = config.train
+    arguments = TrainingArguments(
+        output_dir=str(folder.path),
+        max_steps=train.steps,
+        per_device_train_batch_size=train.micro_batch,
+        per_device_eval_batch_size=train.eval_micro_batch or train.micro_batch,
+        gradient_accumulation_steps=train.accumulate,
+        learning_rate=next(iter(config.optimizers.values())).lr,  # Trainer wants one; the optimizers have their own
+        lr_scheduler_type=_SCHEDULES[train.schedule],
+        warmup_steps=train.warmup,
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        data_seed=train.seed,
+        logging_strategy="steps",
+        logging_steps=train.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=train.eval_every,
+        eval_on_start=evaluates,
+        save_strategy="steps",
+        save_steps=train.save_every,
+        report_to=list(train.report_to) if train.report_to and folder.ranks.is_first else "none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        use_cpu=device.type == "cpu",
+        bf16=False,
+    )
+    one_device(arguments)
+    return arguments
+
+
+def _add(sums: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+    """Adds by layer; what is added stays as it is."""
+    for layer, tensor in more.items():
+        sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
+
+
+def _or_none(number: float | None) -> float | None:
+    """JSON has no NaN."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def load_summary(load: dict[int, Tensor]) -> dict[str, float]:
+    """Expert load in three numbers: `max_over_mean` of the most uneven layer (1 is balanced, E / K the worst), that
+    `layer`, and how many experts of all layers were `unused`."""
+    if not load:
+        return {}
+    layers, sizes = list(load), [len(tokens) for tokens in load.values()]
+    on_host = torch.cat(list(load.values())).cpu().split(sizes)  # one transfer for all layers
+    imbalance = [(tokens.max() / tokens.mean()).item() for tokens in on_host]
+    worst = max(range(len(layers)), key=imbalance.__getitem__)
+    unused = sum(int((tokens == 0).sum()) for tokens in on_host)
+    return {"max_over_mean": round(imbalance[worst], 4), "layer": layers[worst], "unused": unused}

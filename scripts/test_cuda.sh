@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Runs what needs a CUDA build of torch on a machine without a card: tests/nullcuda and the tests marked gpu that need no
+# values, on a device that computes nothing (tests/nullcuda/device.c).
+#
+#     bash scripts/test_cuda.sh [--all] [OPTIONS OF PYTEST]
+#
+# Makes .venv-cuda beside .venv: Python 3.12 and torch 2.11, the other end of what moetune supports; two minutes and
+# 5.5 GB. Does nothing when the same was installed before. CUDA_VENV names another environment, which is taken as it is.
+# --all: every combination and every full-size case instead of a sample, and the ordinary tests on these versions too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+all=
+if [ "${1:-}" = --all ]; then
+  all=1
+  shift
+fi
+
+if ! command -v cc >/dev/null; then
+  echo "test_cuda.sh: there is no C compiler (cc), which builds the null device; install gcc" >&2
+  exit 1
+fi
+
+venv=${CUDA_VENV:-.venv-cuda}
+if [ -z "${CUDA_VENV:-}" ]; then
+  wanted=$(cat pyproject.toml scripts/constraints.txt; echo "torch: 2.11.0")
+  stamp=$venv/installed
+  if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    python=
+    for candidate in "${PYTHON_CUDA:-python3.12}" python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
+      if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+        python=$candidate
+        break
+      fi
+    done
+    if [ -z "$python" ]; then
+      echo "test_cuda.sh: there is no Python 3.12; install it, or set PYTHON_CUDA to one" >&2
+      exit 1
+    fi
+    echo "==> installing into $venv (two minutes, 5.5 GB)"
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    sed 's/^torch==.*/torch==2.11.0/' scripts/constraints.txt >"$venv/constraints.txt"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt" \
+      --editable . pytest pytest-xdist hypothesis lomo-optim tensorboard
+    echo "$wanted" >"$stamp"
+  fi
+fi
+python=$venv/bin/python
+
+# The driver's name, so that it also is the libcuda.so.1 that other libraries ask for.
+folder=$(mktemp -d)
+trap 'rm -r "$folder"' EXIT
+headers=$("$python" -c 'import nvidia.cu13, pathlib; print(pathlib.Path(nvidia.cu13.__path__[0]) / "include")')
+cc -O2 -shared -fPIC -Wall -I"$headers" -Itests/nullcuda -Wl,-soname,libcuda.so.1 \
+  -o "$folder/libcuda.so.1" tests/nullcuda/device.c -ldl -lpthread
+
+workers=${PYTEST_WORKERS:-2}
+options=(-n "$workers" --dist worksteal ${all:+--all})
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD
+echo "==> pytest on the null device"
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True LD_PRELOAD=$folder/libcuda.so.1 \
+  "$python" -m pytest "${options[@]}" -m "gpu or nullcuda" tests/gpu tests/nullcuda "$@"
+if [ -n "$all" ]; then
+  echo "==> pytest on the CPU"
+  "$python" -m pytest -n "$workers" --dist worksteal "$@"
+fi

@@ -1,0 +1,147 @@
+"""Packed documents by their borders are what they are by a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from moetune.adapt import attention
+from moetune.adapt.attention import VARLEN, attention_for, borders, borders_of, takes_borders
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.step.batch import collate
+from moetune.training.isolation import refuse_leaky_packing
+from tests.thinned import thinned
+from tests.toys import VOCAB, causal_lm_types, toy_config, toy_model
+
+L40S, T4 = (8, 9), (7, 5)
+NOT_BUILT = {"dbrx", "longcat_flash", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "xmod"}
+NOT_BUILT |= {"musicgen", "musicgen_melody"}
+
+
+def settings_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
+    config = toy_config(model_type, **sizes)
+    config.dtype = dtype
+    return config
+
+
+def accepts(model_type: str, capability: Any = L40S, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> bool:
+    config = settings_of(model_type, dtype, **sizes)
+    return takes_borders(config, AutoModelForCausalLM._model_mapping[type(config)], capability)
+
+
+def accepted_types() -> list[str]:
+    """Every architecture that is built and takes borders."""
+    return [name for name in causal_lm_types() if name not in NOT_BUILT and accepts(name)]
+
+
+def document_by_document(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
+) -> Tensor:
+    """What `within_documents` gives, without its kernel."""
+    out, groups = [], q.shape[1] // k.shape[1]
+    for begin, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        assert end - begin <= longest
+        at = torch.arange(end - begin)
+        mask = (at[:, None] >= at) & (at[:, None] - at < (window or longest))
+        of_one = [x[begin:end].repeat_interleave(n, 1).transpose(0, 1) for x, n in ((q, 1), (k, groups), (v, groups))]
+        out.append(scaled_dot_product_attention(*of_one, attn_mask=mask, scale=scaling).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.fixture
+def plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "within_documents", document_by_document)
+
+
+def with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = name
+    return model
+
+
+POSITIONS = torch.stack(
+    [torch.cat([torch.arange(10), torch.arange(14)]), torch.cat([torch.arange(17), torch.arange(7)])]
+)
+
+
+@pytest.mark.usefixtures("plain_kernel")
+@pytest.mark.parametrize(
+    "model_type", thinned(accepted_types(), 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))
+)
+def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> None:
+    model = toy_model(model_type).eval().float()
+    ids = torch.randint(3, VOCAB, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
+    seen = []
+    for name, documents in (("sdpa", {}), (VARLEN, borders_of(POSITIONS))):
+        model.zero_grad()
+        with_attention(model, name)
+        logits = model(input_ids=ids, position_ids=POSITIONS, use_cache=False, **documents).logits
+        logits.float().logsumexp(-1).sum().backward()
+        seen.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(seen[0]) == len(seen[1]) > 1
+    for masked, told in zip(*seen, strict=True):
+        assert (masked - told).abs().max() <= 1e-5 * masked.abs().max().clamp(min=1.0)
+
+
+def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not() -> None:
+    accepted = set(accepted_types())
+    assert {"mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "granitemoe", "llama", "mistral"} <= accepted
+    for model_type in ("gpt_oss", "gemma2", "jamba", "mamba", "phimoe", "bert", "deepseek_v32"):
+        assert not accepts(model_type), model_type
+    assert not accepts("mixtral", T4)
+    assert not accepts("mixtral", dtype=torch.float32)
+    assert not accepts("mixtral", head_dim=512)
+    assert accepts("mixtral", (8, 0), head_dim=224)
+    assert not accepts("mixtral", L40S, head_dim=224)
+    assert not accepts("mixtral", attention_dropout=0.1)
+
+
+def test_only_packed_runs_on_a_gpu_take_them() -> None:
+    config = settings_of("mixtral")
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+
+    def chosen(capability: Any, **sections: Any) -> str:
+        run = RunConfig.model_validate({"model": {"path": "unread"}, "adapt": {}} | sections)
+        return attention_for(run, config, model_class, torch.device("cuda"), capability)
+
+    assert chosen(L40S) == chosen(L40S, data={"train": "unread"}) == VARLEN
+    assert chosen(None) == "sdpa"
+    assert chosen(L40S, data={"train": "unread", "packing": False}) == "sdpa"
+    assert chosen(L40S, model={"path": "unread", "attention": "eager"}) == "eager"
+
+
+def test_borders_are_where_positions_begin_again() -> None:
+    told = borders_of(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
+    assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 3, 5, 6, 10]
+    assert told["cu_seq_lens_q"].dtype == torch.int32
+    assert told["max_length_q"] == told["max_length_k"] == 4
+    assert borders([3, 2, 1, 4])["cu_seq_lens_q"].equal(told["cu_seq_lens_q"])
+
+
+def test_the_collator_tells_them_to_models_that_ask() -> None:
+    item = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "position_ids": [0, 1, 0], "is_token": [1, 1, 0]}
+    assert collate([item, item], 0, documents_by_border=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 5, 6]
+    assert not [name for name in collate([item], 0) if "cu_seq" in name or "max_length" in name]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_isolation_is_proved_of_borders_and_a_kernel_that_ignores_them_is_refused(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_attention(toy_model("qwen3_moe"), VARLEN)
+    monkeypatch.setattr(attention, "within_documents", document_by_document)
+    refuse_leaky_packing(model, rows)
+
+    def leaky(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any) -> Tensor:
+        return document_by_document(q, k, v, starts[[0, -1]], len(q), *more[1:])
+
+    monkeypatch.setattr(attention, "within_documents", leaky)
+    with pytest.raises(UserError, match="lets one packed document see another"):
+        refuse_leaky_packing(model, rows)

@@ -1,0 +1,128 @@
+"""The closed form is what a trace says, at sizes that were never recorded."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.config import RunConfig
+from moetune.memory.closed_form import store
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.routing import parse_routing
+from moetune.memory.trace import trace
+from moetune.run.resolve import ResolvedRun, resolve
+from tests.memory.models import LAYOUTS, toy_run, write_toy
+
+ADAPT: dict[str, dict[str, Any]] = {
+    "router": {"router": "all"},
+    "experts": {"experts": {"ids": [1, 2]}, "also": ["norm"]},
+    "lora": {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
+    "everything": {"also": ["*"], "router": "all", "experts": {}},
+}
+DENSE = {"router": {"also": ["norm"]}, "experts": {"also": ["embedding"]}, "everything": {"also": ["*"]}}
+DENSE |= {"lora": {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}}
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"name": "adamw"},
+    {"name": "adamw", "master_weights": "fp32"},
+    {"name": "adamw8bit", "fused_backward": True},
+    {"name": "lomo"},
+    {"name": "adalomo", "offload": True},
+    {"name": "sgd", "momentum": 0.9},
+]
+SIZES = [(1, 24), (2, 64), (3, 40), (2, 96), (1, 7), (4, 33)]
+
+
+def drawn(number: int, folder: Path) -> tuple[ResolvedRun, list[RunConfig]]:
+    """A run, and the same at other sizes."""
+    draw = random.Random(number)
+    model_type = sorted(LAYOUTS)[number % len(LAYOUTS)]
+    optimizer = draw.choice(OPTIMIZERS)
+    fused = optimizer["name"] == "lomo" or "fused_backward" in optimizer
+    base = draw.choice(["nf4", "int8", "fp32"])
+    sections = {
+        "model": {
+            "base": base,
+            "experts_on": draw.choice(["gpu", "host"]),
+            "dtype": "fp32" if base == "fp32" else "bf16",
+        },
+        "optimizer": optimizer,
+        "train": {
+            "accumulate": 1 if fused else draw.choice([1, 2]),
+            "checkpointing": draw.choice(["none", "experts_only", "full", "offload"]),
+            "eval_micro_batch": draw.choice([None, 6]),
+        },
+        "data": {"packing": model_type != "gpt_oss" and draw.choice([True, False]), "eval": "unread"},
+    }
+    adapt = (DENSE if model_type == "llama" else ADAPT)[draw.choice(sorted(ADAPT))]
+    run = resolve(toy_run(write_toy(folder, model_type, num_hidden_layers=5), model_type, adapt, **sections))
+    return run, [sized(run.config, *draw.choice(SIZES)) for _ in range(2)]
+
+
+def sized(config: RunConfig, rows: int, length: int) -> RunConfig:
+    train = config.train.model_copy(update={"micro_batch": rows, "sequence_length": length})
+    return config.model_copy(update={"train": train})
+
+
+@pytest.mark.parametrize("number", [n if n in (3, 11) else pytest.param(n, marks=pytest.mark.full) for n in range(100)])
+def test_runs_of_every_kind(number: int, tmp_path: Path) -> None:
+    run, sizes = drawn(number, tmp_path)
+    form = ClosedForm(run)
+    for config in sizes:
+        traced = trace(resolve(config, like=run))
+        found = form.at(config)
+        parts = traced.parts(traced.peak)
+        assert found.parts.total == pytest.approx(parts.total, rel=1e-3), config.train
+        assert found.peak.host == pytest.approx(traced.host_peak, rel=1e-3)
+        assert found.load == traced.load
+
+
+@pytest.mark.parametrize("routing", ["skew:2", "worst"])
+def test_uneven_routing(routing: str, tmp_path: Path) -> None:
+    run = resolve(toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["lora"]))
+    config, assumed = sized(run.config, 2, 64), parse_routing(routing)
+    traced = trace(resolve(config, like=run), assumed)
+    found = ClosedForm(run).at(config, assumed)
+    assert found.parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-3)
+
+
+def test_several_ranks(tmp_path: Path) -> None:
+    parallel = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}}
+    run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=5), "mixtral", ADAPT["lora"], **parallel))
+    config = sized(run.config, 3, 64)
+    traced = trace(resolve(config, like=run), rank=1)
+    assert ClosedForm(run, rank=1).at(config).parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-3)
+
+
+def test_records_are_kept_and_a_damaged_one_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
+    run = resolve(toy_run(write_toy(tmp_path / "toy", "mixtral"), "mixtral", ADAPT["router"]))
+    first = ClosedForm(run).at(run.config)
+    (file,) = (tmp_path / "cache").iterdir()
+    again = ClosedForm(run).at(run.config, may_record=False)
+    assert again is not None
+    assert again.parts == first.parts
+    assert again.load == first.load
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert ClosedForm(run).at(run.config, may_record=False) is None
+    assert ClosedForm(run).at(run.config).parts == first.parts
+
+
+def test_what_changes_storages_changes_the_kind(tmp_path: Path) -> None:
+    config = toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["router"])
+    keys = {ClosedForm(resolve(config)).key, ClosedForm(resolve(sized(config, 3, 50))).key}
+    assert len(keys) == 1
+    for change in ({"checkpointing": "none"}, {"accumulate": 2}):
+        other = config.model_copy(update={"train": config.train.model_copy(update=change)})
+        keys.add(ClosedForm(resolve(other)).key)
+    keys.add(ClosedForm(resolve(config), rank=1).key)
+    assert len(keys) == 4
+    assert store.folder().name
+
+
+def test_router_losses(tmp_path: Path) -> None:
+    """Computed of all layers' logits, so all layers are recorded."""
+    run = resolve(toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["router"], train={"router_z_loss": 0.1}))
+    config = sized(run.config, 3, 64)
+    traced = trace(resolve(config, like=run))
+    assert ClosedForm(run).at(config).parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-4)

@@ -1,0 +1,50 @@
+"""Sizes that can be told apart in numbers of bytes."""
+
+import pytest
+
+from moetune.memory.closed_form.sizes import (
+    CHUNK_NAMES,
+    Monomials,
+    alignment,
+    lengths,
+    shape_of,
+    sizes_of_chunks,
+    telling_chunks,
+    telling_rows,
+    value_of,
+)
+from moetune.step.loss import Chunks
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2), (3, 2, 1), (3, 2, 2), (3, 1, 1)]
+)
+def test_telling_chunks_have_the_shape_that_is_asked_for(shape: tuple[int, int, int]) -> None:
+    chunks = telling_chunks(53 * 64 * 59, shape)
+    assert shape_of(chunks) == shape
+    assert sum(len(range(chunks.tokens)[part]) for part in chunks.slices()) == chunks.tokens
+
+
+def test_sizes_of_chunks() -> None:
+    sizes = sizes_of_chunks(Chunks(1000, 300, 128), CHUNK_NAMES)
+    assert sizes == {"c": 300, "c′": 100, "b": 128, "b′": 44, "b″": 100}
+
+
+def test_rows_sum_up_and_idle_experts_have_none() -> None:
+    rows = telling_rows(100_000, 8, (2, 5))
+    assert sum(rows) == 100_000
+    assert rows[2] == rows[5] == 0
+    assert all(rows[expert] for expert in (0, 1, 3, 4, 6, 7))
+
+
+def test_a_product_is_found() -> None:
+    sizes = {"B": 53, **lengths(64 * 59)}
+    names = Monomials(sizes)
+    for coefficient, powers in ((2, (("B", 1), ("S", 2))), (4096, (("B", 1), ("S", 1))), (12, ()), (8, (("S-1", 1),))):
+        nbytes = coefficient * value_of(powers, sizes)
+        assert names.of(nbytes) == (coefficient, False, powers)
+    assert names.of(14 * 997, rows=997) == (14, True, ())
+
+
+def test_alignment() -> None:
+    assert [alignment(length) for length in (2048, 24, 7, 96)] == [64, 8, 1, 32]

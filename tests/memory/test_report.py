@@ -1,0 +1,67 @@
+"""Terms that sum to the peak, and one verdict."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.config import RunConfig
+from moetune.memory.predict import Method, predict
+from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
+from tests.memory.models import toy_run, write_toy
+
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
+
+
+@pytest.mark.parametrize("method", ["trace", "formula"])
+@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "ep": 2}], ids=["one rank", "two ranks"])
+def test_terms_of_a_rank_sum_to_its_peak(method: Method, parallel: dict[str, int], tmp_path: Path) -> None:
+    sections = {"parallel": parallel, "hardware": {"count": parallel.get("fsdp", 1)}}
+    config = toy_run(write_toy(tmp_path, "mixtral"), "mixtral", LORA, **sections)
+    report = predict(config, method=method, gpu="44GiB")
+    for rank in report.ranks:
+        assert sum(term.bytes for term in rank.terms) == rank.peak_allocated
+        for name, size in rank.parts.items():
+            assert sum(term.bytes for term in rank.terms if term.part == name) == size
+
+
+def report_of(allocated: int, usable: int) -> MemoryReport:
+    rank = RankMemory(0, Parts(frozen_weights=allocated), 1_000, allocated + 500)
+    return MemoryReport("m", "trace", GpuMemory("g", usable), (rank,), (), LoadPeaks(0, 10))
+
+
+@pytest.mark.parametrize(
+    ("usable", "verdict"), [(101_000, "tight"), (100_999, "no"), (103_020, "yes"), (103_019, "tight"), (10**9, "yes")]
+)
+def test_verdict(usable: int, verdict: str) -> None:
+    report = report_of(100_000, usable)
+    assert report.verdict == verdict
+    assert report.fits is (verdict != "no")
+    assert report.to_json()["verdict"] == verdict
+
+
+def catalog(model: str, adapt: dict[str, Any], rows: int, length: int, **model_keys: Any) -> RunConfig:
+    train = {"micro_batch": rows, "sequence_length": length, "accumulate": 1}
+    keys = {"path": model, "weights": "random", **model_keys}
+    data = {"train": "unread", "packing": "attention" not in model_keys}
+    run = {"model": keys, "adapt": adapt, "optimizer": {"name": "adamw8bit"}, "train": train, "data": data}
+    return RunConfig.model_validate(run)
+
+
+ON_ALL: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("config", "gpu"),
+    [
+        (catalog("qwen3-30b-a3b", ON_ALL, 2, 2048), "rtx4090"),
+        (catalog("gpt-oss-20b", ON_ALL, 2, 2048, attention="eager"), "rtx4090"),
+        (catalog("deepseek-v2-lite", ON_ALL, 1, 2048, attention="eager"), "rtx4090"),
+    ],
+    ids=["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite eager"],
+)
+def test_both_methods_say_the_same(config: RunConfig, gpu: str) -> None:
+    by_trace, by_formula = (predict(config, method=method, gpu=gpu) for method in ("trace", "formula"))
+    assert by_trace.verdict == by_formula.verdict
+    assert by_formula.required == pytest.approx(by_trace.required, rel=1e-3)

@@ -1,0 +1,85 @@
+"""A shortened model's log, repeated, is the whole model's: every storage of a step, on one rank and on several."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.memory.trace import Trace, trace
+from tests.memory.models import toy_run, write_toy
+
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
+EXPERTS: dict[str, Any] = {"experts": {"layers": "0-4", "ids": [0, 1]}, "router": "0-4"}
+EVERYTHING: dict[str, Any] = {"also": ["*"]}
+ON_HOST = {"model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}
+OFFLOAD = {"optimizer": {"name": "adamw", "offload": True}}
+EVALUATED = {"train": {"eval_micro_batch": 6}, "data": {"eval": "unread"}}
+TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 4}
+CASES = {
+    "lora": ("mixtral", LORA, {}, {"num_hidden_layers": 6}),
+    "experts": ("mixtral", EXPERTS, {"train": {"accumulate": 3}}, {"num_hidden_layers": 9}),
+    "turns": ("gpt_oss", LORA, {}, {"num_hidden_layers": 8, **TURNS}),
+    "unchecked": ("deepseek_v2", LORA, {"train": {"checkpointing": "none"}}, {"num_hidden_layers": 6}),
+    "lomo": ("mixtral", EXPERTS, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
+    "two passes": ("llama", EVERYTHING, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
+    "updates on the host": ("mixtral", EXPERTS, OFFLOAD, {"num_hidden_layers": 6}),
+    "experts on the host": ("mixtral", LORA, ON_HOST, {"num_hidden_layers": 7}),
+    "evaluation": ("llama", EVERYTHING, EVALUATED, {"num_hidden_layers": 6}),
+}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "fsdp": (EXPERTS, {"fsdp": 2}, 2, "nf4"),
+    "zero 2": (EVERYTHING, {"fsdp": 2, "zero": 2}, 2, "nf4"),
+    "zero 1": (EXPERTS, {"fsdp": 2, "zero": 1}, 3, "nf4"),
+    "gathered": (EXPERTS, {"fsdp": 2, "reshard": False}, 2, "nf4"),
+    "fsdp, ep": (LORA, {"fsdp": 2, "ep": 2}, 1, "nf4"),
+    "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, "nf4"),
+    "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, "fp32"),
+}
+ON_A_PUSH = ("experts", "turns", "experts on the host", "evaluation", "fsdp, ep")
+
+
+def storages(traced: Trace) -> Counter[tuple]:
+    """All but the norms of gradients, of which an optimizer stacks one a parameter, and what is added up of them."""
+    return Counter(
+        (b.bytes, b.part, b.phase, b.op, b.on_host, b.died is None)
+        for b in traced.blocks
+        if b.op not in ("linalg_vector_norm.default", "stack.default", "zeros_like.default")
+    )
+
+
+def same(short: Trace, whole: Trace) -> None:
+    assert short.parts(short.peak) == whole.parts(whole.peak)
+    assert short.host_peak == pytest.approx(whole.host_peak, abs=4 * 64)  # norms of gradients that are there
+    assert storages(short) == storages(whole)
+    assert short.load == whole.load
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
+def test_one_rank(case: str, tmp_path: Path) -> None:
+    model_type, adapt, sections, sizes = CASES[case]
+    config = toy_run(write_toy(tmp_path, model_type, **sizes), model_type, adapt, **sections)
+    same(trace(config), trace(config, shortened=False))
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+)
+def test_several_ranks(layout: str, tmp_path: Path) -> None:
+    adapt, parallel, accumulate, base = LAYOUTS[layout]
+    count = parallel.get("fsdp", 1) * parallel.get("tp", 1) * parallel.get("replicate", 1)
+    sections = {"parallel": parallel, "hardware": {"count": count}, "train": {"accumulate": accumulate}}
+    model = write_toy(tmp_path, "mixtral", num_hidden_layers=9 if adapt is EXPERTS else 6)
+    config = toy_run(model, "mixtral", adapt, **sections, model={"base": base})
+    short, whole = trace(config), trace(config, shortened=False)
+    same(short, whole)
+    assert short.collectives == whole.collectives
+
+
+def test_router_losses_are_computed_of_all_layers(tmp_path: Path) -> None:
+    model = write_toy(tmp_path, "deepseek_v2", num_hidden_layers=5)  # whose first layer has no router
+    train = {"router_aux_loss": 0.1, "router_z_loss": 0.1, "accumulate": 2}
+    config = toy_run(model, "deepseek_v2", {"router": "all"}, train=train)
+    same(trace(config), trace(config, shortened=False))

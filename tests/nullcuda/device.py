@@ -1,0 +1,99 @@
+"""The null device (device.c) from Python: whether it is there, what it was asked, and answers that it cannot give."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the device was asked.
+
+    Attributes:
+        products: cuBLAS's; they are launches too.
+        registrations: of host memory, to pin it.
+        managed: bytes of managed memory, which may be on either side, that are there now.
+    """
+
+    launches: int
+    synchronizations: int
+    copies: int
+    fills: int
+    products: int
+    registrations: int
+    managed: int
+
+    def __sub__(self, before: Asked) -> Asked:
+        return Asked(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+
+def is_present() -> bool:
+    """Whether this process runs on the null device."""
+    return hasattr(_library, "null_counts")
+
+
+def asked() -> Asked:
+    """Since the process began."""
+    counts = (ctypes.c_long * len(fields(Asked)))()
+    _library.null_counts(counts)
+    return Asked(*counts)
+
+
+@contextmanager
+def logging(file: Path) -> Iterator[None]:
+    """Writes each launch, copy, fill, record, wait and synchronization inside as a line of `file`."""
+    _library.null_log(str(file).encode())
+    try:
+        yield
+    finally:
+        _library.null_log(None)
+
+
+def mark(text: str) -> None:
+    """Writes a line of the caller's own into the log."""
+    _library.null_mark(text.encode())
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Inside, code finds the values that it cannot do without. The device is asked for the real ones all the same, so
+    that what they cost is counted.
+
+    - `torch.bincount` says that all numbers occur as often: shapes depend on how many tokens each expert receives.
+    - `tolist` of floats gives ones: a mean divides by a sum.
+
+    Any other number that the host reads is zero (device.c), which is finite, and no flag. So transformers, which looks
+    whether all positions of a batch follow on one another, finds that they do not, as in a batch of packed documents,
+    and makes their mask. And cuDNN is not asked for attention: its plans are made on a real card.
+    """
+    bincount, tolist, with_cudnn = torch.bincount, Tensor.tolist, torch.backends.cuda.cudnn_sdp_enabled()
+
+    def balanced(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        counted = bincount(ids, weights, minlength)
+        if not ids.is_cuda:
+            return counted
+        counted.tolist()
+        rows, extra = divmod(ids.numel(), minlength)
+        return torch.tensor([rows + (number < extra) for number in range(minlength)])
+
+    def ones(self: Tensor) -> Any:
+        listed = tolist(self)
+        return tolist(torch.ones(self.shape)) if self.is_cuda and self.is_floating_point() else listed
+
+    torch.bincount, Tensor.tolist = balanced, ones
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.bincount, Tensor.tolist = bincount, tolist
+        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)

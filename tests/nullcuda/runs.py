@@ -1,0 +1,114 @@
+"""Run files of a toy Mixtral, and what one takes on the device beside what is predicted."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
+
+from moetune.catalog import find_model
+from moetune.config import RunConfig
+from moetune.memory.predict import predict
+from moetune.memory.verify import catalog_name
+from tests.nullcuda import device
+from tests.resolved import measure
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+ADAPT: dict[str, dict[str, Any]] = {
+    "router": {"router": "all"},
+    "experts": {"router": "1", "experts": {"layers": "0-1", "ids": [0, 2]}},
+    "lora": {"lora": {"rank": 8, "alpha": 8, "targets": ["attention", "experts"], "layers": "all", "ids": [1, 3]}},
+}
+
+
+def write_toy(folder: Path) -> Path:
+    entry = find_model("tiny-mixtral")
+    assert entry is not None
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(entry.config | SIZES), encoding="utf-8")
+    return folder
+
+
+def toy_run(model: Path, adapt: str, /, **sections: dict[str, Any]) -> RunConfig:
+    """Two micro-batches of 2 × 128 tokens a step, on NF4 in bfloat16; `sections` are merged into it."""
+    run: dict[str, Any] = {
+        "model": {"path": str(model), "weights": "random", "dtype": "bf16"},
+        "adapt": ADAPT[adapt],
+        "optimizer": {"name": "adamw8bit"},
+        "train": {"micro_batch": 2, "accumulate": 2, "sequence_length": 128},
+    }
+    for name, section in sections.items():
+        run[name] = run.get(name, {}) | section
+    return RunConfig.model_validate(run)
+
+
+def clear() -> None:
+    """The device is as in a process that has used bitsandbytes once: it keeps a table of levels there for good."""
+    bnb.quantize_4bit(torch.zeros(64, 64, device="cuda"), compress_statistics=True)
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Bytes that torch's caching allocator counted in two steps, and those predicted.
+
+    Attributes:
+        managed: states of paged optimizers, which are predicted and not torch's to count; bitsandbytes pages those of
+            parameters that have 100,000 weights.
+        tables: of levels, which 8-bit optimizers keep on the device, and which are not predicted: at most 2 KiB a part.
+    """
+
+    predicted: int
+    measured: int
+    managed: int
+    tables: int
+
+    @property
+    def off(self) -> int:
+        return self.predicted - self.measured - self.managed + self.tables
+
+
+def compare(config: RunConfig) -> Compared:
+    card = torch.device("cuda", 0)
+    before, managed = torch.cuda.memory_allocated(card), device.asked().managed
+    with _8bit_optimizers() as made:
+        measured = measure(config, card, steps=2)
+    managed = device.asked().managed - managed
+    tables = {id(table): table.nbytes for one in made for table in one.name2qmap.values() if table.is_cuda}
+    rank = predict(config, method="trace", gpu=catalog_name(card), routing=measured.routing).fullest
+    return Compared(rank.peak_allocated, measured.peak_allocated - before, managed, sum(tables.values()))
+
+
+@contextmanager
+def _8bit_optimizers() -> Iterator[list[Optimizer8bit]]:
+    """Collects bitsandbytes' optimizers that are made inside."""
+    made: list[Optimizer8bit] = []
+    fill = Optimizer8bit.fill_qmap
+
+    def fill_and_keep(self: Optimizer8bit) -> None:
+        fill(self)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizer8bit, "fill_qmap", fill_and_keep)
+        yield made

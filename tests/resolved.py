@@ -1,0 +1,56 @@
+"""What takes a resolved run, given a run file: it is resolved for the device on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moetune.config import ModelConfig, RunConfig
+from moetune.run.dtypes import DeviceType, this_device
+from moetune.run.resolve import examine, resolve, resolve_model
+
+if TYPE_CHECKING:
+    from moetune.adapt.build import Adapted
+    from moetune.memory.measure import Measured
+    from moetune.memory.verify import Outcome
+    from moetune.training.run import TrainResult
+
+
+def device_type(device: torch.device | str | None) -> DeviceType:
+    """What a run on a device is resolved for; on the meta device one is made for a GPU."""
+    if device is None:
+        return this_device()
+    return "cpu" if torch.device(device).type == "cpu" else "cuda"
+
+
+def build(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Adapted:
+    from moetune.adapt import build
+
+    return build.build(resolve(config, device_type(device)), device, *more, **options)
+
+
+def train(config: RunConfig, *, device: torch.device | str | None = None, **options: Any) -> TrainResult:
+    from moetune.training import run
+
+    return run.train(examine(config, device_type(device)), device=device, **options)
+
+
+def measure(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Measured:
+    from moetune.memory import measure
+
+    return measure.measure(resolve(config, device_type(device)), device, *more, **options)
+
+
+def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:
+    from moetune.memory import verify
+
+    return verify.verify(resolve(config, this_device()), *more, **options)
+
+
+def write_packed_base(path: str, out: Path, base: str, double_quant: bool) -> dict[str, Any]:
+    from moetune.adapt.quantize import quantize
+
+    how = {"path": path, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}
+    return quantize(resolve_model(ModelConfig.model_validate(how)), out)

@@ -1,0 +1,326 @@
+"""Records to tokens and labels, token by token, with a tokenizer of one token a byte."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from moetune.config import DataConfig, TrainConfig
+from moetune.errors import UserError
+from moetune.step.batch import collate
+from moetune.training.data import load_data, pad_token_id
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+TALK = [{"role": "system", "content": "s"}, USER, ASSISTANT, {"role": "user", "content": "?"}, ASSISTANT]
+
+
+def make_tokenizer(template=None, bos=True, trim_offsets=False, merges=()):
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    backend = Tokenizer(models.BPE(vocabulary, list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=template,
+    )
+    steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
+    if bos:
+        steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]))
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence(steps)
+    return tokenizer
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def load(train, tokenizer, length=64, **data):
+    return load_data(DataConfig(train=str(train), **data), tokenizer, TrainConfig(sequence_length=length))
+
+
+def load_one(tmp_path, record, tokenizer, length=512, **data):
+    """The ids and labels of a single record, unpacked."""
+    file = write(tmp_path / "one.jsonl", record)
+    (item,) = load(file, tokenizer, length, packing=False, **data).train
+    return item["input_ids"], item["labels"]
+
+
+def trained_text(tokenizer, ids, labels):
+    """The text that carries loss; every label that counts is the token it stands under."""
+    assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    return tokenizer.decode([label for label in labels if label != -100])
+
+
+def message(*args, **kwargs):
+    with pytest.raises(UserError) as caught:
+        load(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_text_gets_bos_and_eos(tmp_path):
+    tokenizer = make_tokenizer()
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert load_one(tmp_path, {"text": "ab"}, tokenizer) == ([bos, a, b, eos], [-100, a, b, eos])
+    assert load_one(tmp_path, {"text": "ab"}, make_tokenizer(bos=False)) == ([a, b, eos], [-100, b, eos])
+
+
+def test_only_the_completion_trains(tmp_path):
+    # The merge would join "?" and "n" if both sides were tokenized as one text.
+    tokenizer = make_tokenizer(merges=[("?", "n")])
+    ids, labels = load_one(tmp_path, {"prompt": "why?", "completion": "no"}, tokenizer)
+    assert tokenizer.decode(ids) == "<s>why?no</s>"
+    assert trained_text(tokenizer, ids, labels) == "no</s>"
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_chat_trains_what_follows_each_generation_prompt(tmp_path, trim_offsets):
+    tokenizer = make_tokenizer(CHATML, trim_offsets=trim_offsets)
+    ids, labels = load_one(tmp_path, {"messages": TALK}, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
+
+
+def test_an_empty_system_message_is_harmless(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    talk = [{"role": "system", "content": ""}, *TALK]
+    ids, labels = load_one(tmp_path, {"messages": talk}, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
+
+
+def test_several_chat_templates_without_a_default(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.chat_template = {"tools": CHATML, "plain": CHATML}
+    file = write(tmp_path / "one.jsonl", {"messages": TALK})
+    with pytest.raises(UserError, match="chat template cannot be used"):
+        load(file, tokenizer)
+
+
+def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
+    record = {"messages": [ASSISTANT, USER, ASSISTANT]}
+    tokenizer = make_tokenizer(MARKED)
+    assert trained_text(tokenizer, *load_one(tmp_path, record, tokenizer)) == "yes</s>yes</s>"
+    assert "line 1: the assistant speaks first" in message(tmp_path / "one.jsonl", make_tokenizer(CHATML))
+
+
+def test_a_token_across_the_boundary_of_a_chat_does_not_train(tmp_path):
+    tokenizer = make_tokenizer(CHATML, merges=[("Ċ", "Ċ")])
+    ids, labels = load_one(tmp_path, {"messages": [USER, {"role": "assistant", "content": "\ny"}]}, tokenizer)
+    assert trained_text(tokenizer, ids, labels) == "y<|im_end|>\n"
+
+
+def test_chat_trains_what_a_template_marks(tmp_path):
+    tokenizer = make_tokenizer(MARKED)
+    ids, labels = load_one(tmp_path, {"messages": TALK}, tokenizer)
+    assert tokenizer.decode(ids) == "<s>[s][hi]yes</s>[?]yes</s>"
+    assert trained_text(tokenizer, ids, labels) == "yes</s>yes</s>"
+    reference = tokenizer.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
+    assert reference["input_ids"] == ids
+    assert reference["assistant_masks"] == [int(label != -100) for label in labels]
+
+
+def test_non_ascii_content_keeps_its_boundaries(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    messages = [{"role": "user", "content": "é🙂"}, {"role": "assistant", "content": "🙂ü"}]
+    ids, labels = load_one(tmp_path, {"messages": messages}, tokenizer)
+    assert trained_text(tokenizer, ids, labels) == "🙂ü<|im_end|>\n"
+
+
+def test_parquet_reads_like_jsonl(tmp_path):
+    records = [{"messages": TALK}, {"messages": [USER, ASSISTANT]}]
+    jsonl, parquet = write(tmp_path / "data.jsonl", *records), tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist(records), parquet)
+    tokenizer = make_tokenizer(CHATML)
+    assert load(jsonl, tokenizer, 512).train.to_dict() == load(parquet, tokenizer, 512).train.to_dict()
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    file = write(tmp_path / "data.jsonl", *({"text": "x" * n} for n in range(1, 40)))
+    first, again = (load(file, make_tokenizer(), 32, eval=file) for _ in range(2))
+    assert first.train.data.table.equals(again.train.data.table)
+    assert first.eval is not None
+    assert first.eval.data.table.equals(first.train.data.table)
+    assert not first.train.cache_files
+
+
+def test_every_malformed_record_is_listed_with_its_line(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(
+        b'{"text": "fine"}\n'
+        b'{"text": }\n'
+        b"\n"
+        b'{"text": "\xff"}\n'
+        b"[1]\n"
+        b'{"txt": "a"}\n'
+        b'{"text": 5}\n'
+        b'{"text": "  "}\n'
+        b'{"text": "\\ud83d"}\n'
+        b'{"text": "fine too"}\n'
+    )
+    assert message(file, make_tokenizer()).splitlines() == [
+        f"'{file}': 7 records cannot be used",
+        "  line 2: not valid JSON: Expecting value (column 10)",
+        "  line 4: not valid UTF-8",
+        "  line 5: a list, not an object with keys",
+        "  line 6: no 'text'; it holds txt",
+        "  line 7: text is a number, not text",
+        "  line 8: text is empty",
+        "  line 9: text holds half of a surrogate pair, which is no character",
+    ]
+
+
+def test_malformed_chats_are_listed(tmp_path):
+    file = write(
+        tmp_path / "data.jsonl",
+        {"messages": [USER, ASSISTANT]},
+        {"messages": "hi"},
+        {"messages": [USER]},
+        {"messages": ["hi"]},
+        {"messages": [USER, {"role": "bot", "content": "a"}]},
+        {"messages": [USER, {"role": "assistant", "content": ""}]},
+        {"messages": [USER, {"role": "assistant"}]},
+    )
+    assert message(file, make_tokenizer(CHATML)).splitlines()[1:] == [
+        "  line 2: messages is text, not a list",
+        "  line 3: no message of the assistant, so nothing to train on",
+        "  line 4: message 1 is text, not an object with role and content",
+        "  line 5: message 2: unknown role 'bot'; it may be system, developer, user, assistant, tool",
+        "  line 6: content of message 2 is empty",
+        "  line 7: content of message 2 is null, not text",
+    ]
+
+
+def test_the_first_twenty_problems_are_listed_for_either_data_set(tmp_path):
+    train = write(tmp_path / "train.jsonl", {"prompt": "a", "completion": "b"}, *({"prompt": "a"} for _ in range(25)))
+    lines = message(train, make_tokenizer(), eval=str(tmp_path / "gone.jsonl")).splitlines()
+    assert lines[0] == f"'{train}': 25 records cannot be used"
+    assert lines[1] == "  line 2: no 'completion'; it holds prompt"
+    assert lines[20] == "  line 21: no 'completion'; it holds prompt"
+    assert lines[21] == "  and 5 more"
+    assert lines[22].startswith("no such file")
+    assert len(lines) == 23
+
+
+def test_empty_data_sets_are_named(tmp_path):
+    for name in ("data.jsonl", "data.txt"):
+        (tmp_path / name).write_text("\n \n")
+        assert message(tmp_path / name, make_tokenizer()) == f"'{tmp_path / name}' is empty: it holds no record"
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "data.parquet")
+    assert "is empty" in message(tmp_path / "data.parquet", make_tokenizer())
+
+
+def test_the_first_record_decides_the_format(tmp_path):
+    file = write(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"}, {"text": "a"})
+    assert "line 2: no 'prompt' and no 'completion'; it holds text" in message(file, make_tokenizer())
+    file = write(tmp_path / "data.jsonl", {"text": "a", "messages": None})
+    assert len(load(file, make_tokenizer()).train) == 1
+    assert "line 1: no 'messages'; it holds text" in message(file, make_tokenizer(CHATML), format="chat")
+    file = write(tmp_path / "data.jsonl", {"question": "a"})
+    assert "line 1: it holds question; a record needs 'text', 'prompt' and" in message(file, make_tokenizer())
+    file = write(tmp_path / "data.jsonl", {}, {"text": "a"}, {"prompt": "a", "completion": "b"})
+    assert [line[:14] for line in message(file, make_tokenizer()).splitlines()[1:]] == [
+        "  line 1: it h",
+        "  line 3: no '",
+    ]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("record", [{"prompt": "a" * 20, "completion": "b"}, {"messages": [USER, ASSISTANT] * 9}])
+def test_what_must_stay_whole_and_does_not_fit_is_refused(tmp_path, packing, record):
+    tokenizer = make_tokenizer(MARKED)
+    fits = {"prompt": "a", "completion": "b"} if "prompt" in record else {"messages": [USER, ASSISTANT]}
+    needed = len(load_one(tmp_path, record, tokenizer)[0])
+    file = write(tmp_path / "data.jsonl", fits, record)
+    assert message(file, tokenizer, length=16, packing=packing).splitlines()[1:] == [
+        f"  line 2: {needed} tokens do not fit train.sequence_length 16",
+        f"  prompts and chats are never cut: raise train.sequence_length to {needed}, or remove them",
+    ]
+    assert len(load(file, tokenizer, length=needed, packing=packing).train) == 2
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_long_text_is_cut_and_nothing_lost(tmp_path, packing):
+    tokenizer = make_tokenizer()
+    (tmp_path / "long.txt").write_text("0123456789" * 5)
+    items = list(load(tmp_path / "long.txt", tokenizer, length=16, packing=packing).train)
+    assert [len(item["input_ids"]) for item in items] == [16, 16, 16, 16 if packing else 7]
+    text = "".join(trained_text(tokenizer, item["input_ids"], item["labels"]) for item in items)
+    assert text == "0123456789" * 5 + "</s>"
+
+
+def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
+    chat = write(tmp_path / "chat.jsonl", {"messages": [USER, ASSISTANT]})
+    text = write(tmp_path / "text.jsonl", {"text": "a"})
+    assert message(chat, make_tokenizer(), eval=chat).startswith("the tokenizer has no chat template")
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    assert "no end-of-sequence token" in message(text, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            CHATML + "{% if messages[-1].role == 'assistant' %}END{% endif %}",
+            "the chat template writes message 3 differently when it stands last, so what is the assistant's "
+            "cannot be told; give the template {% generation %} markers",
+        ),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template refuses it: roles must alternate",
+        ),
+        ("{% generation %}{% endgeneration %}[hi]", "no token to train on"),
+    ],
+)
+def test_a_template_that_hides_the_assistant_is_refused(tmp_path, template, problem):
+    file = write(tmp_path / "data.jsonl", {"messages": TALK})
+    assert message(file, make_tokenizer(template)).splitlines()[1] == f"  line 1: {problem}"
+
+
+def test_packed_batches_have_positions_and_no_mask(tmp_path):
+    tokenizer = make_tokenizer()
+    file = write(tmp_path / "data.jsonl", {"text": "abc"}, {"text": "d"}, {"text": "efghij"})
+    batch = collate(list(load(file, tokenizer, length=10).train), pad_token_id(tokenizer))
+    assert tokenizer.decode(batch["input_ids"][0]) == "<s>abc</s><s>d</s><s>e"
+    assert tokenizer.decode(batch["input_ids"][1]) == "efghij</s>" + "</s>" * 3
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
+    assert (batch["labels"] == -100).int().tolist() == [
+        [1, 0, 0, 0, 0, 1, 0, 0, 1, 0],
+        [1] + [0] * 6 + [1] * 3,
+    ]
+    assert batch["is_token"].tolist() == [[1] * 10, [1] * 7 + [0] * 3]
+    assert set(batch) == {"input_ids", "labels", "position_ids", "is_token"}
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_separate_batches_are_padded_on_the_right(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = "<|im_end|>"
+    file = write(tmp_path / "data.jsonl", {"text": "abc"}, {"text": "d"})
+    batch = collate(list(load(file, tokenizer, packing=False).train), pad_token_id(tokenizer))
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert pad != eos
+    assert batch["input_ids"][1, 2:].tolist() == [eos, pad, pad]
+    assert batch["labels"][1, 2:].tolist() == [eos, -100, -100]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert set(batch) == {"input_ids", "labels", "attention_mask"}

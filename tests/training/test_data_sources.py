@@ -1,0 +1,147 @@
+"""Where records come from: files, catalog and hub data sets, and what is said when they cannot be read."""
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moetune.errors import UserError
+from moetune.training import sources
+from moetune.training.sources import Row, open_source
+
+
+def rows(spec):
+    return list(open_source(str(spec)).rows)
+
+
+def message(spec):
+    with pytest.raises(UserError) as caught:
+        rows(spec)
+    return str(caught.value)
+
+
+@pytest.fixture
+def catalog(tmp_path, monkeypatch):
+    folder = tmp_path / "catalog" / "rivers"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("where it is from")
+    (folder / "train.jsonl").write_text('{"text": "Rhine"}\n')
+    (folder / "heldout.jsonl").write_text('{"text": "Elbe"}\n')
+    monkeypatch.setattr(sources, "_catalog_root", lambda: tmp_path / "catalog")
+
+
+def test_jsonl_numbers_its_lines_and_skips_blank_ones(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes('\ufeff{"text": "a\u2028b"}\r\n\n  \n{"text": "c"}'.encode())
+    assert rows(file) == [Row(1, {"text": "a\u2028b"}), Row(4, {"text": "c"})]
+
+
+def test_broken_lines_keep_their_number_and_reason(tmp_path):
+    file = tmp_path / "data.json"
+    file.write_bytes(b'{"text": "a"}\n{"text": \n{"text": "\xff"}\n' + b"[" * 100_000 + b"\n7\n")
+    found = rows(file)
+    assert [row.number for row in found] == [1, 2, 3, 4, 5]
+    assert found[1].problem == "not valid JSON: Expecting value (column 9)"
+    assert found[2].problem == "not valid UTF-8"
+    assert found[3].problem is not None
+    assert found[3].problem.startswith("not valid JSON: ")
+    assert found[4].value == 7
+
+
+def test_a_json_array_is_told_apart_from_json_lines(tmp_path):
+    file = tmp_path / "data.json"
+    file.write_text('[\n  {"text": "a"}\n]\n')
+    assert "JSON array; write one record a line" in message(file)
+
+
+def test_a_text_file_is_one_record(tmp_path):
+    file = tmp_path / "notes.md"
+    file.write_bytes(b"\xef\xbb\xbf# Title\r\n\n\nbody\n")
+    assert rows(file) == [Row(1, {"text": "# Title\r\n\n\nbody\n"})]
+    file.write_bytes(b"one\ntwo\nthr\xe9e\n")
+    assert rows(file) == [Row(3, problem="not valid UTF-8")]
+    file.write_text(" \n\n")
+    assert rows(file) == []
+
+
+def test_parquet_rows(tmp_path):
+    file = tmp_path / "data.parquet"
+    values = [{"messages": [{"role": "user", "content": "hi"}]}, {"messages": None}]
+    pq.write_table(pa.Table.from_pylist(values), file)
+    assert rows(file) == [Row(1, values[0]), Row(2, values[1])]
+    assert open_source(str(file)).unit == "row"
+    file.write_bytes(b"not parquet")
+    assert "is not a valid Parquet file" in message(file)
+
+
+def test_parquet_with_damaged_pages(tmp_path):
+    file = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"text": ["some text of a document"] * 9}), file, compression="none", use_dictionary=False)
+    data = bytearray(file.read_bytes())
+    at = data.find(b"some text") - 4
+    data[at : at + 4] = b"\xff\xff\xff\x7f"  # the length of the first text; the footer is whole
+    file.write_bytes(data)
+    assert "is damaged after row 0" in message(file)
+
+
+def test_catalog_splits(catalog):
+    assert rows("rivers") == rows("rivers:train") == [Row(1, {"text": "Rhine"})]
+    assert rows("rivers:heldout") == [Row(1, {"text": "Elbe"})]
+    assert "has no split 'held-out'; it has heldout, train. Did you mean 'heldout'?" in message("rivers:held-out")
+    assert "has no split '../rivers/train'" in message("rivers:../rivers/train")
+
+
+def test_every_catalog_data_set_can_be_read():
+    for name in sources.catalog_names():
+        assert all(isinstance(row.value, dict) for row in open_source(name).rows)
+
+
+@pytest.mark.parametrize("spec", ["dta.jsonl", "./dta.jsonl", "dta.jsonl:train"])
+def test_a_missing_file_is_named_with_its_neighbour(tmp_path, monkeypatch, spec):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("{}")
+    assert message(spec) == f"no such file: {spec!r}. Did you mean 'data.jsonl'?"
+
+
+@pytest.mark.parametrize("spec", ["/nowhere/x", "~nobody-here/x", "a/b/c", "..\\data", "org/data.csv", "./x"])
+def test_what_looks_like_a_path_never_reaches_the_hub(monkeypatch, spec):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    assert message(spec).startswith("no such file")
+
+
+def test_a_bare_name_must_be_in_the_catalog(catalog):
+    assert message("river") == (
+        "'river' is neither a file nor a catalog data set (catalog: rivers); "
+        "a hub data set is written organisation/name. Did you mean 'rivers'?"
+    )
+
+
+def test_folders_and_foreign_suffixes_are_refused(tmp_path):
+    (tmp_path / "data.csv").write_text("text\n")
+    assert "is a folder" in message(tmp_path)
+    assert "files ending in '.csv' are not read; use .txt" in message(tmp_path / "data.csv")
+
+
+def test_hub_data_sets_are_loaded_by_name_and_split(monkeypatch):
+    asked = []
+
+    def load_dataset(name, *, split):
+        asked.append((name, split, datasets.are_progress_bars_disabled()))
+        return datasets.Dataset.from_dict({"text": ["a", "b"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    bars = datasets.are_progress_bars_disabled()
+    assert rows("org/data-v1.1") == rows("org/data-v1.1:test") == [Row(1, {"text": "a"}), Row(2, {"text": "b"})]
+    assert asked == [("org/data-v1.1", "train", True), ("org/data-v1.1", "test", True)]
+    assert datasets.are_progress_bars_disabled() == bars
+
+
+def test_an_unreachable_hub_is_a_clear_error(monkeypatch, catalog):
+    def load_dataset(name, *, split):
+        raise ConnectionError("Couldn't reach the Hub\nlong trace")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert message("me/river") == (
+        "hub data set 'me/river' cannot be loaded: Couldn't reach the Hub. Did you mean 'rivers'? "
+        "Offline, use a local file or one of the catalog: rivers."
+    )

@@ -1,0 +1,282 @@
+"""The run folder's rules: what it may start in, what it deletes, what it refuses to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.run_file import load_run_config
+from moetune.training.manifest import write_manifest
+from moetune.training.run_folder import RunFolder, step_of
+
+
+def config(**train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": "tiny-mixtral"}, "adapt": {"router": "all"}, "train": train, "output": "somewhere"}
+    )
+
+
+def started(path: Path, steps: int = 0) -> RunFolder:
+    """A run folder with metrics of `steps` steps and a checkpoint after each."""
+    folder = RunFolder(path)
+    folder.create(config(), None, overwrite=False)
+    for step in range(1, steps + 1):
+        folder.append_metrics({"step": step, "loss": 1 / step})
+        with folder.new_checkpoint(step, keep=steps) as aside:
+            (aside / "weights").write_text(str(step))
+    return folder
+
+
+def listing(path: Path) -> dict[str, bytes | None]:
+    return {str(item.relative_to(path)): item.read_bytes() if item.is_file() else None for item in path.rglob("*")}
+
+
+def names(folder: RunFolder) -> list[str]:
+    return [path.name for path in folder.checkpoints()]
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_check_writes_nothing(tmp_path: Path, resume: str) -> None:
+    assert RunFolder(tmp_path / "deep" / "run").check(config(), resume, overwrite=False) is None
+    assert listing(tmp_path) == {}
+
+
+def test_the_resolved_run_file_reads_back_equal(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run")
+    assert RunConfig.model_validate(yaml.safe_load((folder.path / "run.yaml").read_text())) == config()
+
+
+def test_an_empty_folder_will_do(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path).check(config(), "never", overwrite=False) is None
+
+
+def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunFolder(Path("~/run")).path == tmp_path / "run"
+
+
+def test_a_run_is_neither_continued_nor_replaced_unasked(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    with pytest.raises(UserError, match=r"already holds a run; continue it with --resume auto, replace it with"):
+        folder.check(config(), "never", overwrite=False)
+    with pytest.raises(UserError, match=r"--resume and --overwrite exclude each other"):
+        folder.check(config(), "auto", overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "foreign", [["thesis.tex"], ["run.yaml"], ["run.yaml", "metrics.jsonl"], ["checkpoints/best.pt"], [".hidden"]]
+)
+def test_a_foreign_folder_is_refused(tmp_path: Path, foreign: list[str], overwrite: bool) -> None:
+    """A run file alone is foreign too: `moetune init` leaves one in a folder full of other things."""
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("model: {}")
+    before = listing(tmp_path)
+    with pytest.raises(UserError, match="exists and is not a run folder; choose another output"):
+        RunFolder(tmp_path).check(config(), "never", overwrite)
+    assert listing(tmp_path) == before
+
+
+def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=2)
+    (folder.path / "notes.txt").write_text("mine")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("mine")
+    (folder.path / "delta").symlink_to(elsewhere)
+    assert folder.check(config(), "never", overwrite=True) is None
+    folder.create(config(), None, overwrite=True)
+    assert sorted(listing(folder.path)) == ["checkpoints", "metrics.jsonl", "notes.txt", "run.yaml"]
+    assert (elsewhere / "kept").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [("file/run", "Not a directory"), ("file", "Not a directory"), ("x" * 300, "File name too long")],
+)
+def test_an_unwritable_output(tmp_path: Path, output: str, reason: str) -> None:
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(UserError, match=rf"cannot be written: {reason} .*choose another output"):
+        RunFolder(tmp_path / output).check(config(), "never", overwrite=False)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_an_output_on_a_read_only_file_system() -> None:
+    with pytest.raises(UserError, match=r"output '/proc/run' cannot be written: .* \(/proc\)"):
+        RunFolder(Path("/proc/run")).check(config(), "never", overwrite=False)
+
+
+def test_auto_takes_the_newest_checkpoint_by_number(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=11)
+    os.utime(folder.checkpoints_path / "step-2")  # a copy has other times
+    assert folder.check(config(), "auto", overwrite=False) == folder.checkpoints_path / "step-11"
+
+
+def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    aside = folder.new_checkpoint(2, keep=3).__enter__()
+    (aside / "weights").write_text("half")
+    assert folder.check(config(), "auto", overwrite=False) == folder.checkpoints_path / "step-1"
+    folder.create(config(), folder.checkpoints_path / "step-1", overwrite=False)
+    assert [path.name for path in folder.checkpoints_path.iterdir()] == ["step-1"]
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run")
+    kept = []
+    for step in (2, 4, 10, 12):
+        with folder.new_checkpoint(step, keep=2):
+            pass
+        kept.append(names(folder))
+    assert kept == [["step-2"], ["step-2", "step-4"], ["step-4", "step-10"], ["step-10", "step-12"]]
+    assert sorted(os.listdir(folder.checkpoints_path)) == ["step-10", "step-12"]
+
+
+@pytest.mark.parametrize(
+    "resume", ["nonsense", "", ".", "{run}", "{run}/checkpoints", "{run}/checkpoints/step-9", "{other}/step-1"]
+)
+def test_resume_needs_a_checkpoint_of_this_run(tmp_path: Path, resume: str) -> None:
+    folder, other = started(tmp_path / "run", steps=2), started(tmp_path / "other", steps=1)
+    asked = resume.format(run=folder.path, other=other.checkpoints_path)
+    before = listing(tmp_path)
+    with pytest.raises(UserError, match=r"is no checkpoint of the run in .* which has: step-1, step-2") as raised:
+        folder.check(config(), asked, overwrite=False)
+    assert repr(asked) in str(raised.value)
+    assert listing(tmp_path) == before
+
+
+def test_a_checkpoint_may_be_named_by_another_way(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=2)
+    (tmp_path / "link").symlink_to(folder.path)
+    for name in ("link/checkpoints/step-1", "run/checkpoints/../checkpoints/step-1"):
+        found = folder.check(config(), str(tmp_path / name), overwrite=False)
+        assert found == folder.checkpoints_path / "step-1"
+
+
+def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=2)
+    for file in folder.path.rglob("run.yaml"):
+        old = yaml.safe_load(file.read_text())
+        del old["train"]["loss_memory"], old["adapt"]["start_from"]
+        file.write_text(yaml.safe_dump(old))
+    for checkpoint in folder.checkpoints():
+        write_manifest(checkpoint, step_of(checkpoint))
+    newest = folder.checkpoints_path / "step-2"
+    assert folder.check(config(), "auto", overwrite=False) == newest
+    with pytest.raises(UserError, match=r"train\.loss_memory: .* before, '1MiB' now"):
+        folder.check(config(loss_memory="1MiB"), "auto", overwrite=False)
+    folder.create(config(), newest, overwrite=False)  # spells all keys out, and the checkpoint does not
+    assert folder.newest_whole() == newest
+
+
+def test_resume_of_a_checkpoint_undoes_what_came_after(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=4)
+    checkpoint = folder.check(config(), str(folder.checkpoints_path / "step-2"), overwrite=False)
+    folder.create(config(), checkpoint, overwrite=False)
+    assert names(folder) == ["step-1", "step-2"]
+    assert [line["step"] for line in folder.metrics()] == [1, 2]
+
+
+def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=3)
+    folder.append_metrics({"step": 4, "loss": 0.25})
+    folder.metrics_file.write_bytes(folder.metrics_file.read_bytes()[:-9])
+    assert [line["step"] for line in folder.metrics()] == [1, 2, 3]
+    folder.create(config(), folder.checkpoints_path / "step-3", overwrite=False)
+    folder.append_metrics({"step": 4})
+    assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b'{"step": 1, "loss": 2.0}\n'])
+def test_metrics_that_were_damaged_are_those_of_the_checkpoint(tmp_path: Path, damage: bytes) -> None:
+    folder = started(tmp_path / "run", steps=3)
+    whole, lines = folder.metrics_file.read_bytes(), folder.metrics()
+    folder.metrics_file.write_bytes(damage + whole[len(damage) + 1 :])
+    assert folder.metrics() == lines
+    folder.create(config(), folder.checkpoints_path / "step-3", overwrite=False)
+    assert folder.metrics_file.read_bytes() == whole
+
+
+def test_a_flipped_byte_of_the_run_file_is_named_or_changes_nothing(tmp_path: Path) -> None:
+    """Nothing but what may change on resume, and where the base is, can differ from what trained."""
+    folder = started(tmp_path / "run", steps=1)
+    file = folder.path / "run.yaml"
+    whole = file.read_bytes()
+    named, refused, same = 0, 0, 0
+    for place in range(0, len(whole), 3):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            folder.newest_whole()
+            found = load_run_config(file)
+        except UserError as error:
+            named += "run.yaml" in str(error)
+            refused += 1
+            continue
+        for part in ("adapt", "optimizer", "data"):
+            assert getattr(found, part) == getattr(config(), part), place
+        free = {"path": "tiny-mixtral", "weights": "pretrained"}
+        assert found.model.model_copy(update=free) == config().model, place
+        same += 1
+    assert named == refused
+    assert same < refused
+
+
+def test_a_lost_run_file_is_named(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    (folder.path / "run.yaml").unlink()
+    with pytest.raises(UserError, match=r"has checkpoints and no run\.yaml: copy it back from '.*step-1'"):
+        folder.check(config(), "auto", overwrite=False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_without_room_for_a_line(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run")
+    folder.metrics_file = Path("/dev/full")
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device; then go on with --resume"):
+        folder.append_metrics({"step": 1})
+
+
+def test_another_run_file_is_refused(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    other = config(seed=3, micro_batch=2).model_copy(
+        update={"adapt": config().adapt.model_copy(update={"also": ("norm",)})}
+    )
+    with pytest.raises(UserError) as raised:
+        folder.check(other, "auto", overwrite=False)
+    message = str(raised.value)
+    assert "cannot be resumed with another run file" in message
+    assert "train.seed: 0 before, 3 now" in message
+    assert "train.micro_batch: 1 before, 2 now" in message
+    assert "adapt.also: [] before, ['norm'] now" in message
+    assert "Set these back" in message
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        {"train": {"steps": 900, "log_every": 7, "eval_every": 7, "save_every": 7, "keep_checkpoints": 7}},
+        {"train": {"report_to": ["tensorboard"], "eval_micro_batch": 3}, "hardware": {"gpu": "l40s", "count": 1}},
+        {"output": "moved"},
+    ],
+)
+def test_what_may_change_on_resume(tmp_path: Path, free: dict[str, Any]) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    changed = RunConfig.model_validate(config().model_dump() | free)
+    assert changed != config()
+    assert folder.check(changed, "auto", overwrite=False) == folder.checkpoints_path / "step-1"
+
+
+@pytest.mark.parametrize("text", ["{", "\xff"])
+def test_a_broken_run_file_in_the_folder(tmp_path: Path, text: str) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    (folder.path / "run.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"cannot be resumed: its run.yaml cannot be read"):
+        folder.check(config(), "auto", overwrite=False)

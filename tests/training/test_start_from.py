@@ -1,0 +1,350 @@
+"""`adapt.start_from`: training begins where an adapter or a delta ended; what does not fit is named before it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.exporting.export import export
+from moetune.memory.predict import predict
+from moetune.training.data import load_data
+from moetune.training.run_folder import RunFolder
+from tests import small
+from tests.reference import excite_
+from tests.resolved import train, write_packed_base
+
+LORA = {"rank": 4, "alpha": 8}
+TARGETS = {
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+EXPERTS: dict[str, Any] = {"router": "1", "experts": {"layers": "0-1", "ids": [0, 2]}}
+
+
+def run_of(model: Path, data: Path, output: Path, adapt: dict[str, Any], /, **sections: Any) -> RunConfig:
+    """A run in float32 that is evaluated before its first step."""
+    run = small.run_file(model, data, output, data={"eval": str(data)}, model={"base": "fp32"})
+    for name, section in sections.items():
+        run[name] = run.get(name, {}) | section
+    return RunConfig.model_validate(run | {"adapt": adapt})
+
+
+def held_out(model: nn.Module, config: RunConfig, folder: Path) -> float:
+    """The mean cross-entropy over every predicted token of the held-out set, from stock code, row by row."""
+    assert config.data is not None
+    rows = load_data(config.data, AutoTokenizer.from_pretrained(folder), config.train).eval
+    total, count = 0.0, 0
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        total += nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum").item()
+        count += int((labels[0, 1:] != -100).sum())
+    return total / count
+
+
+def stock_adapter(model: Path, folder: Path, **settings: Any) -> PeftModel:
+    """Trains attention and all experts with stock PEFT for three steps, and saves."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(1)
+    made = get_peft_model(plain, LoraConfig(**({"r": 4, "lora_alpha": 8} | TARGETS | settings)))
+    excite_(made)
+    optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.randint(3, 2000, (2, 24))
+    for _ in range(3):
+        made(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    made.save_pretrained(folder)
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def stock(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PeftModel]:
+    folder = tmp_path_factory.mktemp("stock") / "adapter"
+    return folder, stock_adapter(small_model, folder)
+
+
+def first_loss(output: Path) -> float:
+    (first, *_) = [line["eval_loss"] for line in small.read_metrics(output) if "eval_loss" in line]
+    return first
+
+
+def test_an_adapter_of_stock_peft_trains_on(
+    small_model: Path, small_data: Path, stock: tuple[Path, PeftModel], tmp_path: Path
+) -> None:
+    folder, made = stock
+    adapt = {"lora": LORA, "start_from": str(folder)}
+    config = run_of(small_model, small_data, tmp_path / "run", adapt, train={"steps": 6}, optimizer={"lr": 1e-3})
+    result = train(config)
+    expected = held_out(made, config, small_model)
+    assert result.eval_loss_before == pytest.approx(expected, abs=1e-5)
+    without = train(run_of(small_model, small_data, tmp_path / "without", {"lora": LORA}, train={"steps": 1}))
+    assert without.eval_loss_before is not None
+    assert abs(without.eval_loss_before - expected) > 1e-2
+    assert result.eval_loss_after < result.eval_loss_before
+
+
+@pytest.mark.parametrize(
+    ("adapt", "format_"),
+    [
+        ({"router": "all", "lora": LORA | {"ids": [1, 3], "gate_up": "split"}}, "peft"),
+        (EXPERTS, "delta"),
+        ({"also": ["*"]}, "delta"),
+        ({"router": "all"}, "delta"),
+    ],
+)
+def test_what_a_run_exported_trains_on(
+    adapt: dict[str, Any], format_: Any, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    first = train(run_of(small_model, small_data, tmp_path / "first", adapt))
+    export(tmp_path / "first", format_, tmp_path / "out")
+    begun = adapt | {"start_from": str(tmp_path / "out")}
+    second = train(run_of(small_model, small_data, tmp_path / "second", begun, train={"steps": 4}))
+    assert second.eval_loss_before == pytest.approx(first.eval_loss_after, abs=1e-6)
+    assert abs(first.eval_loss_after - first.eval_loss_before) > 1e-3
+    assert second.eval_loss_after != second.eval_loss_before
+
+
+def test_a_delta_on_the_packed_base_that_was_packed_from_its_own(
+    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Router values are the delta's; what else trains begins as it would without, and stderr says so."""
+    train(run_of(small_model, small_data, tmp_path / "first", {"router": "1"}))
+    export(tmp_path / "first", "delta", tmp_path / "out")
+    write_packed_base(str(small_model), tmp_path / "packed", "nf4", True)
+    adapt = {"router": "all", "lora": LORA, "start_from": str(tmp_path / "out")}
+    settings = {"base": "nf4"}
+    capsys.readouterr()
+    train(
+        run_of(
+            tmp_path / "packed", small_data, tmp_path / "second", adapt, model=settings,
+            optimizer={"lr": 1e-12}, train={"steps": 1},
+        )
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert "not in the delta, and begins with the base's values: model.layers.0.mlp.gate.weight\n" in said
+    assert "a delta holds no LoRA; its factors begin anew" in said
+    begun = load_file(tmp_path / "second" / "checkpoints" / "step-1" / "trained.safetensors")
+    ended = load_file(tmp_path / "first" / "checkpoints" / "step-3" / "trained.safetensors")
+    name = "model.layers.1.mlp.gate.weight"
+    torch.testing.assert_close(begun[name], ended[name], rtol=0, atol=1e-9)
+    base = (
+        load_file(small_model / "model.safetensors")["model.layers.0.block_sparse_moe.gate.weight"].bfloat16().float()
+    )
+    torch.testing.assert_close(begun["model.layers.0.mlp.gate.weight"], base, rtol=0, atol=1e-9)
+    assert RunFolder(tmp_path / "second").base() == RunFolder(tmp_path / "first").base()
+
+
+def refused(config: RunConfig, message: str) -> None:
+    """Before a weight is loaded, and with nothing written."""
+    with pytest.raises(UserError, match=message):
+        train(config)
+    assert not Path(str(config.output)).exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rank": 8, "alpha": 16}, r"q_proj: rank 4, and adapt\.lora asks for 8"),
+        ({"alpha": 4}, r"alpha / rank is 2, and adapt\.lora asks for 1"),
+        ({"targets": ["attention"]}, r"mlp\.experts.*: has factors; adapt\.lora leaves it out"),
+        ({"targets": ["attention", "experts", "lm_head"]}, r"lm_head: has no factors; leave it out of adapt\.lora"),
+    ],
+)
+def test_another_adapter_than_the_run_has_is_refused(
+    changed: dict[str, Any],
+    message: str,
+    small_model: Path,
+    small_data: Path,
+    stock: tuple[Path, PeftModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never_loads(monkeypatch)
+    adapt = {"lora": LORA | changed, "start_from": str(stock[0])}
+    refused(run_of(small_model, small_data, tmp_path / "run", adapt), message)
+
+
+def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*args: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("moetune.adapt.build.load_pretrained", loads)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "message"),
+    [
+        ({"router": "all"}, r"experts\.0\.w1\.weight is in the delta, and does not train here"),
+        (
+            {"experts": {"ids": [0, 2]}},
+            r"layers\.1\.block_sparse_moe\.gate\.weight is in the delta, and does",
+        ),
+        (EXPERTS | {"experts": {"layers": "0-1", "ids": [0]}}, r"experts\.2\.w3\.weight is in the delta, and does not"),
+    ],
+)
+def test_a_delta_tensor_that_would_be_ignored_is_an_error(
+    adapt: dict[str, Any],
+    message: str,
+    small_model: Path,
+    small_data: Path,
+    delta: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never_loads(monkeypatch)
+    refused(run_of(small_model, small_data, tmp_path / "run", adapt | {"start_from": str(delta)}), message)
+
+
+@pytest.fixture(scope="module")
+def delta(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `EXPERTS` trained."""
+    folder = tmp_path_factory.mktemp("delta")
+    train(run_of(small_model, small_data, folder / "run", EXPERTS))
+    export(folder / "run", "delta", folder / "delta")
+    return folder / "delta"
+
+
+def test_a_delta_of_another_base_is_refused(small_data: Path, delta: Path, tmp_path: Path) -> None:
+    adapt = EXPERTS | {"start_from": str(delta)}
+    wider = small.write_model(tmp_path / "wider", intermediate_size=64)
+    refused(run_of(wider, small_data, tmp_path / "run", adapt), r"made for another base than '.*wider': .* is F32 \[")
+    other = small.write_model(tmp_path / "other", initializer_range=0.03)
+    refused(
+        run_of(other, small_data, tmp_path / "run", adapt),
+        r"adapt\.start_from: the delta in .* another base than '.*other': the same tensors with other values",
+    )
+    random = run_of(other, small_data, tmp_path / "run", adapt, model={"weights": "random"})
+    refused(random, r"belongs to a checkpoint, and model\.weights is random")
+
+
+def test_a_part_of_an_expert_is_refused(small_model: Path, small_data: Path, delta: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(delta, tmp_path / "delta"))
+    tensors = load_file(broken / "delta.safetensors")
+    del tensors["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, broken / "delta.safetensors")
+    config = run_of(small_model, small_data, tmp_path / "run", EXPERTS | {"start_from": str(broken)})
+    refused(config, r"delta\.safetensors' was changed after it was written")
+    manifest = json.loads((broken / "manifest.json").read_text())
+    from moetune.hub.fingerprint import digest
+
+    (broken / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest(broken / "delta.safetensors")}))
+    refused(config, r"trained\.2\.gate_up\.weight is made of .*experts\.2\.w3\.weight too, which is not in the delta")
+
+
+class Trap:
+    """A pickle of it makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_is_never_executed(
+    small_model: Path, small_data: Path, stock: tuple[Path, PeftModel], tmp_path: Path
+) -> None:
+    sprung = tmp_path / "sprung"
+    folder = Path(shutil.copytree(stock[0], tmp_path / "adapter"))
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
+    (folder / "training_args.bin").write_bytes(pickle.dumps(Trap(sprung)))
+    adapt = {"lora": LORA, "start_from": str(folder)}
+    train(run_of(small_model, small_data, tmp_path / "whole", adapt, train={"steps": 1}))
+    (folder / "adapter_model.safetensors").unlink()
+    refused(run_of(small_model, small_data, tmp_path / "run", adapt), r"adapter_model\.bin is a pickle")
+    assert not sprung.exists()
+
+
+def test_a_frozen_router_with_another_value_is_named_with_its_key(
+    small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """Known only once the weights are there."""
+    train(run_of(small_model, small_data, tmp_path / "first", {"router": "all", "lora": LORA}))
+    export(tmp_path / "first", "peft", tmp_path / "out")
+    config = run_of(small_model, small_data, tmp_path / "run", {"lora": LORA, "start_from": str(tmp_path / "out")})
+    message = r"adapt\.start_from: the adapter in .*\n  model\.layers\.0\.mlp\.gate\.weight: is in the adapter; it is "
+    refused(config, message + r"frozen here, with another value; set adapt\.router so that it trains")
+
+
+def test_what_is_neither_is_named(small_model: Path, small_data: Path, delta: Path, tmp_path: Path) -> None:
+    def starting(folder: Path) -> RunConfig:
+        return run_of(small_model, small_data, tmp_path / "run", EXPERTS | {"start_from": str(folder)})
+
+    refused(starting(tmp_path / "none"), r"adapt\.start_from: folder '.*none' does not exist")
+    (tmp_path / "nothing").mkdir()
+    refused(starting(tmp_path / "nothing"), r"holds no PEFT adapter .* and no delta")
+    refused(starting(small_model), r"is a whole checkpoint; give it as model\.path")
+    run = delta.parent / "run"
+    refused(starting(run), rf"is a run; .* moetune export {run} --format peft\|delta --out DIR, and give DIR")
+    refused(starting(run / "checkpoints" / "step-3"), rf"is a checkpoint of a run; .* moetune export {run} --format")
+    export(delta.parent / "run", "merged", tmp_path / "merged")
+    refused(starting(tmp_path / "merged"), r"is a whole checkpoint; give it as model\.path")
+    (tmp_path / "empty").mkdir()
+    shutil.copy(delta / "delta.safetensors", tmp_path / "empty")
+    refused(starting(tmp_path / "empty"), r"is not a delta: no valid manifest\.json in it")
+
+
+def test_a_resumed_run_needs_no_start(
+    small_model: Path, small_data: Path, stock: tuple[Path, PeftModel], tmp_path: Path
+) -> None:
+    """It goes on from its checkpoint, bit for bit as one that was not interrupted, although the folder is gone."""
+    folder = Path(shutil.copytree(stock[0], tmp_path / "adapter"))
+    adapt = {"lora": LORA, "start_from": str(folder)}
+    whole, part = (run_of(small_model, small_data, tmp_path / name, adapt, train={"steps": 4}) for name in "ab")
+    train(whole)
+    train(part.model_copy(update={"train": part.train.model_copy(update={"steps": 2})}))
+    other = part.model_copy(update={"adapt": part.adapt.model_copy(update={"start_from": None})})
+    with pytest.raises(UserError, match=r"adapt\.start_from: '.*adapter' before, None now"):
+        train(other, resume="auto")
+    shutil.rmtree(folder)
+    train(part, resume="auto")
+    found, expected = (
+        load_file(tmp_path / name / "checkpoints" / "step-4" / "trained.safetensors") for name in ("b", "a")
+    )
+    assert all(found[name].equal(expected[name]) for name in expected)
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-2")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-4")
+    with pytest.raises(UserError, match=r"adapt\.start_from: folder '.*adapter' does not exist"):
+        train(part, resume="auto")  # without a checkpoint it begins again
+
+
+def test_overwriting_what_it_starts_from_is_refused(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    config = run_of(small_model, small_data, tmp_path / "run", EXPERTS)
+    train(config)
+    export(tmp_path / "run", "delta", tmp_path / "run" / "delta")
+    again = config.model_copy(
+        update={"adapt": config.adapt.model_copy(update={"start_from": str(tmp_path / "run" / "delta")})}
+    )
+    with pytest.raises(UserError, match=r"is in output .*, which --overwrite empties"):
+        train(again, overwrite=True)
+    assert (tmp_path / "run" / "delta" / "delta.safetensors").is_file()
+
+
+def test_predict_and_count_do_not_read_it(
+    small_model: Path, small_data: Path, tmp_path: Path, moetune: Callable[..., Any]
+) -> None:
+    adapt, model = {"lora": LORA}, {"dtype": "fp32"}
+    plain = run_of(small_model, small_data, tmp_path / "run", adapt, model=model)
+    config = run_of(
+        small_model, small_data, tmp_path / "run", adapt | {"start_from": str(tmp_path / "none")}, model=model
+    )
+    assert predict(config, method="formula").to_json() == predict(plain, method="formula").to_json()
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert moetune("count", "--run", tmp_path / "run.yaml").code == 0
+    assert moetune("verify", tmp_path / "run.yaml", "--steps", "2").code in (0, 1)

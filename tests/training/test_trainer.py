@@ -1,0 +1,327 @@
+"""A run as the run file says: metrics, schedules, clipping, seeds, evaluation, reporters, and what stays untouched."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.build import build as build_resolved
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.run.resolve import ResolvedRun
+from moetune.training import run, trainer
+from moetune.training.checkpoint import parts_of
+from moetune.training.run_folder import RunFolder
+from moetune.training.trainer import load_summary
+from tests import small
+from tests.resolved import build, train
+
+KEYS = [
+    "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "peak_allocated",
+    "expert_load",
+]  # fmt: skip
+TIMES = ("tokens_per_second",)
+
+
+def trained(config: RunConfig) -> list[dict[str, Any]]:
+    """Trains, and gives the metrics without those that depend on the clock."""
+    train(config)
+    assert config.output is not None
+    lines = small.read_metrics(Path(config.output))
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def only_without_weights(resolved: ResolvedRun, device: torch.device | str, *more: Any) -> Adapted:
+    """What is checked before a run is checked on the meta device, where nothing is loaded."""
+    if torch.device(device).type != "meta":
+        pytest.fail("weights were loaded")
+    return build_resolved(resolved, device, *more)
+
+
+def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if "loss" in line]
+
+
+def test_metrics_have_the_keys_of_the_contract(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    result = train(small.run_config(small_model, small_data, tmp_path / "run", data={"eval": str(small_data)}))
+    lines = small.read_metrics(tmp_path / "run")
+    assert [(line["step"], "eval_loss" in line) for line in lines] == [
+        (0, True), (1, False), (2, False), (3, False), (3, True)
+    ]  # fmt: skip
+    for line in steps_of(lines):
+        assert list(line) == KEYS
+        assert line["lr"] == 0.01
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] > 0
+        assert line["peak_allocated"] is None  # a CPU has no such counter
+        assert list(line["expert_load"]) == ["max_over_mean", "layer", "unused"]
+    assert list(lines[0]) == ["step", "eval_loss", "eval_tokens"]
+    assert (result.eval_loss_before, result.eval_loss_after) == (lines[0]["eval_loss"], lines[-1]["eval_loss"])
+    assert result.steps == 3
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_in_the_metrics(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    lines = trained(small.run_config(small_model, small_data, tmp_path / "run"))
+    assert all(line["peak_allocated"] > 0 for line in lines)
+
+
+def test_load_summary_names_the_most_uneven_layer() -> None:
+    load = {0: torch.tensor([3.0, 1.0, 2.0, 2.0]), 5: torch.tensor([6.0, 2.0, 0.0, 0.0])}
+    assert load_summary(load) == {"max_over_mean": 3.0, "layer": 5, "unused": 2}
+    assert load_summary({}) == {}
+
+
+@pytest.mark.parametrize("adapt", small.ADAPT)
+def test_four_rows_a_step_however_they_are_cut(adapt: str, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """4 × 1, 2 × 2 and 1 × 4, over the end of the data, where a step has two rows."""
+    runs = {}
+    for micro_batch, accumulate in ((4, 1), (2, 2), (1, 4)):
+        settings = {"micro_batch": micro_batch, "accumulate": accumulate, "steps": 6, "save_every": 99}
+        output = tmp_path / str(micro_batch)
+        config = small.run_config(
+            small_model, small_data, output, adapt, train=settings, optimizer={"name": "sgd", "lr": 0.5}
+        )
+        runs[micro_batch] = (trained(config), load_file(output / "checkpoints" / "step-6" / "trained.safetensors"))
+    lines, tensors = runs[4]
+    for others, other_tensors in (runs[2], runs[1]):
+        for line, other in zip(lines, others, strict=True):
+            assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)
+            assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+        torch.testing.assert_close(other_tensors, tensors, rtol=1e-4, atol=1e-5)
+    places = parts_of(build(config, "meta"))
+    assert tensors.keys() == {part.name for parts in places.values() for part in parts}
+
+
+def test_evaluation_does_not_depend_on_its_batches(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    losses = []
+    for rows in (None, 1, 5, 64):
+        settings = {"steps": 1, "eval_micro_batch": rows}
+        output = tmp_path / str(rows)
+        lines = trained(
+            small.run_config(small_model, small_data, output, train=settings, data={"eval": str(small_data)})
+        )
+        losses.append((lines[0]["eval_loss"], lines[-1]["eval_loss"]))
+        assert lines[0]["eval_tokens"] == lines[-1]["eval_tokens"] > 100
+    for before, after in losses:
+        assert before == pytest.approx(losses[0][0], rel=1e-6)
+        assert after == pytest.approx(losses[0][1], rel=1e-6)
+
+
+def test_evaluation_is_the_mean_over_tokens(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """The training loss of one step over all the data is the same number: no dropout, and nothing trained yet."""
+    settings = {"steps": 1, "micro_batch": 14, "accumulate": 1}
+    lines = trained(
+        small.run_config(small_model, small_data, tmp_path / "run", train=settings, data={"eval": str(small_data)})
+    )
+    assert lines[0]["eval_loss"] == pytest.approx(lines[1]["loss"], rel=1e-6)
+
+
+SCHEDULES = {
+    "constant": lambda step: 1.0,
+    "linear": lambda step: (10 - step) / 8,
+    "cosine": lambda step: (1 + math.cos(math.pi * (step - 2) / 8)) / 2,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up_and_schedule(schedule: str, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    settings = {"steps": 10, "warmup": 2, "schedule": schedule, "save_every": 99, "micro_batch": 1, "accumulate": 1}
+    lines = trained(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
+    expected = [0.01 * (step / 2 if step < 2 else SCHEDULES[schedule](step)) for step in range(10)]
+    assert [line["lr"] for line in lines] == pytest.approx(expected)
+
+
+def test_clipping_acts(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """With plain SGD the first step is lr × gradient: its length is lr × the norm that is left."""
+    moved, norms = {}, {}
+    for limit in (0.0, 1e9, 0.01):
+        config = small.run_config(
+            small_model,
+            small_data,
+            tmp_path / str(limit),
+            "experts",
+            train={"steps": 1, "max_grad_norm": limit},
+            optimizer={"name": "sgd", "lr": 0.5},
+        )
+        start = {name: parameter.detach().clone() for name, parameter in build(config, "cpu").trainable().items()}
+        norms[limit] = trained(config)[0]["grad_norm"]
+        end = load_file(tmp_path / str(limit) / "checkpoints" / "step-1" / "trained.safetensors")
+        moved[limit] = torch.cat([(end[name] - start[name]).flatten() for name in start]).norm().item()
+    assert norms[0.0] == norms[1e9] == norms[0.01] > 0.1  # logged as it was before
+    assert moved[0.0] == moved[1e9] == pytest.approx(0.5 * norms[0.0], rel=1e-4)
+    assert moved[0.01] == pytest.approx(0.5 * 0.01, rel=1e-3)
+
+
+def test_seeds(noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
+    def lines(seed: int, name: str) -> list[dict[str, Any]]:
+        return trained(small.run_config(noisy_model, small_data, tmp_path / name, "lora", train={"seed": seed}))
+
+    first = lines(1, "first")
+    assert lines(1, "again") == first
+    assert [line["loss"] for line in lines(2, "other")] != [line["loss"] for line in first]
+
+
+def test_the_seed_orders_the_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """The first loss of untouched weights, with nothing random in the model: a matter of which rows come first."""
+    losses = []
+    for seed in (1, 2):
+        config = small.run_config(small_model, small_data, tmp_path / str(seed), train={"steps": 1, "seed": seed})
+        losses.append(trained(config)[0]["loss"])
+    assert losses[0] != losses[1]
+
+
+def test_frozen_weights_stay_as_they_are(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every parameter and buffer of the model, packed bytes and scales included, but for those that train."""
+    seen: list[tuple[Adapted, dict[str, torch.Tensor]]] = []
+
+    def watched_build(resolved: ResolvedRun, device: torch.device | str, *more: Any) -> Adapted:
+        adapted = build_resolved(resolved, device, *more)
+        if adapted.model.device.type == "meta":  # what is checked before any weight is read
+            return adapted
+        seen.append((adapted, {name: tensor.clone() for name, tensor in adapted.model.state_dict().items()}))
+        return adapted
+
+    monkeypatch.setattr(run, "build", watched_build)
+    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", data={"eval": str(small_data)}))
+    ((adapted, before),) = seen
+    after = adapted.model.state_dict()
+    assert any(tensor.dtype == torch.uint8 for tensor in before.values())
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == adapted.trainable().keys()
+
+
+def test_checkpoints_hold_what_trains(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    config = small.run_config(
+        small_model, small_data, tmp_path / "run", "lora", train={"steps": 5, "save_every": 1, "keep_checkpoints": 2}
+    )
+    train(config)
+    folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step-4", "step-5"]
+    for folder in folders:
+        saved = load_file(folder / "trained.safetensors")
+        places = parts_of(build(config, "meta"))
+        shapes = {part.name: part.of(parameter).shape for parameter, parts in places.items() for part in parts}
+        assert {name: tensor.shape for name, tensor in saved.items()} == shapes
+        assert saved["model.layers.0.mlp.experts.lora.down_A.3"].shape == (1, 4, 96)
+
+
+def test_tensorboard_gets_the_same_numbers(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings = {"report_to": ["tensorboard"]}
+    lines = trained(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
+    (events,) = (tmp_path / "run" / "runs").rglob("events.out.tfevents.*")
+    reader = accumulator.EventAccumulator(str(events.parent))
+    reader.Reload()
+    logged = [(event.step, event.value) for event in reader.Scalars("train/loss")]
+    assert logged == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines]
+    assert "train/expert_load_max_over_mean" in reader.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(
+    ("reporter", "message"),
+    [
+        ("tensorbord", r"train.report_to: 'tensorbord' is not a reporter. Did you mean 'tensorboard'\?"),
+        ("printer", r"'printer' is not a reporter. There are: .*wandb"),
+        ("wandb", r"'wandb' cannot be used: pip install it"),
+    ],
+)
+def test_an_unknown_reporter_is_refused_first(
+    reporter: str, message: str, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed() -> None:
+        raise RuntimeError("pip install it")
+
+    monkeypatch.setattr(run, "build", only_without_weights)
+    monkeypatch.setitem(run.INTEGRATION_TO_CALLBACK, "wandb", not_installed)
+    with pytest.raises(UserError, match=message):
+        train(small.run_config(small_model, small_data, tmp_path / "run", train={"report_to": [reporter]}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_loads_and_writes_nothing(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "build", only_without_weights)
+    result = train(small.run_config(small_model, small_data, tmp_path / "run"), dry_run=True)
+    assert (result.steps, result.trainable["router"]) == (0, small.LAYERS * small.EXPERTS * 64)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_logged_loss_covers_every_step_since_the_last(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """Also before a checkpoint that falls between: the sum so far is not in one, so it is logged there."""
+    each = trained(small.run_config(small_model, small_data, tmp_path / "1", train={"steps": 7, "save_every": 3}))
+    settings = {"steps": 7, "save_every": 3, "log_every": 5}
+    some = trained(small.run_config(small_model, small_data, tmp_path / "5", train=settings))
+    losses = [line["loss"] for line in each]
+    assert [line["step"] for line in some] == [3, 5, 6, 7]
+    expected = [sum(losses[:3]) / 3, sum(losses[3:5]) / 2, losses[5], losses[6]]
+    assert [line["loss"] for line in some] == pytest.approx(expected, rel=1e-6)
+
+
+def test_trainer_does_not_wrap_the_model(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """On a machine with several GPUs Trainer would put DataParallel around it."""
+    config = small.run_config(small_model, small_data, tmp_path / "run")
+    arguments = trainer.training_arguments(config, run.RunFolder(tmp_path / "run"), torch.device("cpu"), True)
+    assert arguments.n_gpu <= 1
+    assert not arguments.bf16
+    assert not arguments.fp16
+
+
+def test_nobody_moves_the_states_of_an_optimizer(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate puts an optimizer's states on the device of the model; those of the host must stay, all of them."""
+
+    def moved(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("states were moved")
+
+    monkeypatch.setattr("accelerate.optimizer.move_to_device", moved)
+    optimizer = {"name": "adamw", "offload": True}
+    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", optimizer=optimizer))
+
+
+def test_a_checkpoint_takes_what_is_asked_of_the_disk(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Master weights included: what is written is never more, and not a third less."""
+    asked: list[int] = []
+    new_checkpoint = RunFolder.new_checkpoint
+    monkeypatch.setattr(
+        RunFolder,
+        "new_checkpoint",
+        lambda self, step, keep, needed=0: (asked.append(needed), new_checkpoint(self, step, keep, needed))[1],
+    )
+    sections = {"optimizer": {"name": "adamw", "offload": True}, "train": {"save_every": 3}}
+    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", **sections))
+    inside = (tmp_path / "run" / "checkpoints" / "step-3").rglob("*")
+    written = sum(file.stat().st_size for file in inside if file.is_file())
+    assert asked[0] - 2**20 <= written <= asked[0]
+
+
+def test_an_interrupt_that_was_dropped_ends_the_run_after_the_step(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it arrives in a destructor: what it raises there goes nowhere."""
+    append = RunFolder.append_metrics
+
+    def interrupted(self: RunFolder, line: dict[str, Any]) -> None:
+        append(self, line)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunFolder, "append_metrics", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 9}))
+    assert len(small.read_metrics(tmp_path / "run")) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
