@@ -38,7 +38,9 @@ from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.run.resolve import resolve
 from moetune.step.batch import Batch
+from moetune.step.optimizers import make_optimizer
 from moetune.step.step import count_loss_tokens
+from moetune.step.stepper import Stepper
 
 MASTERS = ("none", "fp32", "stochastic")
 BYTES = ("gradients", "states", "masters", "steady", "peak", "above")
@@ -103,28 +105,40 @@ def run_config(variant: Variant, sizes: Sizes, folder: Path, device: str) -> Run
     )
 
 
-class Run:
-    """A variant's model, its optimizer, and one batch."""
+class Model:
+    """A variant's model and one batch."""
 
     def __init__(self, variant: Variant, sizes: Sizes, folder: Path, device: str) -> None:
         config = run_config(variant, sizes, folder, device)
-        adapted = build(resolve(config, torch.device(device).type), device)  # from the run file's seed
-        adapted.model.train()
+        self.adapted = build(resolve(config, torch.device(device).type), device)  # from the run file's seed
+        self.adapted.model.train()
         torch.manual_seed(1)
-        made = batches_of(adapted)(1)
+        made = batches_of(self.adapted)(1)
         self.batch: Batch = {name: tensor.to(device) for name, tensor in made.items()}
-        self.tokens, self.device = count_loss_tokens(self.batch), device
-        self.steps = Steps(adapted, lambda rows: {name: tensor.clone() for name, tensor in self.batch.items()})
+
+    def steps(self) -> Steps:
+        """Its steps under a tracker."""
+        return Steps(self.adapted, lambda rows: {name: tensor.clone() for name, tensor in self.batch.items()})
+
+
+class Run:
+    """A variant's model and its steps."""
+
+    def __init__(self, variant: Variant, sizes: Sizes, folder: Path, device: str) -> None:
+        model = Model(variant, sizes, folder, device)
+        self.model, self.batch, self.device = model.adapted.model, model.batch, device
+        self.tokens = count_loss_tokens(self.batch)
+        self.stepper = Stepper(model.adapted, make_optimizer(model.adapted))
 
     def step(self) -> float:
         """What the trainer does; returns the loss before the update."""
-        loss = self.steps.stepper.micro_step(self.batch, self.tokens).loss
-        self.steps.stepper.finish()
+        loss = self.stepper.micro_step(self.batch, self.tokens).loss
+        self.stepper.finish()
         return loss.item()
 
     def end(self) -> None:
         """Gives the memory back."""
-        del self.steps
+        del self.stepper, self.model
         gc.collect()
 
     def timed(self) -> float:
@@ -143,25 +157,24 @@ def memory_of(variant: Variant, sizes: Sizes, folder: Path, device: str) -> dict
     """The bytes of a variant's first two steps, alone on the device."""
     on_cuda = device == "cuda"
     before = torch.cuda.memory_allocated() if on_cuda else 0
-    run = Run(variant, sizes, folder, device)
+    steps = Model(variant, sizes, folder, device).steps()
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    traced = run.steps.run(Tracker(run.steps.named), 1)
+    traced = steps.run(Tracker(steps.named), 1)
     if on_cuda:
         steady, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     else:
         steady, peak = traced.parts(len(traced.log) - 1).total, traced.parts(traced.peak).total
-    optimizer = run.steps.optimizer
     found = {
         "gradients": traced.most("gradients"),
-        "states": storage_bytes(optimizer.states()),
-        "masters": storage_bytes(optimizer.masters()),
+        "states": storage_bytes(steps.optimizer.states()),
+        "masters": storage_bytes(steps.optimizer.masters()),
         "steady": steady,
         "peak": peak,
         "above": peak - steady,
     }
-    del traced, optimizer
-    run.end()
+    del traced, steps
+    gc.collect()
     return found
 
 
@@ -206,7 +219,7 @@ def run(device: str, sizes: Sizes, repetitions: int) -> dict[str, Any]:
             if abs(timed["first_loss"] / first - 1) > TOLERANCE:
                 raise SystemExit(f"{variant} begins with loss {timed['first_loss']}, and adamw with {first}")
             rows.append({"name": str(variant), **asdict(variant), "bytes": bytes_, **timed})
-        weights = list(baseline.steps.adapted.model.parameters())
+        weights = list(baseline.model.parameters())
     gc.unfreeze()
     card = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     return {
