@@ -66,7 +66,11 @@ def stretches(log: Log, short: Shortened) -> list[Stretch]:
             close(cut.at, entered, backward=entered is not None)
             entered = None
         elif not cut.backward:
-            close(cut.at, cut.layer, ends.get(cut.layer))
+            stop = cut.at
+            if cut.layer == short.kept[-1]:  # the model lets go of the last layer's input after that layer has ended
+                while log.entries[stop] < 0:
+                    stop += 1
+            close(stop, cut.layer, ends.get(cut.layer))
         elif entered is None:
             entered = cut.layer
             close(cut.at)
