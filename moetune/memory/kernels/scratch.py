@@ -8,9 +8,11 @@ Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
 import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
@@ -26,22 +28,27 @@ FLOAT = 4
 
 
 class Scratch(TorchDispatchMode):
-    """Notes in a tracker's log what kernels take inside themselves, when their outputs are there."""
+    """Notes in a tracker's log what kernels take inside themselves, beside their outputs."""
 
     def __init__(self, capability: Capability, tracker: Tracker) -> None:
         super().__init__()
         self.capability, self.tracker = capability, tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if (taken := _TAKEN.get(func)) is not None:
-            name = f"inside {func.__name__}"
-            births = [
-                self.tracker.birth(size, "transient_peak", name) for size in taken(self.capability, *args) if size
-            ]
-            for block in reversed(births):
-                self.tracker.death(block)
+        kwargs = kwargs or {}
+        if (taken := _FIRST.get(func)) is not None:
+            births = self._births(func, taken(self.capability, *args, **kwargs))
+            out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+            taken = _TAKEN.get(func)
+            births = [] if taken is None else self._births(func, taken(self.capability, *args))
+        for block in reversed(births):
+            self.tracker.death(block)
         return out
+
+    def _births(self, func: Any, sizes: Iterator[int]) -> list[int]:
+        return [self.tracker.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]
 
 
 def _ceil(number: int, multiple: int) -> int:
@@ -187,6 +194,31 @@ def _embedding_backward(capability: Capability, gradient: Tensor, indices: Tenso
         yield tokens * _ceil(gradient.shape[-1], 32) * FLOAT
 
 
+def _gemm_4bit(
+    capability: Capability,
+    rows: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Iterator[int]:
+    """bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback; rows [.., K], a weight of `shape` [N, K].
+
+    The weight as it is multiplied, and its scales in float32, before and after their mean is added. From 512 rows on a
+    weight of 4M is always unpacked so (_gemm_4bit_use_custom_cuda); below, what is noted here may not be taken.
+    """
+    if absmax_8bit is not None:
+        yield from [absmax_8bit.numel() * FLOAT] * 2
+    yield math.prod(shape) * rows.element_size()
+
+
+_FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
+"""By operation, what it takes before its output."""
 _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten._safe_softmax.default: _safe_softmax,
@@ -197,3 +229,4 @@ _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
+"""By operation, what it takes once its outputs are there."""

@@ -2,20 +2,27 @@
 
 A storage is born when an operation first returns a tensor on it, and dies when nothing refers to it any more. What a
 kernel allocates and frees inside itself is not seen (docs/concepts/trace.md lists what CUDA kernels are known to take).
+
+Autograd adds a gradient onto one that it holds alone in place (`can_accumulate_inplace` in
+`torch/csrc/autograd/input_buffer.cpp`), but not while a dispatch mode such as this one is on: then it makes a third
+tensor. The log has what happens without the mode.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -32,6 +39,40 @@ _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
 
 _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten.copy_.default
+_ADD = torch.ops.aten.add.Tensor
+_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
+"""Functions between an operation and who asked for it, under one mode or several."""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A gradient that autograd has just added up.
+
+    Attributes:
+        block: its number.
+        storage: the id of its storage.
+        onto: the block of the gradient that it was added onto.
+    """
+
+    block: int
+    storage: int
+    onto: int
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is no view of another one, which it would keep, and its numbers fill a stretch of memory."""
+    if tensor._is_view():
+        return False
+    sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return all(stride for _, stride in sizes) and tensor.numel() == 1 + sum((n - 1) * stride for n, stride in sizes)
+
+
+def _asked_by_autograd() -> bool:
+    """Whether an operation under a dispatch mode was asked for by autograd's engine, not by Python code."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__
 
 
 class Tracker(TorchDispatchMode):
@@ -56,6 +97,7 @@ class Tracker(TorchDispatchMode):
         self._alive: dict[int, int] = {}  # id of a storage -> its block
         self._knows_host = False  # whether any block is the host's
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sum: _Sum | None = None
 
     # --- What is alive ------------------------------------------------------------------------------------------
 
@@ -91,8 +133,18 @@ class Tracker(TorchDispatchMode):
 
     def death(self, number: int) -> None:
         """Notes that a block is gone."""
+        if self._sum is not None and self._sum.onto == number and self.log.entries[-1] == self._sum.block:
+            self._was_in_place(self._sum)
+            return
         self.log.blocks[number].died = len(self.log.entries)
         self.log.entries.append(~number)
+
+    def _was_in_place(self, added: _Sum) -> None:
+        """Takes back the birth of a sum: what it was added onto went with it, so autograd held that alone."""
+        self.log.entries.pop()
+        self.log.blocks.pop()
+        self._alive[added.storage] = added.onto
+        self._sum = None
 
     @property
     def peak_bytes(self) -> int:
@@ -169,6 +221,9 @@ class Tracker(TorchDispatchMode):
         born = len(self.log.blocks)
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)
+            if func is _ADD and self.phase == "backward" and _is_whole(args[0]) and _asked_by_autograd():
+                onto = self.block_of(args[0])
+                self._sum = None if onto is None else _Sum(born, id(out.untyped_storage()), onto)
         elif out is not None:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
