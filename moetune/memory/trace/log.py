@@ -59,13 +59,14 @@ class Cut(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message to other ranks, and the place of the log at which it left."""
+    """A message to other ranks, the place of the log at which it left, and the block of what was sent."""
 
     at: int
     step: int
     micro_step: int
     phase: Phase
     message: Message
+    block: int | None
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Trace:
         """
         collectives: dict[tuple[str, str, str], list[int]] = {}
         last = max((mark.step for mark in log.marks), default=0)
-        for _, step, micro_step, phase, sent in log.sent:
+        for _, step, micro_step, phase, sent, _ in log.sent:
             if step == last and sent.ranks > 1:
                 key = (sent.kind, axis_of(sent), f"in {phase}")
                 times = 1 + left_out if micro_step == 1 else 1

@@ -170,7 +170,9 @@ class _Writer:
                 copies = copies[-1:] if stretch.layer > unit.layers[-1] else copies[:1]
             for copy in copies:
                 self._birth(number, copy, unit) if entry >= 0 else self._death(number, copy)
-        out.sent += [sent._replace(at=len(out.entries)) for sent in self._sent(stretch)]
+        for sent in self._sent(stretch):
+            unit = None if sent.block is None else self._unit_of(sent.block)
+            out.sent += [sent._replace(at=len(out.entries))] * (1 if unit is None else len(unit.copies))
 
     def _copy(self, stretch: Stretch, unit: Unit, copy: int) -> None:
         log, out, own = self.log, self.out, unit.layers[-1]

@@ -216,7 +216,8 @@ class Tracker(TorchDispatchMode):
         if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # what they do with the tensors that they are made of comes here again
         if func.namespace in ("c10d", "_c10d_functional") and (sent := message(func, args)) is not None:
-            self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent))
+            found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
+            self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
         out = func(*args, **(kwargs or {}))
         born = len(self.log.blocks)
         if isinstance(out, Tensor):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moetune.memory.trace import Trace, trace
+from moetune.memory.trace.log import Block
 from tests.memory.models import toy_run, write_toy
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
@@ -40,15 +41,28 @@ ON_A_PUSH = ("experts", "turns", "experts on the host", "evaluation", "fsdp, ep"
 
 
 def storages(traced: Trace) -> Counter[tuple]:
-    """All but the norms of gradients, of which an optimizer stacks one a parameter, and what is added up of them."""
-    return Counter(
-        (b.bytes, b.part, b.phase, b.op, b.on_host, b.died is None)
-        for b in traced.blocks
-        if b.op not in ("linalg_vector_norm.default", "stack.default", "zeros_like.default")
-    )
+    return Counter((b.bytes, b.part, b.phase, b.op, b.on_host, b.died is None) for b in traced.blocks if is_alike(b))
+
+
+def is_alike(block: Block) -> bool:
+    """Whether it is no norm of gradients, of which an optimizer stacks one a parameter, and not added up of them."""
+    return block.op not in ("linalg_vector_norm.default", "stack.default", "zeros_like.default")
+
+
+def order(traced: Trace) -> list[tuple[str, int]]:
+    """Births and deaths of all forward and backward passes on the device, in order."""
+    counts = {mark.at: mark.phase not in ("load", "optimizer") for mark in traced.marks}
+    counting, events = False, []
+    for at, entry in enumerate(traced.log):
+        counting = counts.get(at, counting)
+        block = traced.blocks[entry if entry >= 0 else ~entry]
+        if counting and not block.on_host and is_alike(block):
+            events.append(("+" if entry >= 0 else "-", block.bytes))
+    return events
 
 
 def same(short: Trace, whole: Trace) -> None:
+    assert order(short) == order(whole)
     assert short.parts(short.peak) == whole.parts(whole.peak)
     assert short.host_peak == pytest.approx(whole.host_peak, abs=4 * 64)  # norms of gradients that are there
     assert storages(short) == storages(whole)
