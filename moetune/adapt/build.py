@@ -23,8 +23,9 @@ from moetune.adapt.materialize import realize
 from moetune.adapt.pack import (
     Fill,
     bank_links,
+    fill_bank,
     has_values,
-    pack_experts,
+    make_bank,
     pack_linear,
     refuse_misplaced,
     refuse_unpacked,
@@ -161,9 +162,16 @@ def _pack(
     placement: Placement,
     links: BankLinks,
 ) -> None:
-    """Packs what is to be packed and gives the rest its values, module by module."""
+    """Packs what is to be packed and gives the rest its values, module by module.
+
+    All banks are there first, as where a checkpoint is read: what is on its way comes behind them and leaves no holes.
+    """
+    banks = []
     for layer in run.anatomy.moe_layers:
-        pack_experts(model, layer, run.selection, run.config.model, run.dtype, device, fill, placement, links)
+        experts = model.get_submodule(layer.experts)
+        banks.append(make_bank(experts, layer, run.selection, run.config.model, run.dtype, device, placement, links))
+    for layer, bank in zip(run.anatomy.moe_layers, banks, strict=True):
+        fill_bank(model, layer, bank, fill)
     for path in run.packed_linears:
         pack_linear(model, path, run.config.model, run.dtype, device, fill)
     embedding = model.get_input_embeddings()

@@ -47,21 +47,10 @@ def bank_links(
     return BankLinks(keep_rows, prefetcher, exchange)
 
 
-def pack_experts(
-    model: PreTrainedModel,
-    layer: MoeLayer,
-    selection: Selection,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    fill: Fill = has_values,
-    placement: Placement = EVERYTHING,
-    links: BankLinks | None = None,
-) -> None:
-    """Replaces one layer's experts module by an `ExpertBank` on `device`."""
+def fill_bank(model: PreTrainedModel, layer: MoeLayer, bank: ExpertBank, fill: Fill = has_values) -> None:
+    """Packs one layer's experts into its bank, which replaces their module."""
     experts = model.get_submodule(layer.experts)
     fill(layer.experts)
-    bank = make_bank(experts, layer, selection, config, dtype, device, placement, links)
     for name in stacks(layer):
         stack = getattr(experts, name)
         for expert in range(layer.shape.num_experts):

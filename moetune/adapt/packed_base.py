@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.materialize import realize
-from moetune.adapt.pack import pack_experts, pack_linear
+from moetune.adapt.pack import fill_bank, make_bank, pack_linear
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError, one_line
@@ -248,7 +248,9 @@ def read(
     manifest = check_manifest(folder, config, run.selection)
     for layer in run.anatomy.moe_layers:
         # of meta tensors: banks without contents
-        pack_experts(model, layer, run.selection, config, dtype, device, placement=ranks.placement, links=links)
+        experts = model.get_submodule(layer.experts)
+        bank = make_bank(experts, layer, run.selection, config, dtype, device, ranks.placement, links)
+        fill_bank(model, layer, bank)
     for path in run.packed_linears:
         pack_linear(model, path, config, dtype, torch.device("meta"))
     mine = sorted(manifest.files)[ranks.rank :: ranks.parallel.ranks]

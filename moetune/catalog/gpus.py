@@ -31,6 +31,9 @@ class Figure:
     measured_here: bool = False
 
 
+PCIE_CHANNELS = Figure(2, "estimate: as many as NCCL's log has between two cards in PCIe slots")
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One kind of card.
@@ -45,6 +48,7 @@ class Gpu:
         bandwidth: bytes/s between the card's memory and its processors; None if unknown.
         bf16: dense FLOP/s in bfloat16 with float32 accumulation; None if unknown or without tensor cores for it.
         interconnect: bytes/s between two cards, both directions together; None if unknown.
+        channels: that NCCL opens between two cards.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Gpu:
     bandwidth: Figure | None = None
     bf16: Figure | None = None
     interconnect: Figure | None = None
+    channels: Figure = PCIE_CHANNELS
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -112,6 +117,7 @@ def _of_size(name: str, size: int) -> Gpu:
         bandwidth=None,
         bf16=None,
         interconnect=None,
+        channels=PCIE_CHANNELS,
     )
 
 
@@ -154,6 +160,7 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
         bandwidth=_rate(entry.get("bandwidth"), 10**9),
         bf16=_rate(entry.get("bf16"), 10**12),
         interconnect=_rate(entry.get("interconnect"), 10**9),
+        channels=Figure(**entry["channels"]) if "channels" in entry else PCIE_CHANNELS,
     )
 
 

@@ -23,6 +23,10 @@ def predict(
     routing: Annotated[
         str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="How many tokens each expert receives.")
     ] = "balanced",
+    allocator: Annotated[
+        str | None,
+        typer.Option(metavar="default|expandable", help="Torch's. Default: as PYTORCH_ALLOC_CONF says."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.")] = None,
     figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.")] = None,
     set_: Overrides = None,
@@ -33,6 +37,8 @@ def predict(
 
     if method not in (None, "trace", "formula"):
         raise UserError(f"--method {method!r}: it is trace or formula")
+    if allocator not in (None, "default", "expandable"):
+        raise UserError(f"--allocator {allocator!r}: it is default or expandable")
 
     import json
 
@@ -47,8 +53,8 @@ def predict(
 
         refuse_unknown_format(figure)
     config = load_run_config(run, set_ or ())
-    chosen: Any = method
-    report = predict_run(resolve(config), method=chosen, gpu=gpu, routing=parse_routing(routing))
+    chosen: Any = {"method": method, "allocator": allocator}
+    report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
     if html is not None:
         from moetune.report.page import write_page
 

@@ -22,7 +22,7 @@ def load_peaks(
     experts in one stack, that comes whole. The host holds one such piece, or the embedding, on its way; its files are
     mapped, which is memory that the system takes back when it needs any.
 
-    Random weights: one layer after the other its bank is made and filled. They are drawn there a layer's experts at a
+    Random weights: the banks are there, and one after the other is filled. Weights are drawn a layer's experts at a
     time, with a mask of one byte a weight that checks the draw; the embedding and the head come last. A linear layer on
     its way is taken to be no larger than they are.
 
@@ -47,15 +47,12 @@ def load_peaks(
 
 
 def _drawn(layers: Iterable[MoeLayer], base: str, width: int, banks: Mapping[int, int]) -> int:
-    held = peak = 0
-    for layer in layers:
-        shape, bank = layer.shape, banks[layer.index]
+    most = 0
+    for shape in {layer.shape for layer in layers}:
         matrix = _larger_matrix(shape)
         drawn = shape.num_experts * shape.parameters_per_expert * width
-        packing = bank + _temporaries(shape, matrix, base, width)
-        peak = max(peak, held + drawn + max(shape.num_experts * matrix, packing))
-        held += bank
-    return peak
+        most = max(most, drawn + max(shape.num_experts * matrix, _temporaries(shape, matrix, base, width)))
+    return sum(banks.values()) + most
 
 
 def _larger_matrix(shape: ExpertShape) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.config import RunConfig
-from moetune.memory.allocator import WORKSPACES, Event, simulate
+from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
 from moetune.memory.changes import best_changes
 from moetune.memory.closed_form.form import ClosedForm, Evaluated
 from moetune.memory.closed_form.record import NoClosedForm
+from moetune.memory.outside import outside_allocator
 from moetune.memory.ranks import by_kind
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
 from moetune.memory.routing import BALANCED, Routing
@@ -20,8 +23,11 @@ from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.run.resolve import ResolvedRun, resolve
 
 Method = Literal["trace", "formula"]
+Allocator = Literal["default", "expandable"]
+"""Torch's caching allocator: with segments of a size of their own, or with such that grow."""
 _PAGE = 20 << 20  # growing segments are mapped in pages of this size, small ones in pages of 2 MiB
 _SMALL_PAGE = 2 << 20
+_WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expandable segments"}
 
 
 def predict(
@@ -30,12 +36,14 @@ def predict(
     method: Method | None = None,
     gpu: str | None = None,
     routing: Routing = BALANCED,
+    allocator: Allocator | None = None,
 ) -> MemoryReport:
     """Predicts the peak of a run, without weights, data or a GPU.
 
     Args:
         method: by default a trace.
         gpu: name or size, instead of `hardware.gpu`.
+        allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
 
     Raises:
         UserError: as `resolve`; what cannot be trained or predicted; an unknown GPU; DeepSpeed is to be traced and not
@@ -61,7 +69,7 @@ def predict(
     if method == "formula":
         report = _by_formula(run, card, routing, common)
     else:
-        report = _by_trace(run, card, routing, common)
+        report = _by_trace(run, card, routing, allocator or allocator_here(), common)
     if report.fits is not False:
         return report
     changes = tuple(best_changes(run, report, routing, card))
@@ -69,13 +77,23 @@ def predict(
     return replace(report, changes=changes, notes=notes)
 
 
-def _by_trace(run: ResolvedRun, card: Gpu, routing: Routing, common: dict[str, Any]) -> MemoryReport:
+def allocator_here() -> Allocator:
+    """As PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF sets it; torch's own default is `default`."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable" if re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) else "default"
+
+
+def _by_trace(
+    run: ResolvedRun, card: Gpu, routing: Routing, allocator: Allocator, common: dict[str, Any]
+) -> MemoryReport:
     traces: dict[int, Trace] = by_kind(run, routing, lambda rank: trace(run, routing, rank=rank, gpu=card))
+    outside = outside_allocator(run.config.parallel, card)
+    capacity = None if common["gpu"] is None else card.memory.value - outside
     seen: dict[int, RankMemory] = {}
     ranks = []
     for rank, traced in traces.items():
         if id(traced) not in seen:
-            seen[id(traced)] = _traced_rank(traced, card)
+            seen[id(traced)] = _traced_rank(traced, card, outside, allocator, largest_packed(run), capacity)
         ranks.append(replace(seen[id(traced)], rank=rank))
     fullest = traces[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
@@ -90,14 +108,15 @@ def _by_trace(run: ResolvedRun, card: Gpu, routing: Routing, common: dict[str, A
     )
     if len(ranks) > 1:
         report = _assuming(report, "every rank sends to the others what the traced one sends")
-    return _assuming(report, "allocator: expandable segments, simulated on the trace")
+    return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
 
 
 def _by_formula(run: ResolvedRun, card: Gpu, routing: Routing, common: dict[str, Any]) -> MemoryReport:
     found: dict[int, Evaluated] = by_kind(
         run, routing, lambda rank: ClosedForm(run, rank, card).at(run.config, routing)
     )
-    ranks = [_formula_rank(rank, one, card) for rank, one in found.items()]
+    outside = outside_allocator(run.config.parallel, card)
+    ranks = [_formula_rank(rank, one, card, outside) for rank, one in found.items()]
     fullest = max(ranks, key=lambda rank: rank.peak_process).rank
     report = MemoryReport(**common, method="formula", ranks=tuple(ranks), load=found[fullest].load)
     return _assuming(report, "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator")
@@ -107,33 +126,55 @@ def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
     return replace(report, assumptions=(*report.assumptions, *more))
 
 
-def _traced_rank(traced: Trace, card: Gpu) -> RankMemory:
-    """What the allocator makes of a trace: its rounding, and the workspaces, count as transient."""
+def _traced_rank(
+    traced: Trace, card: Gpu, outside: int, allocator: Allocator, hole: int, capacity: int | None
+) -> RankMemory:
+    """What the allocator makes of a trace: its rounding, and the workspaces, count as transient.
 
-    def events() -> Iterator[Event]:
+    Where exactly weights lie after they were loaded is not known: what was on its way may have left a hole. It is
+    played with and without one, and what reserves more counts.
+
+    Args:
+        hole: bytes of the largest tensor that was on its way.
+        capacity: bytes of the card that the allocator may have; None for any.
+    """
+
+    def events(hole: int) -> Iterator[Event]:
         for number in range(WORKSPACES):
             yield -1 - number, card.cublas_workspace.value
-        yield from traced.events()
+        yield from traced.events(hole)
 
-    played = simulate(events(), expandable=True)
+    def played(capacity: int | None) -> list[Reserved]:
+        return [simulate(events(size), expandable=allocator == "expandable", capacity=capacity) for size in (0, hole)]
+
+    free = played(None)
+    reserved = max(one.peak_reserved for one in free)
+    if capacity is not None and reserved > capacity >= free[0].peak_allocated:
+        reserved = max(one.peak_reserved for one in played(capacity))  # unused memory is given back
     parts = traced.parts(traced.peak)
-    beside = played.peak_allocated - parts.total
+    beside = free[0].peak_allocated - parts.total
     return RankMemory(
         rank=0,
         parts=replace(parts, transient_peak=parts.transient_peak + beside),
-        outside_allocator=card.context.value,
-        peak_reserved=played.peak_reserved,
+        outside_allocator=outside + traced.managed,
+        peak_reserved=reserved,
         host_bytes=traced.host_peak,
         terms=(*terms_of_trace(traced), _beside(beside)),
     )
 
 
-def _formula_rank(rank: int, found: Evaluated, card: Gpu) -> RankMemory:
+def largest_packed(run: ResolvedRun) -> int:
+    """Bytes in 16 bit of the largest linear layer that is packed as it is loaded."""
+    sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.packed_linears)
+    return 2 * max(sizes, default=0)
+
+
+def _formula_rank(rank: int, found: Evaluated, card: Gpu, outside: int) -> RankMemory:
     beside = WORKSPACES * card.cublas_workspace.value
     parts = replace(found.parts, transient_peak=found.parts.transient_peak + beside)
     reserved = -(-parts.total // _PAGE) * _PAGE + _SMALL_PAGE
     terms = (*terms_of_formula(found), _beside(beside))
-    return RankMemory(rank, parts, card.context.value, reserved, found.peak.host, terms)
+    return RankMemory(rank, parts, outside + found.managed, reserved, found.peak.host, terms)
 
 
 def _beside(size: int) -> Term:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from bitsandbytes.functional import get_paged
@@ -10,6 +11,7 @@ from torch import Tensor
 
 SMALLEST_PAGED = 100_000
 """Elements of a state; smaller ones are in ordinary memory."""
+_PAGED = ("state1", "state2")
 
 
 def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
@@ -27,6 +29,12 @@ def keep_packing(linear: Linear4bit) -> None:
     linear.support_avx512bf16_for_cpu = False
 
 
+def paged(optimizer: Any, parameter: Tensor) -> Iterator[Tensor]:
+    """The states of a parameter that are in managed memory on a GPU: `get_state_buffer`."""
+    if getattr(optimizer, "is_paged", False) and parameter.numel() >= SMALLEST_PAGED:
+        yield from (tensor for key, tensor in optimizer.state.get(parameter, {}).items() if key in _PAGED)
+
+
 def load_paged(optimizer: Any, state: dict[str, Any]) -> None:
     """`load_state_dict`, after which large states are in paged memory again: bitsandbytes loads them into a GPU's."""
     optimizer.load_state_dict(state, move_to_device=False)
@@ -34,7 +42,7 @@ def load_paged(optimizer: Any, state: dict[str, Any]) -> None:
         for key, value in values.items():
             if not isinstance(value, Tensor):
                 continue
-            if parameter.is_cuda and key in ("state1", "state2") and value.numel() >= SMALLEST_PAGED:
+            if parameter.is_cuda and key in _PAGED and value.numel() >= SMALLEST_PAGED:
                 paged = get_paged(*value.shape, dtype=value.dtype, device=parameter.device)
                 optimizer.page_mng.paged_tensors.append(paged)
                 values[key] = paged.copy_(value)

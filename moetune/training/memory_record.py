@@ -12,11 +12,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
+from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.errors import UserError
+from moetune.memory.allocator import WORKSPACES
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
-from moetune.memory.verify import TOLERANCE
+from moetune.memory.verify import TOLERANCE, catalog_name
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
@@ -32,7 +34,8 @@ class MemoryRecord(TrainerCallback):
     def __init__(self, adapted: Adapted, folder: RunFolder, console: Console) -> None:
         self.adapted, self.folder, self.console = adapted, folder, console
         self.device = adapted.model.device
-        self.predicted = predicted_peak(adapted.run, adapted.ranks)
+        card = find_gpu(catalog_name(self.device)) if self.device.type == "cuda" else None
+        self.predicted = predicted_peak(adapted.run, adapted.ranks, card)
         self.load: dict[int, Tensor] = {}
         self._tracker = Tracker(named_modules(adapted))
         self._tracking = ExitStack()
@@ -93,19 +96,23 @@ class MemoryRecord(TrainerCallback):
             )
 
 
-def predicted_peak(run: ResolvedRun, ranks: Ranks = SINGLE_RANK) -> int | None:
+def predicted_peak(run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None) -> int | None:
     """The peak of what this rank allocates, by closed form, or by a trace if there is none.
 
     One of several ranks cannot record a step while it runs: None, unless it was recorded before (`record_ahead`).
+
+    Args:
+        card: whose kernels run, and whose workspaces are allocated; None for the CPU's.
     """
+    workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
     try:
-        found = ClosedForm(run, ranks.rank).at(run.config, may_record=ranks.is_single)
-        return None if found is None else found.parts.total
+        found = ClosedForm(run, ranks.rank, card).at(run.config, may_record=ranks.is_single)
+        return None if found is None else found.parts.total + workspaces
     except UserError:
         if not ranks.is_single:
             return None
     try:
-        traced = trace(run)
+        traced = trace(run, gpu=card)
     except UserError:
         return None
-    return traced.parts(traced.peak).total
+    return traced.parts(traced.peak).total + workspaces

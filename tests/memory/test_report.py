@@ -65,3 +65,40 @@ def test_both_methods_say_the_same(config: RunConfig, gpu: str) -> None:
     by_trace, by_formula = (predict(config, method=method, gpu=gpu) for method in ("trace", "formula"))
     assert by_trace.verdict == by_formula.verdict
     assert by_formula.required == pytest.approx(by_trace.required, rel=1e-3)
+
+
+def toy(model: Path, **sections: Any) -> RunConfig:
+    return toy_run(model, "mixtral", {"lora": {"rank": 4, "alpha": 8, "targets": ["experts"]}}, **sections)
+
+
+@pytest.mark.parametrize("method", ["trace", "formula"])
+def test_paged_states_are_outside_of_the_allocator(method: Any, tmp_path: Path) -> None:
+    """Large ones: managed memory, which torch's counters do not see."""
+    model = write_toy(tmp_path, "mixtral", hidden_size=512, vocab_size=512)
+    adapt = {"also": ["lm_head.weight", "model.norm.weight"]}
+    runs = [toy_run(model, "mixtral", adapt, optimizer={"name": name}) for name in ("adamw8bit", "paged_adamw8bit")]
+    plain, paged = (predict(run, method=method, gpu="l40s").fullest for run in runs)
+    moved = 2 * 512 * 512  # the head's two states; the norm's are small
+    assert plain.parts.optimizer_states - paged.parts.optimizer_states == moved
+    assert paged.outside_allocator - plain.outside_allocator == moved
+    assert paged.host_bytes - plain.host_bytes == moved
+
+
+def test_plain_segments_reserve_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = toy(write_toy(tmp_path, "mixtral"))
+    plain, growing = (predict(run, allocator=which).fullest for which in ("default", "expandable"))  # type: ignore[arg-type]
+    assert plain.peak_allocated == growing.peak_allocated
+    assert plain.peak_reserved != growing.peak_reserved
+    for settings, expected in (("expandable_segments:True", growing), ("max_split_size_mb:64", plain)):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+        assert predict(run).fullest == expected
+
+
+def test_a_full_card_gives_back_what_is_unused(tmp_path: Path) -> None:
+    """On a card that has a little less than would be reserved, less is, and all tensors have their place."""
+    run = toy(write_toy(tmp_path, "mixtral"), train={"micro_batch": 3, "sequence_length": 2048})
+    free = predict(run, gpu="l40s").fullest
+    assert free.peak_reserved - free.peak_allocated > 4 << 20
+    size = free.peak_reserved + free.outside_allocator - (1 << 20)
+    full = predict(run, gpu=f"{size}B").fullest
+    assert full.peak_allocated <= full.peak_reserved <= size - full.outside_allocator

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake
 from moetune.anatomy.stack import decoder_layers, leave_out
-from moetune.catalog.gpus import Gpu
+from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form import store
@@ -70,6 +71,12 @@ class Evaluated:
     parts: Parts
     sizes: Sizes
     load: LoadPeaks
+
+    @property
+    def managed(self) -> int:
+        """The bytes of memory that the driver may have on either side."""
+        is_managed = np.array([kind.managed for kind in self.record.named])[self.record.kinds]
+        return int((self.peak.alive * self.peak.values)[is_managed].sum())
 
 
 @dataclass
@@ -213,7 +220,8 @@ def _tail_of(adapted: Adapted) -> KnownTail:
 
 def record_ahead(run: ResolvedRun) -> None:
     """Records what the ranks of a run will ask for; they cannot while they run."""
+    card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
     try:
-        by_kind(run, BALANCED, lambda rank: ClosedForm(run, rank).at(run.config))
+        by_kind(run, BALANCED, lambda rank: ClosedForm(run, rank, card).at(run.config))
     except UserError:
         return  # without a closed form, memory.json has no prediction

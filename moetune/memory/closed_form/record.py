@@ -73,6 +73,7 @@ class Kind:
     module: str
     op: str
     on_host: bool
+    managed: bool
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
                 f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
                 f"and {is_.bytes:,} at another: not a product of sizes"
             )
-    kinds = [Kind(b.part, b.phase, b.module, b.op, b.on_host) for b in log.blocks]
+    kinds = [Kind(b.part, b.phase, b.module, b.op, b.on_host, b.managed) for b in log.blocks]
     named = list(dict.fromkeys(kinds))
     places = {kind: number for number, kind in enumerate(named)}
     goes = [

@@ -18,7 +18,8 @@ from moetune.parallel.messages import Message
 class Block:
     """One storage. `born` and `died` are places in the log; `died` is None if it outlived the trace. `part` is settled
     only when the trace ends: a gradient is known as one after its birth. `on_host` says that it is the host's memory,
-    which counts apart, and `fetched` that it is a copy of such a one on the device. `layer` is the decoder layer of
+    which counts apart, `managed` that the driver may have it on either side, which counts there too, and `fetched` that
+    it is a copy of the host's on the device. `layer` is the decoder layer of
     what belongs to one whenever it is born: weights, and states of its optimizer; `expert` the one of that layer whose
     rows were being computed."""
 
@@ -31,6 +32,7 @@ class Block:
     died: int | None = None
     on_host: bool = False
     fetched: bool = False
+    managed: bool = False
     layer: int | None = None
     expert: int | None = None
 
@@ -46,6 +48,7 @@ class Mark:
     module: str
 
 
+_HOLE = -1_000
 OUTSIDE = -1
 """In place of a layer's number: what follows belongs to no layer, until the first one ends or the last one begins."""
 
@@ -150,6 +153,11 @@ class Trace:
         """The most bytes that are on the host at once."""
         return int(np.max(np.cumsum(self._changes[1]), initial=0))
 
+    @property
+    def managed(self) -> int:
+        """The bytes of memory that the driver may have on either side; it stays."""
+        return sum(block.bytes for block in self.blocks if block.managed)
+
     def alive(self, at: int) -> Iterator[Block]:
         """What is alive on the device after this place of the log."""
         return (
@@ -219,10 +227,18 @@ class Trace:
                 most, fullest, label = total, dict(alive), ""
         return tuple(samples)
 
-    def events(self) -> Iterator[tuple[int, int]]:
+    def events(self, hole: int = 0) -> Iterator[tuple[int, int]]:
         """Births (block, bytes) and deaths (block, -1) on the device, in order, as the allocator simulation takes
-        them."""
-        for entry in self.log:
+        them.
+
+        Args:
+            hole: bytes that are taken before all else, and free when the steps begin.
+        """
+        begin = next((mark.at for mark in self.marks if mark.phase != "load"), 0)
+        yield _HOLE, hole
+        for at, entry in enumerate(self.log):
+            if at == begin:
+                yield _HOLE, -1
             number = entry if entry >= 0 else ~entry
             if not self.blocks[number].on_host:
                 yield number, self.blocks[number].bytes if entry >= 0 else -1

@@ -28,6 +28,7 @@ from moetune.memory.trace.log import OUTSIDE, Log, Trace
 from moetune.memory.trace.repeat import repeat
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.ranks import local_tensor
+from moetune.patches.bitsandbytes import paged
 from moetune.step.batch import Batch, collate, random_rows
 from moetune.step.loss import Chunks
 from moetune.step.observer import StepObserver
@@ -232,6 +233,9 @@ class Steps:
                     if isinstance(tensor, Tensor):
                         is_state = tensor is not updated and tensor is not parameter
                         tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
+                if self.gpu is not None:
+                    for tensor in paged(updater.optimizer, updated):
+                        tracker.manage(tensor)
 
     @contextmanager
     def _cutting(self, tracker: Tracker) -> Iterator[None]:

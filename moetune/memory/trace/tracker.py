@@ -181,6 +181,11 @@ class Tracker(TorchDispatchMode):
             if label is not None:
                 block.module, block.op = "", label
 
+    def manage(self, tensor: Tensor) -> None:
+        """Says that the driver may have a tensor on either side."""
+        if (number := self.block_of(tensor)) is not None:
+            self.log.blocks[number].managed = self.log.blocks[number].on_host = True
+
     def block_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage, if it is followed."""
         return self._alive.get(id(tensor.untyped_storage()))
