@@ -123,7 +123,9 @@ def borders(lengths: Sequence[int]) -> dict[str, Any]:
     """
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
-    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+    # Two tensors, as there are two on the device once a batch was copied there.
+    ends = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts.clone()}
+    return ends | {"max_length_q": longest, "max_length_k": longest}
 
 
 def borders_of(positions_BS: Tensor) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from moetune.catalog import find_model
+from moetune.catalog.gpus import find_gpu
 from moetune.config import RunConfig
 from moetune.memory.predict import predict
 from moetune.memory.verify import catalog_name
@@ -70,22 +71,22 @@ def clear() -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """Bytes that torch's caching allocator counted in two steps, and those predicted.
+    """Bytes in two steps: predicted, and counted by torch's caching allocator or by the device.
 
     Attributes:
-        managed: states of paged optimizers, which are predicted and not torch's to count; bitsandbytes pages those of
-            parameters that have 100,000 weights.
+        managed: states of paged optimizers; bitsandbytes pages those of parameters that have 100,000 weights.
         tables: of levels, which 8-bit optimizers keep on the device, and which are not predicted: at most 2 KiB a part.
     """
 
     predicted: int
     measured: int
+    managed_predicted: int
     managed: int
     tables: int
 
     @property
     def off(self) -> int:
-        return self.predicted - self.measured - self.managed + self.tables
+        return self.predicted - self.measured + self.tables
 
 
 def compare(config: RunConfig) -> Compared:
@@ -95,8 +96,10 @@ def compare(config: RunConfig) -> Compared:
         measured = measure(config, card, steps=2)
     managed = device.asked().managed - managed
     tables = {id(table): table.nbytes for one in made for table in one.name2qmap.values() if table.is_cuda}
-    rank = predict(config, method="trace", gpu=catalog_name(card), routing=measured.routing).fullest
-    return Compared(rank.peak_allocated, measured.peak_allocated - before, managed, sum(tables.values()))
+    gpu = catalog_name(card)
+    rank = predict(config, method="trace", gpu=gpu, routing=measured.routing).fullest
+    outside = rank.outside_allocator - find_gpu(gpu).context.value
+    return Compared(rank.peak_allocated, measured.peak_allocated - before, outside, managed, sum(tables.values()))
 
 
 @contextmanager

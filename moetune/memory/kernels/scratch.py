@@ -45,6 +45,8 @@ class Scratch(TorchDispatchMode):
             births = [] if taken is None else self._births(func, taken(self.capability, *args))
         for block in reversed(births):
             self.tracker.death(block)
+        for number in _ON_HOST.get(func, ()):
+            self.tracker.moved_to_host(out[number])
         return out
 
     def _births(self, func: Any, sizes: Iterator[int]) -> list[int]:
@@ -217,6 +219,9 @@ def _gemm_4bit(
     yield math.prod(shape) * rows.element_size()
 
 
+_ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
+"""By operation, which of its outputs are on the host: the seed and the offset of dropout (cuda/attention.cu:
+_efficient_attention_forward)."""
 _FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
 """By operation, what it takes before its output."""
 _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {

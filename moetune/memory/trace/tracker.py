@@ -181,6 +181,11 @@ class Tracker(TorchDispatchMode):
             if label is not None:
                 block.module, block.op = "", label
 
+    def moved_to_host(self, tensor: Tensor) -> None:
+        """Says that a tensor of a few bytes is on the host, which counts apart."""
+        if (number := self.block_of(tensor)) is not None:
+            self.log.blocks[number].on_host = True
+
     def manage(self, tensor: Tensor) -> None:
         """Says that the driver may have a tensor on either side."""
         if (number := self.block_of(tensor)) is not None:
