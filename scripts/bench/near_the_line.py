@@ -1,0 +1,240 @@
+"""Runs that just fit a card, or just do not: what `predict` says of each, beside whether it ran.
+
+    python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
+
+For a run file and a card the largest micro-batch is found that the prediction lets through; it is run, and so is the
+next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA. `--drawn N` takes N run files of
+several models, drawn with a fixed seed, each at one of these two sizes.
+
+Each case has a process of its own, which may have so much of the card as `--cards` say: 24 and 44 GiB, all of a process
+included. Where there is no card (tests/nullcuda) the predicted context is taken off. A `false yes` was predicted to fit
+with room, and ran out of memory; a `false no` ran. The exit code is 1 if there is a false yes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from _common import commit, versions, write_json
+from predict_vs_measured import GiB, answering, catalog_run, claim, nullcuda, recipe
+from pydantic import ValidationError
+
+from moetune.catalog.gpus import Gpu, find_gpu
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.allocator import WORKSPACES
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.measure import measure
+from moetune.memory.outside import outside_allocator
+from moetune.memory.predict import predict
+from moetune.run.resolve import resolve
+
+RECIPES = ("mixtral-8x7b-router", "mixtral-8x7b-experts", "mixtral-8x7b-lora")
+CARDS = ("24GiB", "44GiB")
+MODELS = ("mixtral-8x7b", "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite", "qwen1.5-moe-a2.7b", "llama-3-8b")
+MOST = 64
+"""Rows of a micro-batch, at most."""
+
+
+def with_rows(config: RunConfig, rows: int) -> RunConfig:
+    """The run with micro-batches of so many rows, two a step at most: a third would take the same."""
+    train = {"micro_batch": rows, "accumulate": min(2, config.train.accumulate)}
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
+
+
+def largest(config: RunConfig, card: Gpu) -> int:
+    """The most rows of a micro-batch that fit by closed form; 0 if one does not."""
+    form = ClosedForm(resolve(with_rows(config, 1), "cuda"), gpu=card)
+    beside = WORKSPACES * card.cublas_workspace.value + outside_allocator(config.parallel, card)
+
+    def fits(rows: int) -> bool:
+        found = form.at(with_rows(config, rows))
+        return max(found.parts.total, found.load.gpu) + found.managed + beside <= card.memory.value
+
+    low, high = 0, 1
+    while high <= MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def drawn(draw: random.Random) -> RunConfig:
+    """A run file; settings that do not go together are drawn again."""
+    while True:
+        model = draw.choice(MODELS)
+        name = draw.choice(("adamw", "adamw8bit", "lion8bit", "adafactor", "lomo"))
+        experts = {"experts": {"layers": "0-3", "ids": [0, 1]}, "router": "0-3"}
+        linears = {"lora": {"rank": draw.choice((8, 16)), "alpha": 16, "targets": ["attention"]}}
+        every = {"lora": {**linears["lora"], "targets": ["attention", "experts"]}}
+        adapt = linears if model == "llama-3-8b" else draw.choice(({"router": "all"}, experts, linears, every))
+        is_fused = name == "lomo" or draw.random() < 0.3
+        sections: dict[str, dict[str, Any]] = {
+            "optimizer": {"name": name, "fused_backward": is_fused},
+            "train": {
+                "sequence_length": draw.choice((1024, 2048, 4096)),
+                "accumulate": 1 if is_fused else 2,
+                "checkpointing": draw.choice(("none", "experts_only", "full", "offload")),
+                "max_grad_norm": draw.choice((0.0, 1.0)),
+            },
+            "data": {"train": "unread", "packing": draw.random() < 0.7},
+        }
+        try:
+            config = catalog_run(model, adapt, **sections)
+            resolve(config, "cuda")
+        except (ValidationError, UserError):
+            continue
+        return config
+
+
+def cases(recipes: bool, count: int, cards: Iterable[str], seed: int) -> Iterator[tuple[str, RunConfig, str, int]]:
+    """(name, run file, card, rows of a micro-batch)."""
+    if recipes:
+        for name in RECIPES:
+            for card in cards:
+                config = recipe(name, "train.micro_batch=1", "train.accumulate=1")
+                rows = largest(config, find_gpu(card))
+                yield from ((name, config, card, number) for number in (rows, rows + 1) if number)
+    draw = random.Random(seed)
+    made = 0
+    while made < count:
+        config, card, more = drawn(draw), draw.choice(list(cards)), draw.choice((0, 1))
+        rows = largest(config, find_gpu(card))
+        if 0 < rows < MOST:
+            made += 1
+            yield f"drawn {made}: {config.model.path}", config, card, rows + more
+
+
+def judge(name: str, config: RunConfig, card: str, rows: int) -> dict[str, Any]:
+    """Predicts a case, runs it in a process of its own, and compares."""
+    config = with_rows(config, rows)
+    report = predict(resolve(config, "cuda"), method="trace", gpu=card)
+    command = [sys.executable, __file__, "--cards", card, "--run", config.model_dump_json()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} with {rows} rows failed: exit code {done.returncode}")
+    ran = json.loads(done.stdout.splitlines()[-1])
+    assert report.gpu is not None
+    return {
+        "case": name,
+        "card": card,
+        "run": config.model_dump(mode="json", exclude_unset=True),
+        "rows": rows,
+        "required": report.required,
+        "usable": report.gpu.usable_bytes,
+        "verdict": report.verdict,
+        "peak_reserved": report.fullest.peak_reserved,
+        **ran,
+    }
+
+
+def run_here(config: RunConfig, card: str) -> dict[str, Any]:
+    """Two steps on the device of this process, of which it may have as much as the card has."""
+    device, gpu = torch.device("cuda", 0), find_gpu(card)
+    claim(device, gpu.memory.value - (gpu.context.value if nullcuda.is_present() else 0))
+    try:
+        with answering():
+            measured = measure(resolve(config, "cuda"), device, steps=2)
+    except torch.OutOfMemoryError:
+        return {"ran": False, "measured": None}
+    return {"ran": True, "measured": {"allocated": measured.peak_allocated, "reserved": measured.peak_reserved}}
+
+
+def said(row: dict[str, Any]) -> str:
+    """Whether the verdict came true."""
+    if row["ran"]:
+        return "false no" if row["verdict"] == "no" else "ran"
+    return {"yes": "FALSE YES", "tight": "out of memory, said tight"}.get(row["verdict"], "out of memory")
+
+
+def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Markdown, a line at a time."""
+    yield "| case | card | rows × tokens | required | of the card | verdict | what happened |"
+    yield "|---|---|---:|---:|---:|---|---|"
+    for row in rows:
+        length = row["run"]["train"]["sequence_length"]
+        share = f"{100 * row['required'] / row['usable']:.1f} %"
+        yield (
+            f"| {row['case']} | {row['card']} | {row['rows']} × {length} | {row['required'] / GiB:.2f} GiB | {share} | "
+            f"{row['verdict']} | {said(row)} |"
+        )
+
+
+def page(report: dict[str, Any]) -> str:
+    """docs/benchmarks/near_the_line.md."""
+    counts = {kind: sum(said(row) == kind for row in report["cases"]) for kind in ("FALSE YES", "false no")}
+    made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    where = (
+        "No GPU has run them: they ran on the null device ([what that means](predict_vs_measured_cuda.md)), whose\n"
+        "allocator is torch's own. The card's size less the predicted context is what it may have."
+        if report["null_device"]
+        else f"On {report['device']}."
+    )
+    head = f"""# Runs near what a card has
+
+    python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
+
+Largest micro-batches that the prediction lets through, and one row more: `required` is what `moetune predict` says that
+the card must have, `verdict` its word, beside whether two steps ran. {where}
+
+Of {len(report["cases"])} runs: {counts["FALSE YES"]} said `yes` and ran out of memory, {counts["false no"]} said `no` and ran.
+
+Commit {str(report["commit"])[:12]}; {made}.
+
+"""
+    return head + "\n".join(table(report["cases"])) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipes", action="store_true", help="Mixtral-8x7B: routers, experts, LoRA")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="run files drawn with a fixed seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cards", default=",".join(CARDS), help="sizes, comma-separated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and its page beside it")
+    parser.add_argument("--run", help="run this one in this process: a run file as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cards = options.cards.split(",")
+    if options.run:
+        print(json.dumps(run_here(RunConfig.model_validate_json(options.run), cards[0])))
+        return
+    rows: list[dict[str, Any]] = []
+
+    def results() -> Iterator[dict[str, Any]]:
+        for case in cases(options.recipes, options.drawn, cards, options.seed):
+            rows.append(judge(*case))
+            yield rows[-1]
+
+    for line in table(results()):
+        print(line, flush=True)
+    report = {
+        "schema": 1,
+        "benchmark": "near_the_line",
+        "versions": versions("torch", "transformers", "peft", "bitsandbytes"),
+        "device": torch.cuda.get_device_name(),
+        "null_device": nullcuda.is_present(),
+        "commit": commit(),
+        "cases": rows,
+    }
+    if options.json is not None:
+        write_json(report, options.json)
+        options.json.with_suffix(".md").write_text(page(report), encoding="utf-8")
+    if any(said(row) == "FALSE YES" for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
