@@ -109,11 +109,11 @@ def claimed(device: torch.device, cap: int | None) -> dict[str, Any]:
 
 
 @pytest.fixture
-def imagined(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def imagined(bench: ModuleType, small_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The benchmark with a card that is not there and one small case for it."""
     config = RunConfig.model_validate(
         {
-            "model": {"path": "tiny-mixtral", "weights": "random"},
+            "model": {"path": str(small_model), "weights": "random"},
             "adapt": {"router": "all"},
             "train": {"sequence_length": 64},
         }

@@ -35,6 +35,7 @@ from tests.reference import (
     token_ids,
 )
 from tests.resolved import build
+from tests.thinned import in_pairs
 from tests.toys import EXPERTS, HIDDEN, LAYERS, toy_model
 
 MODELS = ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"]
@@ -89,13 +90,11 @@ def test_the_checkpoints_have_a_tensor_per_expert_as_on_the_hub(checkpoints: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapt", ADAPT.values(), ids=ADAPT)
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(("model_type", "base", "adapt"), in_pairs(MODELS, BASES, ADAPT))
 def test_gradients_equal_autograd_through_the_plain_model(
-    model_type: str, base: str, adapt: dict[str, Any], checkpoints: Any
+    model_type: str, base: str, adapt: str, checkpoints: Any
 ) -> None:
-    adapted = built(checkpoints(model_type), adapt, base=base, checkpointing="full")
+    adapted = built(checkpoints(model_type), ADAPT[adapt], base=base, checkpointing="full")
     expected_loss, expected = reference_loss_and_gradients(adapted, token_ids())
     assert adapted.model.is_gradient_checkpointing
     for training in (True, False):  # checkpointing acts on a model that trains

@@ -1,9 +1,10 @@
-"""Every command that the documentation shows is run, in order, page by page; training on less than a reader would."""
+"""Every command that the documentation shows is run, on less than a reader would: those of a page in order."""
 
 import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,16 @@ SCRIPTS = ("./scripts/demo.sh", "./scripts/test.sh")
 
 REFUSED = "  # exit code 1"
 """Beside a command that is shown because the answer is no."""
-FEWER_STEPS = ("train.steps=10", "train.eval_every=10")
-"""A sixth of a recipe's steps, which is enough to see it learn; held-out loss before and after them."""
+LEAVE_NOTHING = ("models", "count", "predict", "verify")
+"""Commands that need no other one before them: each is run by itself, and once, however many pages show it."""
+RECIPE = re.compile(r"moetune train configs/(tiny-\w+)\.yaml")
+FEWER_STEPS = ("train.steps=6", "train.eval_every=6")
+"""A tenth of a recipe's steps, which is enough to see it learn; held-out loss before and after them."""
+FEWER_TRACED = ("train.accumulate=1", "train.router_aux_loss=0")
+"""Of a prediction: one micro-step, and a few layers, which stand for all where no loss needs all."""
 HELD_OUT = ROOT / "moetune/catalog/data/unicode-names/heldout.jsonl"
+
+Run = Callable[[str], str]
 
 
 def commands(page: Path, kind: str = "bash") -> list[str]:
@@ -32,37 +40,77 @@ def commands(page: Path, kind: str = "bash") -> list[str]:
     return [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def documented(kind: str) -> list:
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if commands(page, kind)]
+def leaves_nothing(command: str) -> bool:
+    return command.startswith(tuple(f"moetune {name}" for name in LEAVE_NOTHING))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", documented("bash"))
-def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_order(page: Path) -> list[str]:
+    """The commands of a page that may need those before them."""
+    return [command for command in commands(page) if not leaves_nothing(command)]
+
+
+def documented(of_page: Callable[[Path], list[str]]) -> list:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if of_page(page)]
+
+
+@pytest.fixture
+def run(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Run:
+    """Runs a command and returns what it writes. Only `--all` trains the model that is shown and predicts in full."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     some = tmp_path / "some.jsonl"  # of the held-out data: runs of a few steps would spend their time on the rest
     some.write_text("".join(HELD_OUT.read_text(encoding="utf-8").splitlines(keepends=True)[:10]), encoding="utf-8")
-    runs = []
-    for command in commands(page):
+    is_short = not pytestconfig.getoption("--all")
+
+    def smaller(command: str) -> list[str]:
+        """Settings with which it takes less."""
+        name = command.split()[1]
+        if RECIPE.fullmatch(command):
+            return list(FEWER_STEPS)
+        model = [f"model.path={small_model}"] * is_short
+        if name == "train":
+            return [f"data.eval={some}", *model]
+        return {"verify": model, "predict": list(FEWER_TRACED) * is_short}.get(name, [])
+
+    def run(command: str) -> str:
         program, *arguments = shlex.split(command)
+        assert program == "moetune", f"a page shows a command that no test runs: {command}"
+        if arguments[0] == "apply" and is_short:  # to what was trained on
+            arguments = [str(small_model) if word == "tiny-mixtral" else word for word in arguments]
+        arguments += [option for setting in smaller(command) for option in ("--set", setting)]
+        monkeypatch.setattr(sys, "argv", ["moetune", *arguments])  # which ranks are started with
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        is_refused = any(f"{command}{REFUSED}" in page.read_text(encoding="utf-8") for page in PAGES)
+        assert result.exit_code == int(is_refused), f"{command}\n{result.output}"
+        if is_refused:
+            assert result.output.startswith("does NOT fit")
+            assert "--set optimizer.name=adamw8bit" in result.output
+        return result.output
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted({c for page in PAGES for c in commands(page) if leaves_nothing(c)}))
+def test_a_command_runs(command: str, run: Run) -> None:
+    assert run(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", documented(in_order))
+def test_commands_of_a_page_run(page: Path, run: Run, tmp_path: Path) -> None:
+    recipes = []
+    for command in in_order(page):
         if command in SCRIPTS:
             assert (ROOT / command).stat().st_mode & 0o100, f"{command} is not executable"
             continue
-        assert program == "moetune", f"{page.name} shows a command that no test runs: {command}"
-        is_recipe = re.fullmatch(r"train configs/tiny-\w+\.yaml", " ".join(arguments)) is not None
-        less = () if arguments[0] != "train" else FEWER_STEPS if is_recipe else (f"data.eval={some}",)
-        options = [option for setting in less for option in ("--set", setting)]
-        monkeypatch.setattr(sys, "argv", ["moetune", *arguments, *options])  # which ranks are started with
-        result = CliRunner().invoke(app, [*arguments, *options], catch_exceptions=False)
-        expected = int(f"{command}{REFUSED}" in page.read_text(encoding="utf-8"))
-        assert result.exit_code == expected, f"{command}\n{result.output}"
-        if is_recipe:
-            runs.append(Path(arguments[1]).stem)
-    for run in runs:
-        assert_learned(tmp_path / "runs" / run)
+        run(command)
+        if recipe := RECIPE.fullmatch(command):
+            recipes.append(recipe[1])
+    for name in recipes:
+        assert_learned(tmp_path / "runs" / name)
     if page.name == "README.md":
-        assert set(runs) == {"tiny-router", "tiny-experts", "tiny-lora"}
+        assert set(recipes) == {"tiny-router", "tiny-experts", "tiny-lora"}
 
 
 def assert_learned(run: Path) -> None:
@@ -71,7 +119,7 @@ def assert_learned(run: Path) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize("page", documented("bash gpu"))
+@pytest.mark.parametrize("page", documented(lambda page: commands(page, "bash gpu")))
 def test_gpu_commands_are_valid(page: Path) -> None:
     for command in commands(page, "bash gpu"):
         _, name, run_file = shlex.split(command)[:3]

@@ -12,6 +12,7 @@ from moetune.experts.host import CopyStream, ExpertPrefetcher, empty_on_host, on
 from moetune.experts.packed import PackedStack
 from moetune.memory.trace.tracker import Tracker
 from tests.reference import build_toy, loss_and_gradients, token_ids
+from tests.thinned import in_pairs
 from tests.toys import LAYERS, toy_config
 
 ADAPT: dict[str, dict[str, Any]] = {
@@ -41,9 +42,7 @@ def prefetcher_of(adapted: Adapted) -> ExpertPrefetcher:
     return adapted.links.prefetcher
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
-@pytest.mark.parametrize("adapt", ADAPT)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(("model_type", "adapt", "checkpointing"), in_pairs(TYPES, ADAPT, ["none", "full", "offload"]))
 def test_gradients_are_those_of_experts_on_the_gpu(
     tmp_path: Path, model_type: str, adapt: str, checkpointing: str
 ) -> None:

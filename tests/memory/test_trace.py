@@ -48,8 +48,10 @@ def by_formula(config: RunConfig) -> int:
 
 
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: write_toy(tmp_path_factory.mktemp("toys") / name, name) for name in LAYOUTS}
+def toys(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, Path]:
+    """Of two layers; with `--all` of four, one of which another stands for in a trace (trace/test_repeat.py)."""
+    sizes = {"num_hidden_layers": 4 if pytestconfig.getoption("--all") else 2}
+    return {name: write_toy(tmp_path_factory.mktemp("toys") / name, name, **sizes) for name in LAYOUTS}
 
 
 @st.composite
@@ -113,11 +115,12 @@ def test_a_prediction_is_what_is_measured(
 @pytest.mark.parametrize(
     ("model_type", "checkpointing", "experts_on"),
     [
-        ("mixtral", "none", "gpu"),
+        pytest.param("mixtral", "none", "gpu", marks=pytest.mark.full),
         ("mixtral", "offload", "host"),
         ("deepseek_v3", "full", "gpu"),
-        ("deepseek_v3", "none", "host"),
-        ("llama", "offload", "gpu"),
+        pytest.param("deepseek_v3", "none", "host", marks=pytest.mark.full),
+        pytest.param("llama", "offload", "gpu", marks=pytest.mark.full),
+        ("llama", "none", "gpu"),
     ],
 )
 def test_fake_steps_take_byte_for_byte_what_real_ones_take(
@@ -218,9 +221,10 @@ def test_mixtral_8x22b_fits_with_its_experts_on_the_host() -> None:
     assert found.peak.host == pytest.approx(traced.host_peak, rel=1e-3)
 
 
-def test_inputs_on_the_host_leave_the_device_but_for_two(toys: dict[str, Path]) -> None:
+def test_inputs_on_the_host_leave_the_device_but_for_two(tmp_path: Path) -> None:
     """After forward a frozen embedding's output is left, which autograd holds; in backward one input and the next."""
-    config = toy_run(toys["mixtral"], "mixtral", ADAPT["router"], train={"checkpointing": "offload", "accumulate": 2})
+    train = {"checkpointing": "offload", "accumulate": 2}
+    config = toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["router"], train=train)
     measured = measure(config, "cpu", steps=1).trace
     assert measured is not None
     hidden = 2 * 32 * 64 * 4
@@ -265,8 +269,8 @@ def test_memory_never_falls_when_the_batch_grows(toys: dict[str, Path], what: st
     assert peaks == sorted(peaks)
 
 
-def test_memory_never_falls_when_more_trains(tmp_path: Path) -> None:
-    run = partial(toy_run, write_toy(tmp_path / "toy", "mixtral"), "mixtral")
+def test_memory_never_falls_when_more_trains(toys: dict[str, Path]) -> None:
+    run = partial(toy_run, toys["mixtral"], "mixtral")
     ranks = [peak(trace(run({"lora": {**ADAPT["lora"]["lora"], "rank": rank}}))) for rank in (1, 16)]
     experts = [peak(trace(run({"experts": {"ids": f"0-{last}"}}))) for last in (0, 3)]
     for peaks in (ranks, experts):
@@ -275,8 +279,9 @@ def test_memory_never_falls_when_more_trains(tmp_path: Path) -> None:
 
 
 def test_memory_never_falls_with_more_layers_or_experts(tmp_path: Path) -> None:
-    for name, sizes in {"num_hidden_layers": (2, 6), "num_local_experts": (4, 16)}.items():
-        models = [write_toy(tmp_path / f"{name}{size}", "mixtral", **{name: size}) for size in sizes]
+    for name, sizes in {"num_hidden_layers": (1, 6), "num_local_experts": (4, 16)}.items():
+        small = {"num_hidden_layers": 1, "num_local_experts": 4}
+        models = [write_toy(tmp_path / f"{name}{size}", "mixtral", **small | {name: size}) for size in sizes]
         peaks = [peak(trace(toy_run(model, "mixtral", ADAPT["router"]))) for model in models]
         assert peaks == sorted(peaks)
         assert peaks[0] < peaks[-1]
@@ -284,7 +289,7 @@ def test_memory_never_falls_with_more_layers_or_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_larger_batch_of_held_out_data_is_the_peak(tmp_path: Path, dtype: str) -> None:
-    toy = write_toy(tmp_path, "mixtral", vocab_size=4096)
+    toy = write_toy(tmp_path, "mixtral", vocab_size=4096, num_hidden_layers=2)
     sections = {"model": {"dtype": dtype}, "data": {"eval": "unread"}, "train": {"eval_micro_batch": 8}}
     config = toy_run(toy, "mixtral", ADAPT["router"], **sections)
     measured, traced = measure(config, "cpu", steps=2), trace(config)

@@ -46,11 +46,13 @@ MOETUNE = [sys.executable, "-m", "moetune"]
 @pytest.mark.parametrize(
     "launcher",
     [
-        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
-         "no", "--dynamo_backend", "no", "--main_process_port", "FREE"],
+        pytest.param(["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], id="torchrun"),
+        pytest.param(
+            ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
+             "no", "--dynamo_backend", "no", "--main_process_port", "FREE"],
+            id="accelerate", marks=pytest.mark.full,
+        ),
     ],
-    ids=["torchrun", "accelerate"],
 )  # fmt: skip
 def test_by_a_launcher(launcher: list[str], run_file: Path, tmp_path: Path) -> None:
     with free_port() as port:

@@ -15,7 +15,7 @@ from moetune.memory.trace import trace
 from tests import small
 
 
-def config_of(model: Path, adapt: str, accumulate: int = 2, more: Any = None, **parallel: Any) -> Any:
+def config_of(model: Path, adapt: str, accumulate: int = 1, more: Any = None, **parallel: Any) -> Any:
     ranks = parallel.get("fsdp", 1) * parallel.get("replicate", 1)
     return small.run_config(
         model, model, model, adapt,

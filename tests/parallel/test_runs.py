@@ -71,7 +71,7 @@ def even_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("adapt", "optimizer", "layouts"),
     [
         ("experts", "adamw", ["ep 2", "ep 4", "alone", "fsdp 2"]),
-        ("lora", "adamw", ["fsdp 2", "ep 4", "alone"]),
+        pytest.param("lora", "adamw", ["fsdp 2", "ep 4", "alone"], marks=pytest.mark.full),
         ("lora", "adamw8bit", ["ep 2", "alone"]),
     ],
 )

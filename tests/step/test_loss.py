@@ -267,18 +267,19 @@ def by_chunks(memory: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return run
 
 
-def test_32k_tokens_of_150k_words_fit_in_1_gib() -> None:
-    tokens, vocabulary, hidden = 32_768, 150_000, 4096
+@pytest.mark.parametrize("tokens", [8192, pytest.param(32_768, marks=pytest.mark.full)])
+def test_32k_tokens_of_150k_words_fit_in_1_gib(tokens: int) -> None:
+    vocabulary, hidden = 150_000, 4096
     taken = fake_peak(by_chunks(256 * MiB), tokens, vocabulary, hidden)
     assert taken <= GiB
     # the gradient of the hidden states, that of a chunk's, and what was asked for
     assert taken == pytest.approx(tokens * hidden * 2 + 256 * MiB, rel=0.05)
-    assert fake_peak(by_chunks(None), tokens, vocabulary, hidden) > 9 * GiB
+    assert fake_peak(by_chunks(None), tokens, vocabulary, hidden) > 9 * GiB * tokens / 32_768
 
 
 def test_a_chunk_takes_what_it_is_given() -> None:
     for memory in (64 * MiB, 256 * MiB, GiB):
-        taken = fake_peak(by_chunks(memory), 65_536, 32_000, 64) - 65_536 * 64 * 2
+        taken = fake_peak(by_chunks(memory), 16_384, 32_000, 64) - 16_384 * 64 * 2
         assert 0.95 * memory <= taken <= 1.02 * memory
 
 

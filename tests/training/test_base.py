@@ -88,17 +88,18 @@ def test_other_tensors_are_named_before_anything_is_copied(
             export(tmp_path / "run", format_, tmp_path / "out")
 
 
-@pytest.mark.parametrize("position", [0, 30, 100, 200, 400, -70, -4])
-def test_a_flipped_byte_is_named(position: int, config: RunConfig, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_named(config: RunConfig, tmp_path: Path) -> None:
     train(config)
     file = tmp_path / "run" / "base.json"
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(UserError, match=r"base\.json' is damaged: .* --resume auto notes it anew"):
-        train(longer(config), resume="auto")
-    with pytest.raises(UserError, match=r"base\.json' is damaged: "):
-        export(tmp_path / "run", "delta", tmp_path / "out")
+    whole = file.read_bytes()
+    for position in (0, 30, 100, 200, 400, -70, -4):
+        data = bytearray(whole)
+        data[position] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=r"base\.json' is damaged: .* --resume auto notes it anew"):
+            train(longer(config), resume="auto")
+        with pytest.raises(UserError, match=r"base\.json' is damaged: "):
+            export(tmp_path / "run", "delta", tmp_path / "out")
 
 
 def test_one_that_is_missing_is_said_and_noted_anew(

@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,9 @@ def test_killed_again_and_again(never_killed: dict[str, Any], tmp_path: Path) ->
         ("experts", {"optimizer": {"name": "adamw8bit", "lr": 1.0e-3}}),
         ("experts", {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "data": {"packing": True}}),
         ("router", {"train": {"checkpointing": "none", "schedule": "linear", "router_z_loss": 0.1}}),
-        ("experts", {"optimizer": {"name": "lomo", "lr": 0.1}, "train": {"accumulate": 1}}),
+        pytest.param(
+            "experts", {"optimizer": {"name": "lomo", "lr": 0.1}, "train": {"accumulate": 1}}, marks=pytest.mark.full
+        ),
         ("lora", {"optimizer": {"name": "adalomo", "lr": 0.01}, "train": {"accumulate": 1, "max_grad_norm": 0.0}}),
         (
             "experts",
@@ -281,6 +284,14 @@ ONE_FILE = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 """Of a small optimizer's states."""
 
 
+@pytest.fixture(scope="module")
+def at_step_3(never_killed: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was killed after its first checkpoint."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    in_process(elsewhere(never_killed, folder), moment=("moetune.step.stepper.micro_step", 9, "before"))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -290,9 +301,10 @@ ONE_FILE = "optimizer/shard-00001-model-00001-of-00001.safetensors"
         ("optimizer.json", ""),
     ],
 )
-def test_code_in_a_checkpoint_never_runs(name: str, reason: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
-    run = elsewhere(never_killed, tmp_path / "run")
-    in_process(run, moment=("moetune.step.stepper.micro_step", 9, "before"))
+def test_code_in_a_checkpoint_never_runs(
+    name: str, reason: str, at_step_3: Path, never_killed: dict[str, Any], tmp_path: Path
+) -> None:
+    run = elsewhere(never_killed, Path(shutil.copytree(at_step_3, tmp_path / "run")))
     checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
     assert (checkpoint / name).is_file()
     torch.save({"state": Mkdir(tmp_path / "executed")}, checkpoint / name)
@@ -305,9 +317,10 @@ def test_code_in_a_checkpoint_never_runs(name: str, reason: str, never_killed: d
 
 
 @pytest.mark.parametrize("name", [ONE_FILE, "optimizer.json", "trained.safetensors", "generators-0.pt"])
-def test_a_truncated_file_in_a_checkpoint(name: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
-    run = elsewhere(never_killed, tmp_path / "run")
-    in_process(run, moment=("moetune.step.stepper.micro_step", 9, "before"))
+def test_a_truncated_file_in_a_checkpoint(
+    name: str, at_step_3: Path, never_killed: dict[str, Any], tmp_path: Path
+) -> None:
+    run = elsewhere(never_killed, Path(shutil.copytree(at_step_3, tmp_path / "run")))
     file = tmp_path / "run" / "checkpoints" / "step-3" / name
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} has 100 bytes, not"):

@@ -74,7 +74,7 @@ def same(short: Trace, whole: Trace) -> None:
 )
 def test_one_rank(case: str, tmp_path: Path) -> None:
     model_type, adapt, sections, sizes = CASES[case]
-    config = toy_run(write_toy(tmp_path, model_type, **sizes), model_type, adapt, **sections)
+    config = toy_run(write_toy(tmp_path, model_type, experts=2, **sizes), model_type, adapt, **sections)
     same(trace(config), trace(config, shortened=False))
 
 
@@ -85,7 +85,7 @@ def test_several_ranks(layout: str, tmp_path: Path) -> None:
     adapt, parallel, accumulate, base = LAYOUTS[layout]
     count = parallel.get("fsdp", 1) * parallel.get("tp", 1) * parallel.get("replicate", 1)
     sections = {"parallel": parallel, "hardware": {"count": count}, "train": {"accumulate": accumulate}}
-    model = write_toy(tmp_path, "mixtral", num_hidden_layers=9 if adapt is EXPERTS else 6)
+    model = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=9 if adapt is EXPERTS else 6)
     config = toy_run(model, "mixtral", adapt, **sections, model={"base": base})
     short, whole = trace(config), trace(config, shortened=False)
     same(short, whole)
