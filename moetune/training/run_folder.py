@@ -29,8 +29,8 @@ from moetune.parallel.coordinates import data_ranks
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.training.manifest import damage, write_manifest
 
-RUN_FILE, BASE_FILE = "run.yaml", "base.json"
-_OWN = (RUN_FILE, BASE_FILE, "metrics.jsonl", "memory.json", "checkpoints", "runs", "delta", "adapter", "report.html")
+RUN_FILE, BASE_FILE, MEMORY_FILE = "run.yaml", "base.json", "memory.json"
+_OWN = (RUN_FILE, BASE_FILE, "metrics.jsonl", MEMORY_FILE, "checkpoints", "runs", "delta", "adapter", "report.html")
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
     "output", "hardware", "parallel", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
@@ -125,9 +125,11 @@ class RunFolder:
         _write_atomically(self.metrics_file, kept)
 
     def remove_leftovers(self) -> None:
-        """Removes checkpoints that a kill left half-written, or half-removed."""
+        """Removes checkpoints that a kill left half-written, or half-removed, and files that it left aside."""
         for leftover in self.checkpoints_path.glob(".step-*"):
             shutil.rmtree(leftover)
+        for name in (RUN_FILE, BASE_FILE, MEMORY_FILE, self.metrics_file.name):
+            _aside(self.path / name).unlink(missing_ok=True)
 
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
@@ -250,7 +252,7 @@ class RunFolder:
         if not self.ranks.is_first:
             return
         with suppress(OSError):  # a run can do without it, and on a full disk another error says so
-            _write_atomically(self.path / "memory.json", json.dumps(record) + "\n")
+            _write_atomically(self.path / MEMORY_FILE, json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out.
@@ -379,8 +381,13 @@ def _changes(before: dict[str, Any], now: dict[str, Any], free: set[str]) -> lis
     return [*changed[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
 
 
+def _aside(path: Path) -> Path:
+    """Where a file is written before it takes its place."""
+    return path.with_name(f".{path.name}")
+
+
 def _write_atomically(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}")
+    aside = _aside(path)
     aside.write_text(text, encoding="utf-8")
     sync(aside)
     aside.rename(path)

@@ -20,6 +20,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,10 @@ from _common import commit, versions, write_json
 from predict_vs_measured import GiB, answering, catalog_run, claim, nullcuda, recipe
 from pydantic import ValidationError
 
-from moetune.catalog.gpus import Gpu, find_gpu
+from moetune.catalog.gpus import find_gpu
 from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.memory.allocator import WORKSPACES
-from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.measure import measure
-from moetune.memory.outside import outside_allocator
 from moetune.memory.predict import predict
 from moetune.run.resolve import resolve
 
@@ -53,21 +51,28 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
-def largest(config: RunConfig, card: Gpu) -> int:
-    """The most rows of a micro-batch that fit by closed form; 0 if one does not."""
-    form = ClosedForm(resolve(with_rows(config, 1), "cuda"), gpu=card)
-    beside = WORKSPACES * card.cublas_workspace.value + outside_allocator(config.parallel, card)
+def largest(config: RunConfig, card: str) -> int:
+    """The most rows of a micro-batch that a trace lets through: 0 if not even one, `MOST` if so many."""
 
-    def fits(rows: int) -> bool:
-        found = form.at(with_rows(config, rows))
-        return max(found.parts.total, found.load.gpu) + found.managed + beside <= card.memory.value
+    @cache
+    def left(rows: int) -> int:
+        """Bytes that the card has beyond what is required."""
+        report = predict(resolve(with_rows(config, rows), "cuda"), method="trace", gpu=card)
+        assert report.headroom_bytes is not None
+        return report.headroom_bytes
 
-    low, high = 0, 1
-    while high <= MOST and fits(high):
-        low, high = high, 2 * high
+    if left(1) < 0:
+        return 0
+    low, high = 1, 2
+    while left(high) >= 0:
+        if high == MOST:
+            return MOST
+        each = max(1, (left(low) - left(high)) // (high - low))  # bytes a row takes
+        low, high = high, min(MOST, high + 1 + left(high) // each)
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        each = max(1, (left(low) - left(high)) // (high - low))
+        middle = min(high - 1, max(low + 1, low + left(low) // each))
+        low, high = (middle, high) if left(middle) >= 0 else (low, middle)
     return low
 
 
@@ -105,13 +110,13 @@ def cases(recipes: bool, count: int, cards: Iterable[str], seed: int) -> Iterato
         for name in RECIPES:
             for card in cards:
                 config = recipe(name, "train.micro_batch=1", "train.accumulate=1")
-                rows = largest(config, find_gpu(card))
+                rows = largest(config, card)
                 yield from ((name, config, card, number) for number in (rows, rows + 1) if number)
     draw = random.Random(seed)
     made = 0
     while made < count:
         config, card, more = drawn(draw), draw.choice(list(cards)), draw.choice((0, 1))
-        rows = largest(config, find_gpu(card))
+        rows = largest(config, card)
         if 0 < rows < MOST:
             made += 1
             yield f"drawn {made}: {config.model.path}", config, card, rows + more
