@@ -194,7 +194,8 @@ def page(report: dict[str, Any]) -> str:
 Largest micro-batches that the prediction lets through, and one row more: `required` is what `moetune predict` says that
 the card must have, `verdict` its word, beside whether two steps ran. {where}
 
-Of {len(report["cases"])} runs {counts["FALSE YES"]} said `yes` and ran out of memory; {counts["false no"]} said `no` and ran.
+Of {len(report["cases"])} runs {counts["FALSE YES"]} said `yes` and ran out of memory, and
+{counts["false no"]} said `no` and ran.
 
 Commit {str(report["commit"])[:12]}; {made}.
 
