@@ -42,7 +42,7 @@ class Scratch(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
             taken = _TAKEN.get(func)
-            births = [] if taken is None else self._births(func, taken(self.capability, *args))
+            births = [] if taken is None else self._births(func, taken(self.capability, *args, **kwargs))
         for block in reversed(births):
             self.tracker.death(block)
         for number in _ON_HOST.get(func, ()):
@@ -219,12 +219,26 @@ def _gemm_4bit(
     yield math.prod(shape) * rows.element_size()
 
 
+def _sort(capability: Capability, keys: Tensor, *_: Any, **__: Any) -> Iterator[int]:
+    """cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel, of int64 [n].
+
+    The numbers 0 to n - 1; above 4,096 what cub's radix sort asks for, in one piece: both arrays once more, 1 KiB for
+    each tile (of 3,840 numbers; 4,096 here, so that it is a product of sizes), and counts of 256 digits in 8 passes.
+    """
+    if keys.dim() == 1 and keys.dtype == torch.int64:
+        n = keys.numel()
+        yield 8 * n
+        if n > 4096:
+            yield from (16 * n, n // 4, 8 * 8 * 256 + 511)
+
+
 _ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 """By operation, which of its outputs are on the host: the seed and the offset of dropout (cuda/attention.cu:
 _efficient_attention_forward)."""
 _FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
 """By operation, what it takes before its output."""
 _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
+    aten.sort.stable: _sort,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._safe_softmax.default: _safe_softmax,
     aten.embedding_dense_backward.default: _embedding_backward,
