@@ -19,7 +19,7 @@ def test_a_prediction_that_is_far_off_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(memory_record, "predicted_peak", lambda config, ranks: predicted)
+    monkeypatch.setattr(memory_record, "predicted_peak", lambda config, ranks, card: predicted)
     train(small.run_config(small_model, small_data, tmp_path / "run", "router"))
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert (record["schema"], record["device"], record["steps"]) == (1, "cpu", 2)
@@ -41,7 +41,7 @@ def test_one_that_is_near_is_only_recorded(
     capsys.readouterr()
     for factor, says in ((1.04, False), (1.06, True)):
         monkeypatch.setattr(
-            memory_record, "predicted_peak", lambda config, ranks, factor=factor: int(measured * factor)
+            memory_record, "predicted_peak", lambda config, ranks, card, factor=factor: int(measured * factor)
         )
         train(config, overwrite=True)
         assert ("memory: predicted" in capsys.readouterr().err) is says

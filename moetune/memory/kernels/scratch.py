@@ -42,7 +42,7 @@ class Scratch(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
             taken = _TAKEN.get(func)
-            births = [] if taken is None else self._births(func, taken(self.capability, *args, **kwargs))
+            births = [] if taken is None else self._births(func, taken(self.capability, *args))
         for block in reversed(births):
             self.tracker.death(block)
         for number in _ON_HOST.get(func, ()):
@@ -219,7 +219,7 @@ def _gemm_4bit(
     yield math.prod(shape) * rows.element_size()
 
 
-def _sort(capability: Capability, keys: Tensor, *_: Any, **__: Any) -> Iterator[int]:
+def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
     """cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel, of int64 [n].
 
     The numbers 0 to n - 1; above 4,096 what cub's radix sort asks for, in one piece: both arrays once more, 1 KiB for
