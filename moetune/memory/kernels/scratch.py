@@ -222,14 +222,14 @@ def _gemm_4bit(
 def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
     """cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel, of int64 [n].
 
-    The numbers 0 to n - 1; above 4,096 what cub's radix sort asks for, in one piece: both arrays once more, 1 KiB for
-    each tile (of 3,840 numbers; 4,096 here, so that it is a product of sizes), and counts of 256 digits in 8 passes.
+    The numbers 0 to n - 1; above 4,096 what cub's radix sort asks for, in one piece: both arrays once more, counts of
+    256 digits in 8 passes, and 1 KiB for each 3,840 numbers, which is left out here: it is no product of sizes.
     """
     if keys.dim() == 1 and keys.dtype == torch.int64:
         n = keys.numel()
         yield 8 * n
         if n > 4096:
-            yield from (16 * n, n // 4, 8 * 8 * 256 + 511)
+            yield from (16 * n, 8 * 8 * 256 + 511)
 
 
 _ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}

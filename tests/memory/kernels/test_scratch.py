@@ -108,10 +108,10 @@ def test_on_a_cpu_nothing_is_added() -> None:
     [(4096, [32768]), (8192, [65536, 151039]), (32768, [262144, 550399]), (1048576, [8388608, 17074687])],
 )
 def test_sorting_what_goes_to_which_expert(count: int, expected: list[int]) -> None:
-    """What is asked for in one piece is told in three, to 1 %."""
+    """What is asked for in one piece is told in two, to 2.5 %."""
     numbers, *rest = inside("l40s", lambda: torch.argsort(torch.empty(count, dtype=torch.int64), stable=True))
     assert numbers == expected[0]
-    assert sum(rest) == pytest.approx(sum(expected[1:]), rel=0.01)
+    assert sum(rest) == pytest.approx(sum(expected[1:]), rel=0.025)
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
