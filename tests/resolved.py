@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -31,10 +33,14 @@ def build(config: RunConfig, device: torch.device | str, *more: Any, **options: 
     return build.build(resolve(config, device_type(device)), device, *more, **options)
 
 
-def train(config: RunConfig, *, device: torch.device | str | None = None, **options: Any) -> TrainResult:
-    from moetune.training import run
+def train(
+    config: RunConfig, *, device: torch.device | str | None = None, predicts: bool = False, **options: Any
+) -> TrainResult:
+    """Trains; without what `memory.json` predicts unless asked for, which takes longer than the training."""
+    from moetune.training import memory_record, run
 
-    return run.train(examine(config, device_type(device)), device=device, **options)
+    with nullcontext() if predicts else patch.object(memory_record, "predicted_peak", lambda *_: None):
+        return run.train(examine(config, device_type(device)), device=device, **options)
 
 
 def measure(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Measured:

@@ -20,7 +20,7 @@ def test_a_prediction_that_is_far_off_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(memory_record, "predicted_peak", lambda config, ranks, card: predicted)
-    train(small.run_config(small_model, small_data, tmp_path / "run", "router"))
+    train(small.run_config(small_model, small_data, tmp_path / "run", "router"), predicts=True)
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert (record["schema"], record["device"], record["steps"]) == (1, "cpu", 2)
     assert record["predicted"]["peak_allocated"] == predicted
@@ -36,12 +36,12 @@ def test_one_that_is_near_is_only_recorded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = small.run_config(small_model, small_data, tmp_path / "run", "router")
-    train(config)
+    train(config, predicts=True)
     measured = json.loads((tmp_path / "run" / "memory.json").read_text())["measured"]["peak_allocated"]
     capsys.readouterr()
     for factor, says in ((1.04, False), (1.06, True)):
         monkeypatch.setattr(
             memory_record, "predicted_peak", lambda config, ranks, card, factor=factor: int(measured * factor)
         )
-        train(config, overwrite=True)
+        train(config, overwrite=True, predicts=True)
         assert ("memory: predicted" in capsys.readouterr().err) is says
