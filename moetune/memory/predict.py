@@ -127,15 +127,16 @@ def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
 
 
 def _traced_rank(
-    traced: Trace, card: Gpu, outside: int, allocator: Allocator, hole: int, capacity: int | None
+    traced: Trace, card: Gpu, outside: int, allocator: Allocator, matrix: int, capacity: int | None
 ) -> RankMemory:
     """What the allocator makes of a trace: its rounding, and the workspaces, count as transient.
 
     Where exactly weights lie after they were loaded is not known: what was on its way may have left a hole. It is
-    played with and without one, and what reserves more counts.
+    played without one, with one as large as the largest matrix, and with one as large as eight; what reserves most
+    counts.
 
     Args:
-        hole: bytes of the largest tensor that was on its way.
+        matrix: bytes of the largest matrix that was on its way.
         capacity: bytes of the card that the allocator may have; None for any.
     """
 
@@ -145,7 +146,10 @@ def _traced_rank(
         yield from traced.events(hole)
 
     def played(capacity: int | None) -> list[Reserved]:
-        return [simulate(events(size), expandable=allocator == "expandable", capacity=capacity) for size in (0, hole)]
+        return [
+            simulate(events(size), expandable=allocator == "expandable", capacity=capacity)
+            for size in (0, matrix, 8 * matrix)
+        ]
 
     free = played(None)
     reserved = max(one.peak_reserved for one in free)
