@@ -2,9 +2,10 @@
 
     python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
 
-For a run file and a card the largest micro-batch is found that the prediction lets through; it is run, and so is the
-next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA. `--drawn N` takes N run files of
-several models, drawn with a fixed seed, each at one of these two sizes.
+For a run file and a card the largest micro-batches are found for which the prediction says `yes`, and at least `tight`;
+they are run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA. `--drawn N` takes N run files of
+several models, drawn with a fixed seed, each at the largest that is let
+through, or one row above.
 
 Each case has a process of its own, which may have so much of the card as `--cards` say: 24 and 44 GiB, all of a process
 included. Where there is no card (tests/nullcuda) the predicted context is taken off. A `false yes` was predicted to fit
@@ -51,15 +52,19 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
-def largest(config: RunConfig, card: str) -> int:
-    """The most rows of a micro-batch that a trace lets through: 0 if not even one, `MOST` if so many."""
+def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
+    """The most rows of a micro-batch that a trace lets through: 0 if not even one, `MOST` if so many.
+
+    Args:
+        with_room: whether its verdict is to be `yes`, not `tight`.
+    """
 
     @cache
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
         report = predict(resolve(with_rows(config, rows), "cuda"), method="trace", gpu=card)
         assert report.headroom_bytes is not None
-        return report.headroom_bytes
+        return report.headroom_bytes - (report.allowance if with_room else 0)
 
     if left(1) < 0:
         return 0
@@ -111,7 +116,8 @@ def cases(recipes: bool, count: int, cards: Iterable[str], seed: int) -> Iterato
             for card in cards:
                 config = recipe(name, "train.micro_batch=1", "train.accumulate=1")
                 rows = largest(config, card)
-                yield from ((name, config, card, number) for number in (rows, rows + 1) if number)
+                sizes = {largest(config, card, with_room=True), rows, rows + 1} - {0}
+                yield from ((name, config, card, number) for number in sorted(sizes))
     draw = random.Random(seed)
     made = 0
     while made < count:
