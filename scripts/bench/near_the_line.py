@@ -3,9 +3,9 @@
     python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
 
 For a run file and a card the largest micro-batches are found for which the prediction says `yes`, and at least `tight`;
-they are run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA. `--drawn N` takes N run files of
-several models, drawn with a fixed seed, each at the largest that is let
-through, or one row above.
+they are run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA.
+`--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let through, or
+one row above.
 
 Each case has a process of its own, which may have so much of the card as `--cards` say: 24 and 44 GiB, all of a process
 included. Where there is no card (tests/nullcuda) the predicted context is taken off. A `false yes` was predicted to fit
@@ -223,28 +223,27 @@ def main() -> None:
     if options.run:
         print(json.dumps(run_here(RunConfig.model_validate_json(options.run), cards[0])))
         return
-    rows: list[dict[str, Any]] = []
-
-    def results() -> Iterator[dict[str, Any]]:
-        for case in cases(options.recipes, options.drawn, cards, options.seed):
-            rows.append(judge(*case))
-            yield rows[-1]
-
-    for line in table(results()):
-        print(line, flush=True)
-    report = {
+    report: dict[str, Any] = {
         "schema": 1,
         "benchmark": "near_the_line",
         "versions": versions("torch", "transformers", "peft", "bitsandbytes"),
         "device": torch.cuda.get_device_name(),
         "null_device": nullcuda.is_present(),
         "commit": commit(),
-        "cases": rows,
+        "cases": [],
     }
-    if options.json is not None:
-        write_json(report, options.json)
-        options.json.with_suffix(".md").write_text(page(report), encoding="utf-8")
-    if any(said(row) == "FALSE YES" for row in rows):
+
+    def results() -> Iterator[dict[str, Any]]:
+        for case in cases(options.recipes, options.drawn, cards, options.seed):
+            report["cases"].append(judge(*case))
+            if options.json is not None:
+                write_json(report, options.json)
+                options.json.with_suffix(".md").write_text(page(report), encoding="utf-8")
+            yield report["cases"][-1]
+
+    for line in table(results()):
+        print(line, flush=True)
+    if any(said(row) == "FALSE YES" for row in report["cases"]):
         sys.exit(1)
 
 
