@@ -66,6 +66,8 @@ def page(reports: list[dict[str, Any]]) -> Iterator[str]:
         used = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if name != "moetune")
         rows = {row["case"]: row for report in of_device for row in report["cases"]}
         commits = ", ".join(sorted({short(row["commit"]) for row in rows.values()}))
+        again = ", ".join(sorted({short(row["predicted_by"]) for row in rows.values() if "predicted_by" in row}))
+        commits += f" (predictions {again})" if again else ""
         yield f"\n## {title}\n\nCommit {commits}; {used}.\n"
         yield from table((rows[name] for name in CUDA_CASES if name in rows), on_null=first["null_device"])
 

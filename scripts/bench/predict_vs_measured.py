@@ -321,9 +321,8 @@ def run_on_cuda(name: str, cap: int | None) -> dict[str, Any]:
     """One case in this process: predicted as before a run, measured, and predicted with what its experts received."""
     config, device = CUDA_CASES[name](), torch.device("cuda", 0)
     steps = CUDA_STEPS
-    if nullcuda.is_present():  # where no time is taken: steps and micro-steps after the second take the same memory
-        steps, accumulate = 2, min(2, config.train.accumulate)
-        config = config.model_copy(update={"train": config.train.model_copy(update={"accumulate": accumulate})})
+    if nullcuda.is_present():
+        steps, config = 2, for_null_device(config)
     row = {"case": name, **claim(device, cap)}
     row["predicted_before"] = before = predicted_on_cuda(config, row["device"], BALANCED)
     row["fits"] = before["with_loading"] <= row["usable"]
@@ -342,6 +341,24 @@ def run_on_cuda(name: str, cap: int | None) -> dict[str, Any]:
         "fullest_expert": fullest_expert(measured),
         "tokens_per_second": round(measured.tokens_per_second, 1),
     }
+
+
+def predict_again(file: Path) -> None:
+    """Writes what is predicted now into a report of the null device, beside what was measured then; there routing is
+    balanced, so that nothing else is known of it."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert report["null_device"], f"{file}: on a card, predictions use the routing of its steps"
+    for row in report["cases"]:
+        config = for_null_device(CUDA_CASES[row["case"]]())
+        row["predicted"] = row["predicted_before"] = predicted_on_cuda(config, row["device"], BALANCED)
+        row["predicted_by"] = commit()
+    write_json(report, file)
+
+
+def for_null_device(config: RunConfig) -> RunConfig:
+    """No time is taken there: micro-steps after the second take the same memory."""
+    accumulate = min(2, config.train.accumulate)
+    return config.model_copy(update={"train": config.train.model_copy(update={"accumulate": accumulate})})
 
 
 def answering() -> AbstractContextManager[None]:
@@ -474,6 +491,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="by default CUDA where there is any")
     parser.add_argument("--cases", help=f"comma-separated names, or on CUDA of parts: {', '.join(PARTS)}; default all")
     parser.add_argument("--cap", metavar="SIZE", help="on CUDA: as if the card had this much, such as 44GiB")
+    parser.add_argument("--predict-again", type=Path, metavar="FILE", help="of the null device: predict anew")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument("--case", help="on CUDA: run this one in this process")
     parser.add_argument("--json-line", action="store_true", help="with --case: print its numbers as one line of JSON")
@@ -496,6 +514,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
+    if options.predict_again is not None:
+        predict_again(options.predict_again)
+        return
     if options.device == "cuda" and options.json_line:
         print(json.dumps(run_on_cuda(options.cases[0], options.cap)))
         return
