@@ -38,16 +38,20 @@ class Accesses(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         reads = _tensors([value for name, value in given.items() if name not in written])
         writes = _tensors([value for name, value in given.items() if name in written])
-        who = HOST
-        if any(tensor.is_cuda for tensor in reads + writes):
-            who = f"{torch.cuda.current_stream().cuda_stream:#x}"
+        who = self._who(reads + writes)
         self._mark(who, "reads", reads, func)
         self._mark(who, "writes", writes, func)
         out = func(*args, **kwargs)
         if not written:
             made = _tensors(out)
-            self._mark(who, "writes", made, func)
+            self._mark(self._who(reads + made), "writes", made, func)
         return out
+
+    @staticmethod
+    def _who(tensors: list[Tensor]) -> str:
+        """The stream on which an operation on these is launched, or the host."""
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        return f"{torch.cuda.current_stream().cuda_stream:#x}" if on_device else HOST
 
     def _mark(self, who: str, how: str, tensors: list[Tensor], func: OpOverload) -> None:
         for tensor in tensors:
