@@ -42,7 +42,7 @@ from moetune.run.resolve import resolve
 RECIPES = ("mixtral-8x7b-router", "mixtral-8x7b-experts", "mixtral-8x7b-lora")
 CARDS = ("24GiB", "44GiB")
 MODELS = ("mixtral-8x7b", "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite", "qwen1.5-moe-a2.7b", "llama-3-8b")
-MOST = 64
+MOST = 256
 """Rows of a micro-batch, at most."""
 
 
@@ -147,6 +147,7 @@ def judge(name: str, config: RunConfig, card: str, rows: int) -> dict[str, Any]:
         "usable": report.gpu.usable_bytes,
         "verdict": report.verdict,
         "peak_reserved": report.fullest.peak_reserved,
+        "commit": commit(),
         **ran,
     }
 
@@ -188,22 +189,22 @@ def page(report: dict[str, Any]) -> str:
     counts = {kind: sum(said(row) == kind for row in report["cases"]) for kind in ("FALSE YES", "false no")}
     made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     where = (
-        "No GPU has run them: they ran on the null device ([what that means](predict_vs_measured_cuda.md)), whose\n"
-        "allocator is torch's own. The card's size less the predicted context is what it may have."
+        "No GPU has run\nthem: they ran on the null device ([what that means](predict_vs_measured_cuda.md)), whose "
+        "allocator is torch's own. The card's\nsize less the predicted context is what it may have."
         if report["null_device"]
         else f"On {report['device']}."
     )
     head = f"""# Runs near what a card has
 
-    python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
+    python scripts/bench/near_the_line.py --recipes --drawn N --json docs/benchmarks/near_the_line.json
 
-Largest micro-batches that the prediction lets through, and one row more: `required` is what `moetune predict` says that
-the card must have, `verdict` its word, beside whether two steps ran. {where}
+The largest micro-batches for which `moetune predict` says `yes`, and at least `tight`, and one row more: `required` is what
+it says that the card must have, `verdict` its word, beside whether two steps ran. {where}
 
 Of {len(report["cases"])} runs {counts["FALSE YES"]} said `yes` and ran out of memory, and
 {counts["false no"]} said `no` and ran.
 
-Commit {str(report["commit"])[:12]}; {made}.
+Commit {", ".join(sorted({str(row["commit"])[:12] for row in report["cases"]}))}; {made}.
 
 """
     return head + "\n".join(table(report["cases"])) + "\n"
