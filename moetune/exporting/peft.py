@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.packed_base import is_packed_base, read_manifest
-from moetune.adapt.peft_layout import (
+from moetune.adapt.start_from.peft_layout import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,

@@ -37,7 +37,7 @@ def distribute(model: PreTrainedModel, anatomy: Anatomy, ranks: Ranks) -> None:
         UserError: the layout does not go with this model.
     """
     parallel = ranks.parallel
-    if ranks.is_single or parallel.engine == "deepspeed":  # which shares a model with its optimizer (step/zero.py)
+    if ranks.is_single or parallel.engine == "deepspeed":  # which shares a model with its optimizer (optim/zero.py)
         return
     assert ranks.dense is not None
     if parallel.tp > 1:

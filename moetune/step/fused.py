@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
+from moetune.optim.offload import HostUpdater
+from moetune.optim.optimizers import CombinedOptimizer
+from moetune.optim.values import as_float, bound_
 from moetune.step.observer import StepObserver
-from moetune.step.offload import HostUpdater
-from moetune.step.optimizers import CombinedOptimizer
-from moetune.step.values import as_float, bound_
 
 
 class Measured:

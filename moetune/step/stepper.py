@@ -27,17 +27,17 @@ from moetune.adapt.build import Adapted
 from moetune.anatomy.stack import decoder_stack
 from moetune.errors import UserError
 from moetune.experts.host import on_device
+from moetune.optim.optimizers import CombinedOptimizer
+from moetune.optim.values import as_float, bound_, generator_states, norm_of, set_generator_states
+from moetune.optim.zero import ZeroUpdater
 from moetune.parallel.distribute import set_gradient_sync
 from moetune.parallel.ranks import local_tensor
 from moetune.step.batch import Batch
 from moetune.step.fused import FusedBackward
 from moetune.step.loss import Chunks
 from moetune.step.observer import StepObserver
-from moetune.step.optimizers import CombinedOptimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import MicroStep, micro_step
-from moetune.step.values import as_float, bound_, generator_states, norm_of, set_generator_states
-from moetune.step.zero import ZeroUpdater
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
+from moetune.optim.optimizers import CombinedOptimizer
+from moetune.optim.updater import Updater
+from moetune.optim.zero import ZeroUpdater
 from moetune.parallel.ranks import Ranks, local_tensor
-from moetune.step.optimizers import CombinedOptimizer
-from moetune.step.updater import Updater
-from moetune.step.zero import ZeroUpdater
 
 TRAINED_FILE = "trained.safetensors"
 OPTIMIZER_FOLDER, OPTIMIZER_FILE = "optimizer", "optimizer.json"

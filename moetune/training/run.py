@@ -18,12 +18,13 @@ from moetune.adapt.base import noting_base
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
-from moetune.adapt.start import Start, open_start
+from moetune.adapt.start_from.start import Start, open_start
 from moetune.anatomy.source import ModelSource
 from moetune.config import RunConfig
 from moetune.errors import UserError, one_line, suggest
 from moetune.hub.fingerprint import Base
 from moetune.memory.arithmetic import saved_bytes
+from moetune.optim.values import generator_states
 from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
 from moetune.patches.deepspeed import keep_quiet
@@ -31,7 +32,6 @@ from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
-from moetune.step.values import generator_states
 from moetune.training.data import Datasets, load_data, pad_token_id
 from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing

@@ -34,14 +34,14 @@ from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.errors import UserError, one_line
+from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
+from moetune.optim.values import generator_states, set_generator_states
 from moetune.patches.transformers import one_device
 from moetune.step.batch import collate
 from moetune.step.loss import IGNORED
-from moetune.step.optimizers import CombinedOptimizer, make_optimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
-from moetune.step.values import generator_states, set_generator_states
 from moetune.training import checkpoint
 from moetune.training.data import Datasets
 from moetune.training.manifest import damage

@@ -36,9 +36,9 @@ from moetune.adapt.build import build
 from moetune.config import OptimizerName, RunConfig
 from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
+from moetune.optim.optimizers import make_optimizer
 from moetune.run.resolve import resolve
 from moetune.step.batch import Batch
-from moetune.step.optimizers import make_optimizer
 from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
 

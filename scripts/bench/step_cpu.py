@@ -43,9 +43,9 @@ from transformers import AutoModelForCausalLM
 from moetune.adapt.build import build
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.experts.bank import ExpertBank
+from moetune.optim.optimizers import make_optimizer, optimizer_over
 from moetune.run.resolve import resolve
 from moetune.step.batch import Batch
-from moetune.step.optimizers import make_optimizer, optimizer_over
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, micro_step, token_loss
 

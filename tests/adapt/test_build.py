@@ -22,7 +22,7 @@ from moetune.adapt.count import count_trainable
 from moetune.config import OptimizerConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.step.optimizers import optimizer_over
+from moetune.optim.optimizers import optimizer_over
 from tests.reference import (
     assert_close,
     excite_,

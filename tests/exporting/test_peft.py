@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.peft_adapter import load_peft
-from moetune.adapt.peft_layout import join_experts, split_experts
+from moetune.adapt.start_from.peft_adapter import load_peft
+from moetune.adapt.start_from.peft_layout import join_experts, split_experts
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export

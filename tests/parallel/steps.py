@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.experts.bank import ExpertBank
+from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
+from moetune.optim.zero import ZeroUpdater
 from moetune.parallel.exchange import CountArriving, TokenExchange, read_arriving
 from moetune.parallel.ranks import Ranks, local_tensor
-from moetune.step.optimizers import CombinedOptimizer, make_optimizer
 from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
-from moetune.step.zero import ZeroUpdater
 from tests.resolved import build
 
 

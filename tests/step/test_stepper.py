@@ -16,10 +16,10 @@ from moetune.config import OptimizerName
 from moetune.errors import UserError
 from moetune.memory.trace import Steps, Trace, batches_of, vocabulary_of
 from moetune.memory.trace.tracker import Tracker
+from moetune.optim.loss_scale import LossScale
+from moetune.optim.optimizers import make_optimizer
 from moetune.run.resolve import resolve
 from moetune.step.batch import collate
-from moetune.step.loss_scale import LossScale
-from moetune.step.optimizers import make_optimizer
 from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
 from tests import small

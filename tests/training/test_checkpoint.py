@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.step.optimizers import make_optimizer
+from moetune.optim.optimizers import make_optimizer
 from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
 from moetune.training import checkpoint

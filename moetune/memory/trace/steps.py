@@ -27,13 +27,13 @@ from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE, Log, Trace
 from moetune.memory.trace.repeat import repeat
 from moetune.memory.trace.tracker import Tracker
+from moetune.optim.offload import HostUpdater
+from moetune.optim.optimizers import make_optimizer
 from moetune.parallel.ranks import local_tensor
 from moetune.patches.bitsandbytes import paged
 from moetune.step.batch import Batch, collate, random_rows
 from moetune.step.loss import Chunks
 from moetune.step.observer import StepObserver
-from moetune.step.offload import HostUpdater
-from moetune.step.optimizers import make_optimizer
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Stepper

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moetune.config import OptimizerConfig
 from moetune.errors import UserError
+from moetune.optim.optimizers import make_optimizer, optimizer_over
 from moetune.step.batch import collate
-from moetune.step.optimizers import make_optimizer, optimizer_over
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import micro_step
 from tests import small

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from moetune.adapt.base import refuse_other_headers
 from moetune.adapt.build import Adapted
-from moetune.adapt.peft_adapter import check_peft, load_peft
-from moetune.adapt.peft_layout import CONFIG_FILE, WEIGHTS_FILE
-from moetune.adapt.start_delta import check_delta, load_delta
+from moetune.adapt.start_from.delta import check_delta, load_delta
+from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
+from moetune.adapt.start_from.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 from moetune.errors import UserError
 from moetune.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.hub.fingerprint import Base

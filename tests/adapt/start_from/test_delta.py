@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.start_delta import check_delta, load_delta
+from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.hub.delta_folder import Delta, read_delta

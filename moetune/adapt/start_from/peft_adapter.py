@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.peft_layout import (
+from moetune.adapt.start_from.peft_layout import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moetune.optim.updater import MakeOptimizer, Updater
 from moetune.parallel.deepspeed import Engine
 from moetune.parallel.ranks import Ranks
-from moetune.step.updater import MakeOptimizer, Updater
 
 
 class ZeroUpdater(Updater):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.experts.host import AsyncCopy, CopyStream, empty_on_host, mark_on_host
-from moetune.step.updater import MakeOptimizer, Updater
-from moetune.step.values import bound_
+from moetune.optim.updater import MakeOptimizer, Updater
+from moetune.optim.values import bound_
 
 
 class HostCopies:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from moetune.optim.lomo import ScalingOptimizer
 from moetune.parallel.ranks import local_tensor
-from moetune.step.lomo import ScalingOptimizer
 
 MasterWeights = Literal["none", "fp32", "stochastic"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

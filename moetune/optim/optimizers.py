@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.config import OptimizerConfig, Part
+from moetune.optim.lomo import Adafactor, AdaLomo, Lomo
+from moetune.optim.loss_scale import LossScale
+from moetune.optim.offload import HostCopies, HostUpdater
+from moetune.optim.updater import Updater
+from moetune.optim.zero import ZeroUpdater
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.step.lomo import Adafactor, AdaLomo, Lomo
-from moetune.step.loss_scale import LossScale
-from moetune.step.offload import HostCopies, HostUpdater
-from moetune.step.updater import Updater
-from moetune.step.zero import ZeroUpdater
 
 _8BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "lion8bit": "Lion8bit",
          "ademamix8bit": "AdEMAMix8bit", "paged_adamw": "PagedAdamW32bit"}  # fmt: skip

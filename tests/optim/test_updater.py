@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moetune.step.updater import Updater, round_stochastically_
+from moetune.optim.updater import Updater, round_stochastically_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from moetune.step import lomo
-from moetune.step.lomo import Adafactor, AdaLomo, Lomo
+from moetune.optim import lomo
+from moetune.optim.lomo import Adafactor, AdaLomo, Lomo
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
