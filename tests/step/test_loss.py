@@ -16,8 +16,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.tracker import Tracker
-from moetune.optim import lomo, loss
+from moetune.optim import lomo
 from moetune.parallel.ranks import SINGLE_RANK
+from moetune.step import loss
 from moetune.step.loss import IGNORED, chunk_tokens, summed_cross_entropy
 from moetune.step.step import count_loss_tokens, held_out_loss, token_loss
 from moetune.step.tail import Tail
