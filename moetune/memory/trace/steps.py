@@ -235,7 +235,7 @@ class Steps:
                         tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
                 if self.gpu is not None:
                     for tensor in paged(updater.optimizer, updated):
-                        tracker.manage(tensor)
+                        tracker.moved_to_host(tensor, managed=True)
 
     @contextmanager
     def _cutting(self, tracker: Tracker) -> Iterator[None]:
