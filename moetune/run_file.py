@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from moetune.config import PartOptimizers, RunConfig
+from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
 from moetune.errors import UserError, suggest
 
 
@@ -114,7 +114,9 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
 
 
-_UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part"})
+_UNION_TAGS = frozenset(
+    {"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part", "a choice", "ids or layers"}
+)
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
@@ -123,9 +125,11 @@ def _fields_at(location: Iterable[int | str]) -> list[str]:
     for part in location:
         if part == "by_part":
             section = PartOptimizers
+        elif part == "a choice":
+            section = ChoiceConfig
         elif part not in _UNION_TAGS:
             section = next(t for t in _leaves(section.model_fields[str(part)].annotation) if issubclass(t, BaseModel))
-    return list(section.model_fields)
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _leaves(annotation: Any) -> list[type]:

@@ -19,6 +19,7 @@ from moetune.cli.init import init
 from moetune.cli.models import models
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
+from moetune.cli.score import score
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, verify, train, quantize, export, apply, models, init):
+for command in (count, score, predict, verify, train, quantize, export, apply, models, init):
     app.command()(command)
 
 

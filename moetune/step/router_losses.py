@@ -57,7 +57,7 @@ class RouterWatch:
     def _watch(self, model: nn.Module, layer: MoeLayer) -> None:
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
             if self._current is not None and self._keep_logits:
-                logits = _find_logits(output, layer.shape.num_experts)
+                logits = find_logits(output, layer.shape.num_experts)
                 if logits is not None:
                     self._current.logits[layer.index] = logits
 
@@ -134,7 +134,7 @@ def refuse_silent_routers(adapted: Adapted) -> None:
     watch.remove()
 
 
-def _find_logits(output: Any, num_experts: int) -> Tensor | None:
+def find_logits(output: Any, num_experts: int) -> Tensor | None:
     """The first float tensor of a router's output with a value for every expert."""
     candidates = output if isinstance(output, (tuple, list)) else (output,)
     for value in candidates:

@@ -127,7 +127,7 @@ def test_checkpointing_changes_neither_loss_nor_gradient(adapt: str, small_model
 
 
 def test_a_router_without_logits_is_refused(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_losses, "_find_logits", lambda output, num_experts: None)
+    monkeypatch.setattr(router_losses, "find_logits", lambda output, num_experts: None)
     with pytest.raises(UserError, match=r"router of layer 0 \(model.layers.0.mlp.gate\) returns no logits; set both"):
         watched(built(small_model), collate(ROWS, PAD))
 
