@@ -203,6 +203,12 @@ class AdaptConfig(Section):
     also: tuple[str, ...] = ()
     start_from: str | None = Field(default=None, min_length=1)
 
+    @property
+    def has_memory_budget(self) -> bool:
+        """Whether how many experts are chosen takes predictions of the run (scoring/budget.py)."""
+        of_lora = None if self.lora is None else self.lora.ids
+        return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
+
 
 OptimizerName = Literal[
     "adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "lion8bit", "ademamix8bit", "adafactor", "sgd", "lomo",

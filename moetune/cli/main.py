@@ -20,6 +20,7 @@ from moetune.cli.models import models
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
 from moetune.cli.score import score
+from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
@@ -31,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, score, predict, verify, train, quantize, export, apply, models, init):
+for command in (count, score, select, predict, verify, train, quantize, export, apply, models, init):
     app.command()(command)
 
 

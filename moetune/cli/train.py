@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def train(
@@ -31,9 +31,8 @@ def train(
     import sys
 
     from moetune.parallel.launch import is_quiet, start_ranks, was_launched
-    from moetune.run_file import load_run_config
 
-    config = load_run_config(run, set_ or ())
+    config = read_run(run, set_)
     interrupted = "interrupted; --resume auto goes on from the last checkpoint"
     if config.parallel.ranks > 1 and not dry_run and not was_launched():
         with heavy_imports():
