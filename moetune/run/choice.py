@@ -84,7 +84,7 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
 
 
 def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int, ...]:
-    """The fewest of the first ranked whose shares sum to `p` (ESFT, arXiv 2407.01906, section 3.2)."""
+    """The fewest of the first ranked whose shares sum to `p` (ESFT, arXiv 2407.01906)."""
     chosen: list[int] = []
     total = 0.0
     for expert in ranked:
