@@ -31,10 +31,14 @@ class Recorder:
     """Adds up what the routers of a model choose, inside `with recorder.batch(…):` only.
 
     Counts are integers and do not depend on how rows are batched, packed or padded. All else is added up in float64.
+
+    Attributes:
+        choices: if set, layer -> for each batch the experts of its tokens that carry loss, [T, K] in ascending order.
     """
 
     def __init__(self, adapted: Adapted, sums: Sums | None = None) -> None:
         self.sums: Sums = {} if sums is None else sums
+        self.choices: dict[int, list[Tensor]] | None = None
         self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
         self._batch: _Tokens | None = None
         self._logits: dict[int, Tensor] = {}
@@ -82,6 +86,9 @@ class Recorder:
         self, layer: MoeLayer, tokens: _Tokens, bank: ExpertBank, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> None:
         experts = layer.shape.num_experts
+        if self.choices is not None:
+            chosen_TK = ids_TK[tokens.scopes["loss"]].sort(-1).values
+            self.choices.setdefault(layer.index, []).append(chosen_TK.to("cpu", torch.int16))
         routed_TK = weights_TK != 0  # ZAYA sends a token that skips its experts to expert 0, with weight 0
         weights_TK = weights_TK.double()
         norms_TK = output_norms(bank, x_TH, ids_TK).double()

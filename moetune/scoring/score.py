@@ -107,19 +107,34 @@ def score(
     if out is not None:
         _refuse_output(out, overwrite)
     start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
-    sources, padding = _sources(run, data, tokens)
+    sources, padding = read_sources(run, data, tokens)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
     with noting_base(run.model) as noted, reading(console, weights) as on_read:
         adapted = build(run, device, on_read)
         base = noted()
     for note in start.load(adapted, base) if start is not None else ():
         console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
-    if _packs(config):
+    if packs(config):
         refuse_leaky_packing(adapted.model, config.train.micro_batch)
     content = None if base is None else base.fingerprint.content
     about = _about(config)
     begun = _Begun(out, {"base": content, "data": [source.digest for source in sources], "run": about})
-    recorder = _record(adapted, sources, padding, begun, console, save_seconds, on_batch)
+    done, sums = begun.read(adapted.model.device)
+    recorder, saved = Recorder(adapted, sums), time.monotonic()
+
+    def save(batches: int) -> None:
+        nonlocal done, saved
+        done = batches
+        if time.monotonic() - saved >= save_seconds:
+            begun.write(done, recorder.sums)
+            saved = time.monotonic()
+        on_batch(done)
+
+    try:
+        record(recorder, adapted, sources, padding, console, done, save)
+    except KeyboardInterrupt:
+        begun.write(done, recorder.sums)
+        raise
     scores = _scores(recorder, sources, config.model.path, content, about)
     if out is not None:
         _write(out, scores.to_text())
@@ -127,45 +142,34 @@ def score(
     return scores
 
 
-def _record(
+def record(
+    recorder: Recorder,
     adapted: Adapted,
     sources: Sequence[Source],
     padding: int,
-    begun: _Begun,
     console: Console,
-    save_seconds: float,
-    on_batch: Callable[[int], None],
-) -> Recorder:
+    done: int = 0,
+    on_batch: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Lets the model read what is left after `done` batches; the hooks of the recorder go with the last."""
     size, model = adapted.run.config.train.micro_batch, adapted.model.eval()
     plan = [(number, at) for number, source in enumerate(sources) for at in range(0, len(source.rows), size)]
-    done, sums = begun.read(model.device)
     if done:
         console.print(f"going on after {done} of {len(plan)} batches", highlight=False)
-    recorder = Recorder(adapted, sums)
-    saved = time.monotonic()
     try:
         with _bar(console, len(plan), done) as advance, torch.no_grad():
-            for number, at in plan[done:]:
-                rows = [
-                    _row(sources[number].rows, index) for index in range(at, min(at + size, len(sources[number].rows)))
-                ]
-                batch = collate(rows, padding, documents_by_border=wants_borders(model))
+            for batches, (number, at) in enumerate(plan[done:], done):
+                rows = sources[number].rows
+                some = [_row(rows, index) for index in range(at, min(at + size, len(rows)))]
+                batch = collate(some, padding, documents_by_border=wants_borders(model))
                 batch = {name: _on(value, model.device) for name, value in batch.items()}
                 inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
-                with recorder.batch(batch, number, done), split(model, inputs):
+                with recorder.batch(batch, number, batches), split(model, inputs):
                     pass
-                done += 1
                 advance()
-                if time.monotonic() - saved >= save_seconds:
-                    begun.write(done, recorder.sums)
-                    saved = time.monotonic()
-                on_batch(done)
-    except KeyboardInterrupt:
-        begun.write(done, recorder.sums)
-        raise
+                on_batch(batches + 1)
     finally:
         recorder.remove()
-    return recorder
 
 
 def _scores(
@@ -201,7 +205,7 @@ def _scores(
 # --- Data ---------------------------------------------------------------------------------------------------------
 
 
-def _packs(config: RunConfig) -> bool:
+def packs(config: RunConfig) -> bool:
     return config.data is None or config.data.packing
 
 
@@ -210,12 +214,12 @@ def _about(config: RunConfig) -> dict[str, Any]:
     return {
         "model": config.model.model_dump(mode="json", exclude={"path", "experts_on"}),
         "start_from": config.adapt.start_from,
-        "packing": _packs(config),
+        "packing": packs(config),
         **{key: getattr(config.train, key) for key in ("sequence_length", "micro_batch", "seed")},
     }
 
 
-def _sources(run: ResolvedRun, data: Sequence[str], tokens: int) -> tuple[list[Source], int]:
+def read_sources(run: ResolvedRun, data: Sequence[str], tokens: int) -> tuple[list[Source], int]:
     """Raises `UserError` with what is wrong with any of them."""
     tokenizer = _tokenizer(run.model.source)
     sources, problems = [], []

@@ -37,6 +37,7 @@ from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
 from moetune.training.progress import ProgressBar, reading
+from moetune.training.routing import RoutingWarnings
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer import MoeTrainer, check_checkpoint
 
@@ -138,9 +139,9 @@ def train(
     folder.create(config, checkpoint, overwrite, base)
     progress = ProgressBar(console)
     memory = MemoryRecord(adapted, folder, console)
-    interruptible = Interruptible()
-    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible])
-    memory.load = trainer.total_load
+    interruptible, routing = Interruptible(), RoutingWarnings(run, counts["total"], console)
+    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, routing, interruptible])
+    memory.load = routing.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:
             console.print(f"skipping damaged {reason}", highlight=False, soft_wrap=True)
