@@ -14,6 +14,7 @@ import typer
 
 from moetune.cli.apply import apply
 from moetune.cli.count import count
+from moetune.cli.drift import drift
 from moetune.cli.export import export
 from moetune.cli.init import init
 from moetune.cli.models import models
@@ -32,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, score, select, predict, verify, train, quantize, export, apply, models, init):
+for command in (count, score, select, predict, verify, train, drift, quantize, export, apply, models, init):
     app.command()(command)
 
 

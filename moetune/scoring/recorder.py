@@ -23,8 +23,10 @@ from moetune.step.loss import IGNORED
 from moetune.step.router_losses import find_logits
 
 REPLICATES = 200
+_DONE = "done"
 Sums = dict[str, Tensor]
-"""What is added up, by name: `<source>.<layer>.<scope>.<what>`, a scope's tokens as `<source>.<scope>.count`."""
+"""What is added up, by name: `<source>.<layer>.<scope>.<what>`, a scope's tokens as `<source>.<scope>.count`;
+`done`, the batches that are in all of them."""
 
 
 class Recorder:
@@ -41,6 +43,7 @@ class Recorder:
         self.choices: dict[int, list[Tensor]] | None = None
         self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
         self._batch: _Tokens | None = None
+        self._of_batch: Sums = {}
         self._logits: dict[int, Tensor] = {}
         self._hooks = [hook for layer in self.layers.values() for hook in self._watch(adapted.model, layer)]
 
@@ -70,16 +73,24 @@ class Recorder:
 
         Args:
             source: of its rows.
-            number: of the batch, from which the bootstrap draws.
+            number: of the batch, of all that are read one after the other; the bootstrap draws from it.
         """
-        self._batch = tokens = _Tokens.of(batch, source, number)
+        self._batch, self._of_batch = (tokens := _Tokens.of(batch, source, number)), {}
         for scope, mask_T in tokens.scopes.items():
-            self._to(f"{source}.{scope}.count", mask_T.sum())
+            self._of_batch[f"{source}.{scope}.count"] = mask_T.sum()
         try:
             yield
+            added = {name: self.sums[name] + x if name in self.sums else x for name, x in self._of_batch.items()}
+            # At once, so that an interruption finds a batch in all sums or in none.
+            self.sums = {**self.sums, **added, _DONE: torch.tensor(number + 1)}
         finally:
             self._batch = None
             self._logits.clear()
+
+    @property
+    def done(self) -> int:
+        """Batches that are added up."""
+        return int(self.sums[_DONE]) if _DONE in self.sums else 0
 
     @torch.no_grad()
     def _add(
@@ -104,23 +115,21 @@ class Recorder:
         logits = self._logits.pop(layer.index, None)
         log_p_TE = None if logits is None else log_probabilities(logits)
         p_TE = None if log_p_TE is None else log_p_TE.exp()
+        add = self._of_batch
         for scope, mask_T in tokens.scopes.items():
             where = f"{tokens.source}.{layer.index}.{scope}"
             mask_T1 = mask_T.double()[:, None]
             masked_TE = chosen_TE * mask_T1
             # Sums of ones in float64 are whole numbers up to 2^53, and CUDA multiplies no integer matrices.
-            self._to(f"{where}.pairs", (masked_TE.T @ chosen_TE).round().long())
+            add[f"{where}.pairs"] = (masked_TE.T @ chosen_TE).round().long()
             by_document_DE = torch.zeros(tokens.documents, experts, dtype=torch.double, device=x_TH.device)
             by_document_DE.index_add_(0, tokens.document_T, masked_TE)
-            self._to(f"{where}.replicates", (tokens.drawn_RD @ by_document_DE).round().long())
-            self._to(f"{where}.weight", (weights_TE * mask_T1).sum(0))
-            self._to(f"{where}.reap", (reap_TE * mask_T1).sum(0))
+            add[f"{where}.replicates"] = (tokens.drawn_RD @ by_document_DE).round().long()
+            add[f"{where}.weight"] = (weights_TE * mask_T1).sum(0)
+            add[f"{where}.reap"] = (reap_TE * mask_T1).sum(0)
             if p_TE is not None and log_p_TE is not None:
-                self._to(f"{where}.probability", (p_TE * mask_T1).sum(0))
-                self._to(f"{where}.entropy", -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum())
-
-    def _to(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
+                add[f"{where}.probability"] = (p_TE * mask_T1).sum(0)
+                add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
 
     def scores(self, sources: list[int]) -> dict[int, LayerScores]:
         """The statistics of these sources together."""
@@ -137,9 +146,10 @@ class Recorder:
         """All tokens of all sources that each expert of each layer received."""
         found: dict[int, Tensor] = {}
         for name, value in self.sums.items():
-            _, layer, *rest = name.split(".")
-            if rest == ["all", "pairs"]:
-                found[int(layer)] = found.get(int(layer), 0) + value.diagonal()
+            _, *where = name.split(".")
+            if where[1:] == ["all", "pairs"]:
+                layer = int(where[0])
+                found[layer] = found.get(layer, 0) + value.diagonal()
         return {layer: tokens.tolist() for layer, tokens in sorted(found.items())}
 
     def count(self, source: int, scope: str) -> int:

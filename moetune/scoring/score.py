@@ -119,21 +119,19 @@ def score(
     content = None if base is None else base.fingerprint.content
     about = _about(config)
     begun = _Begun(out, {"base": content, "data": [source.digest for source in sources], "run": about})
-    done, sums = begun.read(adapted.model.device)
-    recorder, saved = Recorder(adapted, sums), time.monotonic()
+    recorder, saved = Recorder(adapted, begun.read(adapted.model.device)), time.monotonic()
 
-    def save(batches: int) -> None:
-        nonlocal done, saved
-        done = batches
+    def save(done: int) -> None:
+        nonlocal saved
         if time.monotonic() - saved >= save_seconds:
-            begun.write(done, recorder.sums)
+            begun.write(recorder.sums)
             saved = time.monotonic()
         on_batch(done)
 
     try:
-        record(recorder, adapted, sources, padding, console, done, save)
+        record(recorder, adapted, sources, padding, console, save)
     except KeyboardInterrupt:
-        begun.write(done, recorder.sums)
+        begun.write(recorder.sums)
         raise
     scores = _scores(recorder, sources, config.model.path, content, about)
     if out is not None:
@@ -148,10 +146,10 @@ def record(
     sources: Sequence[Source],
     padding: int,
     console: Console,
-    done: int = 0,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Lets the model read what is left after `done` batches; the hooks of the recorder go with the last."""
+    """Lets the model read what the recorder has not yet; its hooks go with the last batch."""
+    done = recorder.done
     size, model = adapted.run.config.train.micro_batch, adapted.model.eval()
     plan = [(number, at) for number, source in enumerate(sources) for at in range(0, len(source.rows), size)]
     if done:
@@ -273,24 +271,22 @@ class _Begun:
         self.file = None if out is None else out.with_name(f".{out.name}.begun")
         self._of = json.dumps(of, sort_keys=True)
 
-    def read(self, device: torch.device) -> tuple[int, Sums]:
-        """The batches that are done, and their sums."""
+    def read(self, device: torch.device) -> Sums:
         if self.file is None or not self.file.is_file():
-            return 0, {}
+            return {}
         try:
             with safe_open(self.file, "pt") as held:
-                metadata = held.metadata() or {}
-                if metadata.get("of") != self._of:
-                    return 0, {}
-                return int(metadata["done"]), {name: held.get_tensor(name).to(device) for name in held.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError):
-            return 0, {}
+                if (held.metadata() or {}).get("of") != self._of:
+                    return {}
+                return {name: held.get_tensor(name).to(device) for name in held.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return {}
 
-    def write(self, done: int, sums: Sums) -> None:
+    def write(self, sums: Sums) -> None:
         if self.file is not None:
-            aside = self.file.with_name(f"{self.file.name}.{done}")
+            aside = self.file.with_name(f"{self.file.name}.aside")
             held = {name: value.contiguous().cpu() for name, value in sums.items()}
-            save_file(held, aside, {"of": self._of, "done": str(done)})
+            save_file(held, aside, {"of": self._of})
             aside.replace(self.file)
 
     def remove(self) -> None:

@@ -16,6 +16,7 @@ from moetune.memory.routing import parse_routing
 from moetune.run.placement import read_load
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores, read_scores
+from moetune.scoring import recorder
 from moetune.scoring.budget import within_budget
 from moetune.scoring.score import score, to_score
 from tests import small
@@ -64,7 +65,21 @@ def test_neither_batches_nor_packing_change_a_count(whole: Scores, small_model: 
             assert one.reap == pytest.approx(two.reap, rel=1e-5)
 
 
-def test_an_interrupted_pass_goes_on(whole: Scores, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def in_layer_1_after(batches: int, norms: Any) -> Any:
+    """The same, interrupted in layer 1 of the batch after so many."""
+    calls = iter(range(10**9))
+
+    def interrupted(bank: Any, *args: Any) -> Any:
+        if next(calls) == small.LAYERS * batches + 1:
+            raise KeyboardInterrupt
+        return norms(bank, *args)
+
+    return interrupted
+
+
+def test_an_interrupted_pass_goes_on(
+    whole: Scores, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     out = tmp_path / "scores.json"
 
     def interrupt(done: int) -> None:
@@ -81,9 +96,13 @@ def test_an_interrupted_pass_goes_on(whole: Scores, small_model: Path, small_dat
         scored(small_model, [other], out, on_batch=interrupt)
     with pytest.raises(KeyboardInterrupt):
         scored(small_model, [small_data], out, on_batch=interrupt)
+    monkeypatch.setattr(recorder, "output_norms", in_layer_1_after(1, recorder.output_norms))
+    with pytest.raises(KeyboardInterrupt):  # in the middle of the fifth batch
+        scored(small_model, [small_data], out)
+    monkeypatch.undo()
     done: list[int] = []
     assert scored(small_model, [small_data], out, on_batch=done.append) == whole
-    assert done[0] == 4
+    assert done[0] == 5
     assert read_scores(out, "it") == whole
     assert not begun.exists()
 
