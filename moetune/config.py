@@ -305,6 +305,12 @@ OneOrByPart = Annotated[
 ]
 
 
+def _check_coefficient(value: object) -> object:
+    if value == "auto" or (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError(f"{value!r} is neither a number from 0 up nor auto")
+
+
 class TrainConfig(Section):
     micro_batch: Positive = 1
     accumulate: Positive = 8
@@ -322,10 +328,17 @@ class TrainConfig(Section):
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     max_grad_value: Annotated[float, Field(ge=0)] = 0.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
+    router_aux_loss: Annotated[float | str, BeforeValidator(_check_coefficient)] = 0.0
+    router_aux_scope: Literal["model", "layer"] = "model"
     router_z_loss: Annotated[float, Field(ge=0)] = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     report_to: tuple[str, ...] = ()
+
+    @property
+    def balance_coefficient(self) -> float:
+        """Of the balance loss, of a run that is resolved."""
+        assert not isinstance(self.router_aux_loss, str)
+        return self.router_aux_loss
 
     @property
     def loss_bytes(self) -> int | None:

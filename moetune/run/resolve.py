@@ -157,6 +157,11 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
         selection, wrong = examine_selection(config.adapt, anatomy)
     except UserError as error:
         selection, wrong = NOTHING, [str(error)]
+    if config.train.router_aux_loss == "auto":
+        coefficient = getattr(model.settings.get_text_config(), "router_aux_loss_coef", None)
+        problems += [] if coefficient else refusals.of_auto_coefficient(anatomy.model_type)
+        train = config.train.model_copy(update={"router_aux_loss": coefficient or 0.0})
+        config = config.model_copy(update={"train": train})
     parts = parts_of(anatomy, selection)
     trains = frozenset(parts.values())
     optimizers = {part: optimizer for part, optimizer in config.optimizers.items() if part in trains}

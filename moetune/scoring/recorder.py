@@ -20,7 +20,7 @@ from moetune.experts.bank import ExpertBank
 from moetune.run.scores import SCOPES, LayerScores, Statistics
 from moetune.step.batch import Batch
 from moetune.step.loss import IGNORED
-from moetune.step.router_losses import find_logits
+from moetune.step.router_losses import find_logits, logits_module
 
 REPLICATES = 200
 _DONE = "done"
@@ -59,7 +59,7 @@ class Recorder:
                 x, ids, weights = (kwargs[n] if n in kwargs else args[i] for i, n in enumerate(names))
                 self._add(layer, self._batch, bank, x, ids, weights)
 
-        yield model.get_submodule(layer.router).register_forward_hook(saw_logits)
+        yield logits_module(model, layer).register_forward_hook(saw_logits)
         yield model.get_submodule(layer.experts).register_forward_pre_hook(saw_choice, with_kwargs=True)
 
     def remove(self) -> None:
@@ -113,7 +113,7 @@ class Recorder:
         chosen_TE, weights_TE = spread(routed_TK), spread(weights_TK)
         reap_TE = spread(weights_TK * norms_TK)
         logits = self._logits.pop(layer.index, None)
-        log_p_TE = None if logits is None else log_probabilities(logits)
+        log_p_TE = None if logits is None else logits.reshape(-1, experts).double().log_softmax(-1)
         p_TE = None if log_p_TE is None else log_p_TE.exp()
         add = self._of_batch
         for scope, mask_T in tokens.scopes.items():
@@ -215,16 +215,6 @@ class _Tokens:
             starts_BS |= batch["position_ids"] == 0
         scopes = {"loss": (carries_BS & is_token_BS).flatten(), "all": is_token_BS.flatten()}
         return cls(scopes, starts_BS.flatten().cumsum(0) - 1, source, number)
-
-
-def log_probabilities(output_TE: Tensor) -> Tensor:
-    """The logarithm of a router's softmax, float64, of what it gives as its logits. Gemma 4's router gives its
-    probabilities themselves: rows that sum to one, none of them negative."""
-    values_TE = output_TE.reshape(-1, output_TE.shape[-1]).double()
-    sums_T = values_TE.sum(-1)
-    if (values_TE >= 0).all() and torch.allclose(sums_T, torch.ones_like(sums_T), atol=1e-5):
-        return values_TE.log()
-    return values_TE.log_softmax(-1)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ divided into two samples without a document in common, and scored. What is stabl
 of an expert's share, mean over layers) near 1 between the samples of a domain.
 
 **Training.** On Unicode names, which it has not learned: two experts of each layer, 786,432 parameters whole, or LoRA
-of rank 16 on them; the same number for each rule. Held-out loss after as many steps, over seeds, which draw the order of
-the data, LoRA's factors, and the random choice.
+of rank 16 on them; the same number for each rule. Held-out loss after as many steps, over seeds, which draw the order
+of the data, LoRA's factors, and the random choice.
 """
 
 from __future__ import annotations
