@@ -243,8 +243,11 @@ def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows
     )
     tracker = Tracker(steps.named)
     with steps.counting(count):
-        most = 2 if adapted.ranks.is_single else 3
-        log = steps.record(tracker, feed, min(most, config.train.accumulate))
+        accumulate = config.train.accumulate
+        if adapted.ranks.is_single:  # of several micro-steps the last one, which adds to gradients that are there
+            log = steps.record(tracker, feed, 1, onto_gradients=accumulate > 1)
+        else:  # the first one and the last send other things than those between
+            log = steps.record(tracker, feed, min(3, accumulate))
 
     def rows_of(chunks: Chunks | None) -> list[int]:
         return (

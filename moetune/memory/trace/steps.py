@@ -187,8 +187,14 @@ class Steps:
                 parameter.grad = None
         self.optimizer.zero_grad()
 
-    def record(self, tracker: Tracker, feed: Feed, micro_steps: int) -> Log:
-        """One step, fed with what it need not be fed with; states must be there."""
+    def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, onto_gradients: bool = False) -> Log:
+        """One step, fed with what it need not be fed with; states must be there.
+
+        Args:
+            onto_gradients: whether there are gradients before it, as earlier micro-steps leave them.
+        """
+        for parameter in self.trained if onto_gradients else ():
+            parameter.grad = torch.empty_like(parameter)
         with self._following(tracker):
             self._step(tracker, feed, micro_steps)
             self._evaluate(tracker, feed)
@@ -210,8 +216,12 @@ class Steps:
             tracker.add(tensor, "master_weights", "float32 copies")
         for tensor in self.optimizer.states():
             tracker.add(tensor, "optimizer_states")
+        for name, parameter in self.adapted.trainable().items():
+            if parameter.grad is not None:
+                tracker.add(parameter.grad, "gradients", self.adapted.part_of(name))
         for number, layer in self.layers.items():
-            for tensor in tensors_of(layer):
+            gradients = (parameter.grad for parameter in layer.parameters() if parameter.grad is not None)
+            for tensor in (*tensors_of(layer), *gradients):
                 tracker.belongs(tensor, number)
         self._say_whose_states(tracker)
         watching = self.adapted.links.watching_experts(tracker.enter_expert)
