@@ -2,10 +2,10 @@
 
     python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
 
-For a run file and a card the largest micro-batches are found for which the closed form says `yes`, and at least `tight`;
-they are traced and run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA.
-`--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let through, or
-one row above.
+For a run file and a card the largest micro-batches are found for which the closed form says `yes`, and at least
+`tight`; they are traced and run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers,
+experts, LoRA. `--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let
+through, or one row above.
 
 Each case has a process of its own, which may have so much of the card as `--cards` say: 24 and 44 GiB, all of a process
 included. Where there is no card (tests/nullcuda) the predicted context is taken off. A `false yes` was predicted to fit
