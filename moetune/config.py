@@ -232,13 +232,58 @@ class TrainConfig(Section):
         return None if self.loss_memory == "none" else parse_size(self.loss_memory)
 
 
-class DataConfig(Section):
-    """Where examples come from: files, `catalog` data sets, or hub data sets as `org/name` or `org/name:split`."""
+Name = Annotated[str, Field(min_length=1)]
 
-    train: str = Field(min_length=1)
-    eval: str | None = None
-    format: Literal["auto", "text", "prompt", "chat"] = "auto"
+
+class WeightedData(Section):
+    """One of several data sets: an epoch has each of its records `weight` times, 0.5 being a random half of them."""
+
+    path: Name
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+OneOrSeveral = Annotated[
+    Annotated[Name, Tag("one")]
+    | Annotated[
+        tuple[
+            Annotated[
+                Annotated[Name, Tag("one")] | Annotated[WeightedData, Tag("weighted")],
+                Discriminator(lambda raw: "one" if isinstance(raw, str) else "weighted"),
+            ],
+            ...,
+        ],
+        Field(min_length=1),
+        Tag("several"),
+    ],
+    Discriminator(lambda raw: "several" if isinstance(raw, (list, tuple)) else "one"),
+]
+
+
+class DataConfig(Section):
+    """Where examples come from: files, folders, `catalog` data sets, or hub data sets (`org/name:config:split`).
+
+    `chat_template` is a file, or a model whose template is taken. `too_long` says what becomes of a prompt or chat that
+    does not fit a sequence. `validation` is the share of the training records that are held out where `eval` is not
+    given.
+    """
+
+    train: OneOrSeveral
+    eval: OneOrSeveral | None = None
+    format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
     packing: bool = True
+    chat_template: Name | None = None
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _held_out_once(self) -> DataConfig:
+        if self.eval is not None and self.validation is not None:
+            raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")
+        return self
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval is not None or self.validation is not None
 
 
 class ParallelConfig(Section):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.base import noting_base
@@ -19,9 +18,8 @@ from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
-from moetune.anatomy.source import ModelSource
 from moetune.config import RunConfig
-from moetune.errors import UserError, one_line, suggest
+from moetune.errors import UserError, suggest
 from moetune.hub.fingerprint import Base
 from moetune.memory.arithmetic import saved_bytes
 from moetune.optim.values import generator_states
@@ -32,7 +30,7 @@ from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
-from moetune.training.data import Datasets, load_data, pad_token_id
+from moetune.training.data import Datasets, load_data, pad_token_id, tokenizer_of
 from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
@@ -279,7 +277,7 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     """Both data sets, and the token that pads them."""
     config = run.config
     assert config.data is not None
-    tokenizer = _tokenizer(run.model.source)
+    tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     data = load_data(config.data, tokenizer, config.train)
     known = run.model.settings.get_text_config().vocab_size
     largest = max(max(row) for part in (data.train, data.eval) if part is not None for row in part["input_ids"])
@@ -288,16 +286,6 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
             f"the tokenizer of {config.model.path!r} gives token {largest}; the model has embeddings for {known} only"
         )
     return data, pad_token_id(tokenizer)
-
-
-def _tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = one_line(error)
-        raise UserError(
-            f"the tokenizer of {source.name!r} cannot be loaded from {source.folder!r}: {reason}"
-        ) from error
 
 
 def _announce(console: Console, config: RunConfig, counts: dict[str, int], tokens: int) -> None:
