@@ -50,7 +50,7 @@ def vocabulary_of(adapted: Adapted) -> int:
 
 def evaluated_rows(config: RunConfig) -> int:
     """Rows of a batch of held-out data; 0 if there are none."""
-    if config.data is None or config.data.eval is None:
+    if config.data is None or not config.data.evaluates:
         return 0
     return config.train.eval_micro_batch or config.train.micro_batch
 
