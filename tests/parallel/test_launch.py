@@ -74,8 +74,8 @@ def test_a_launcher_with_other_ranks(
 
 
 def test_a_killed_rank_ends_the_run_and_it_resumes(run_file: Path, tmp_path: Path) -> None:
-    settings = ("--set", "train.steps=500", "--set", "train.keep_checkpoints=2")
-    command = [sys.executable, "-m", "moetune", "train", str(run_file), *settings]
+    longer = ("--set", "train.steps=500", "--set", "train.keep_checkpoints=2")
+    command = [sys.executable, "-m", "moetune", "train", str(run_file), *longer]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     checkpoints = tmp_path / "run" / "checkpoints"
     deadline = time.monotonic() + 90
@@ -92,8 +92,8 @@ def test_a_killed_rank_ends_the_run_and_it_resumes(run_file: Path, tmp_path: Pat
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
     last = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
-    alone = load_run_config(run_file, [f"train.steps={last + 1}", "parallel={}", "hardware.count=1"])
-    train(alone, resume="auto")
+    settings = [f"train.steps={last + 1}", "train.accumulate=2", "parallel={}", "hardware.count=1"]
+    train(load_run_config(run_file, settings), resume="auto")
     assert small.read_metrics(tmp_path / "run")[-1]["step"] == last + 1
 
 
