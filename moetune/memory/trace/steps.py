@@ -187,16 +187,16 @@ class Steps:
                 parameter.grad = None
         self.optimizer.zero_grad()
 
-    def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, onto_gradients: bool = False) -> Log:
+    def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
         """One step, fed with what it need not be fed with; states must be there.
 
         Args:
-            onto_gradients: whether there are gradients before it, as earlier micro-steps leave them.
+            begun: of its micro-steps so many are not taken: the gradients that they leave are there.
         """
-        for parameter in self.trained if onto_gradients else ():
+        for parameter in self.trained if begun else ():
             parameter.grad = torch.empty_like(parameter)
         with self._following(tracker):
-            self._step(tracker, feed, micro_steps)
+            self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
         tracker.stop()
         return tracker.log
@@ -273,8 +273,8 @@ class Steps:
             for hook in hooks:
                 hook.remove()
 
-    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int) -> None:
-        for number in range(micro_steps):
+    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0) -> None:
+        for number in range(begun, micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = feed.batch_of(feed.rows)
