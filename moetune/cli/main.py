@@ -14,6 +14,7 @@ import typer
 
 from moetune.cli.apply import apply
 from moetune.cli.count import count
+from moetune.cli.data import data
 from moetune.cli.drift import drift
 from moetune.cli.export import export
 from moetune.cli.init import init
@@ -33,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, score, select, predict, verify, train, drift, quantize, export, apply, models, init):
+for command in (count, score, select, predict, verify, data, train, drift, quantize, export, apply, models, init):
     app.command()(command)
 
 

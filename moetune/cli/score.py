@@ -50,10 +50,10 @@ def score(
     with heavy_imports():
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
+        from moetune.scoring.score import names_of, to_score
         from moetune.scoring.score import score as score_run
-        from moetune.scoring.score import to_score
 
-    names = data or [config.data.train] if config.data is not None else data or []
+    names = data or names_of(config)
     try:
         scores = score_run(resolve(to_score(config), this_device()), names, tokens, out, overwrite=overwrite)
     except KeyboardInterrupt:

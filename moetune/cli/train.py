@@ -31,8 +31,10 @@ def train(
     import sys
 
     from moetune.parallel.launch import is_quiet, start_ranks, was_launched
+    from moetune.run_file import refuse_missing_files
 
     config = read_run(run, set_)
+    refuse_missing_files(config, run)
     interrupted = "interrupted; --resume auto goes on from the last checkpoint"
     if config.parallel.ranks > 1 and not dry_run and not was_launched():
         with heavy_imports():

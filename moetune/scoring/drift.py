@@ -26,7 +26,7 @@ from moetune.report.figures import INK, PAPER, refuse_unknown_format, write_whol
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.scoring.recorder import Recorder
-from moetune.scoring.score import packs, read_sources, record, to_score
+from moetune.scoring.score import held_out_source, packs, read_sources, record, to_score
 from moetune.training.checkpoint import read_trained
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
@@ -88,15 +88,17 @@ def drift(
     console = console or Console(stderr=True)
     finished = open_run(path)
     config = to_score(finished.config)
-    data = data or (config.data.eval if config.data is not None else None)
-    if data is None:
+    if data is None and (config.data is None or not config.data.evaluates):
         raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
     run = resolve(config, this_device())
     if not run.anatomy.moe_layers:
         raise UserError(f"{config.model.path!r} is a dense model: it has no routing")
     device = run.device(device)
     start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
-    sources, padding = read_sources(run, [data], tokens)
+    if data is None:
+        source, padding = held_out_source(run, tokens)
+    else:
+        (source,), padding = read_sources(run, [data], tokens)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
     with noting_base(run.model) as noted, reading(console, weights) as on_read:
         adapted = build(run, device, on_read)
@@ -115,9 +117,9 @@ def drift(
             read_trained(finished.path / "checkpoints" / f"step-{finished.step}", adapted)  # type: ignore[operator]
         recorder = Recorder(adapted)
         recorder.choices = {}
-        record(recorder, adapted, sources, padding, console)
+        record(recorder, adapted, [source], padding, console)
         passes.append(recorder)
-    return _compared(passes, str(path), finished.step or 0, data)
+    return _compared(passes, str(path), finished.step or 0, source.name)
 
 
 def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Drift:

@@ -37,10 +37,9 @@ from moetune.run.scores import Scored, Scores
 from moetune.scoring.recorder import Recorder, Sums
 from moetune.step.batch import collate
 from moetune.step.tail import split
-from moetune.training.data import load_data, pad_token_id
+from moetune.training.data import load_data, pad_token_id, tokenizer_of
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
-from moetune.training.run import _tokenizer
 
 TOKENS = 131_072
 SAVE_SECONDS = 60.0
@@ -219,7 +218,7 @@ def _about(config: RunConfig) -> dict[str, Any]:
 
 def read_sources(run: ResolvedRun, data: Sequence[str], tokens: int) -> tuple[list[Source], int]:
     """Raises `UserError` with what is wrong with any of them."""
-    tokenizer = _tokenizer(run.model.source)
+    tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     sources, problems = [], []
     for name in data:
         try:
@@ -233,9 +232,23 @@ def read_sources(run: ResolvedRun, data: Sequence[str], tokens: int) -> tuple[li
 
 def read_source(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Source:
     """Rows of one data set with at least so many tokens, or all there are."""
-    how = {} if config.data is None else config.data.model_dump(exclude={"train", "eval"})
-    of_data = DataConfig.model_validate({**how, "train": name})
-    rows = load_data(of_data, tokenizer, config.train).train
+    how = {} if config.data is None else config.data.model_dump(exclude={"train", "eval", "validation"})
+    data = DataConfig.model_validate({**how, "train": name})
+    return some_of(name, load_data(data, tokenizer, config.train).train, config, tokens)
+
+
+def held_out_source(run: ResolvedRun, tokens: int) -> tuple[Source, int]:
+    """The same of the run's own held-out data."""
+    config, source = run.config, run.model.source
+    tokenizer = tokenizer_of(source.name, source.folder)
+    assert config.data is not None
+    rows = load_data(config.data, tokenizer, config.train).eval
+    assert rows is not None
+    return some_of("held-out data", rows, config, tokens), pad_token_id(tokenizer)
+
+
+def some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> Source:
+    """As many rows, in an order that the run's seed draws, as have so many tokens."""
     order = np.random.default_rng(config.train.seed).permutation(len(rows))
     chosen, digest, count = [], hashlib.sha256(), 0
     for index in order.tolist():
@@ -247,6 +260,12 @@ def read_source(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
         for key in sorted(row):
             digest.update(key.encode() + row[key].astype("<i4").tobytes())
     return Source(name, rows.select(chosen), digest.hexdigest())
+
+
+def names_of(config: RunConfig) -> list[str]:
+    """The data sets that a run trains on."""
+    train = () if config.data is None else config.data.train
+    return [one if isinstance(one, str) else one.path for one in ((train,) if isinstance(train, str) else train)]
 
 
 def _row(rows: datasets.Dataset, index: int) -> dict[str, np.ndarray]:
