@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,8 +18,11 @@ from pydantic import (
     model_validator,
 )
 
+from moetune.errors import shown
+from moetune.files import check_path
 from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
+_LARGEST_ID = 2**16
 IdSet = Literal["all", "none"] | tuple[int, ...]
 """Layer or expert numbers: every one, no one, or those listed."""
 
@@ -32,16 +36,19 @@ def parse_ids(value: object) -> object:
     if value in ("all", "none"):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, str, list, tuple)):
-        raise ValueError(f'{value!r} is not a list of numbers; write all, none, 3, [0, 1] or "0-5,8"')
-    words = value if isinstance(value, (list, tuple)) else str(value).split(",")
+        raise ValueError(f'{shown(value)} is not a list of numbers; write all, none, 3, [0, 1] or "0-5,8"')
+    words = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
     ids: set[int] = set()
     for word in words:
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", str(word))
+        text = word if isinstance(word, str) else shown(word)
+        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", text, re.ASCII)
         if match is None:
-            raise ValueError(f'{str(word).strip()!r} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
+            raise ValueError(f'{shown(text.strip())} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
         first, last = int(match[1]), int(match[2] or match[1])
+        if last > _LARGEST_ID:
+            raise ValueError(f"{last} is no layer and no expert of any model")
         if last < first:
-            raise ValueError(f'range {word!r} runs backwards; write "{last}-{first}"')
+            raise ValueError(f'range {text!r} runs backwards; write "{last}-{first}"')
         ids.update(range(first, last + 1))
     if not ids:
         raise ValueError("the list is empty; write none to choose nothing")
@@ -56,12 +63,31 @@ def check_memory(value: object) -> object:
     """
     if value == "none" or (isinstance(value, str) and (parse_size(value) or 0) > 0):
         return value
-    raise ValueError(f"{value!r} is neither a size above zero nor none. {HOW_TO_WRITE_A_SIZE}")
+    raise ValueError(f"{shown(value)} is neither a size above zero nor none. {HOW_TO_WRITE_A_SIZE}")
+
+
+def check_text(text: str) -> str:
+    """Raises `ValueError` for what cannot be written to a file in UTF-8, or printed."""
+    if not text.isprintable():
+        raise ValueError("it holds a character that cannot be printed")
+    return text
+
+
+def check_written_path(text: str) -> str:
+    """Raises `ValueError` where no file can be called that. The path stays as it is written."""
+    check_path(text)
+    return check_text(text)
 
 
 Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_text)]
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(check_written_path)]
+Positive = Annotated[int, Field(gt=0, le=2**31)]
+Count = Annotated[int, Field(ge=0, le=2**31)]
+Size = Annotated[int, Field(gt=0, le=2**16)]
+"""Of one axis of a tensor, or of a mesh: products of them still fit into 64 bits."""
+Strength = Annotated[float, Field(ge=0, le=1e6)]
+"""What a loss, a gradient or a weight is multiplied by, or bounded with: float32 holds its square."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -72,7 +98,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model, and how what stays frozen is stored."""
 
-    path: str = Field(min_length=1)
+    path: FilePath
     weights: Literal["pretrained", "random"] = "pretrained"
     base: Literal["nf4", "int8", "bf16", "fp32"] = "nf4"
     double_quant: bool = True
@@ -91,9 +117,9 @@ class ExpertsConfig(Section):
 class LoraConfig(Section):
     """Low-rank factors. `gate_up` says whether an expert's gate and up projections share one A or have one each."""
 
-    rank: Positive
-    alpha: Annotated[float, Field(gt=0)]
-    targets: tuple[str, ...] = Field(default=("attention", "experts"), min_length=1)
+    rank: Size
+    alpha: Annotated[float, Field(ge=1e-6, le=1e6)]
+    targets: tuple[Text, ...] = Field(default=("attention", "experts"), min_length=1)
     layers: Ids = "all"
     ids: Ids = "all"
     gate_up: Literal["fused", "split"] = "fused"
@@ -105,8 +131,8 @@ class AdaptConfig(Section):
     router: Ids = "none"
     experts: ExpertsConfig | None = None
     lora: LoraConfig | None = None
-    also: tuple[str, ...] = ()
-    start_from: str | None = Field(default=None, min_length=1)
+    also: tuple[Text, ...] = ()
+    start_from: FilePath | None = None
 
 
 OptimizerName = Literal[
@@ -138,10 +164,10 @@ class OptimizerConfig(Section):
     """
 
     name: OptimizerName = "adamw8bit"
-    lr: Annotated[float, Field(gt=0)] = 1e-4
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-4
+    weight_decay: Strength = 0.0
     betas: tuple[Decay, ...] | None = None
-    eps: Annotated[float, Field(gt=0)] | None = None
+    eps: Annotated[float, Field(gt=0, le=1)] | None = None
     momentum: Decay | None = None
     master_weights: Literal["none", "fp32", "stochastic"] = "none"
     fused_backward: bool = False
@@ -205,9 +231,9 @@ OneOrByPart = Annotated[
 
 
 class TrainConfig(Section):
-    micro_batch: Positive = 1
-    accumulate: Positive = 8
-    sequence_length: Annotated[int, Field(ge=2)] = 2048
+    micro_batch: Size = 1
+    accumulate: Size = 8
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
     steps: Positive = 200
     checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -215,16 +241,16 @@ class TrainConfig(Section):
     eval_every: Positive = 50
     save_every: Positive = 50
     keep_checkpoints: Positive = 3
-    eval_micro_batch: Positive | None = None
+    eval_micro_batch: Size | None = None
     warmup: Count = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    max_grad_value: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Strength = 1.0
+    max_grad_value: Strength = 0.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    router_aux_loss: Strength = 0.0
+    router_z_loss: Strength = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[Text, ...] = ()
 
     @property
     def loss_bytes(self) -> int | None:
@@ -235,8 +261,8 @@ class TrainConfig(Section):
 class DataConfig(Section):
     """Where examples come from: files, `catalog` data sets, or hub data sets as `org/name` or `org/name:split`."""
 
-    train: str = Field(min_length=1)
-    eval: str | None = None
+    train: FilePath
+    eval: FilePath | None = None
     format: Literal["auto", "text", "prompt", "chat"] = "auto"
     packing: bool = True
 
@@ -257,16 +283,16 @@ class ParallelConfig(Section):
     """
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
-    fsdp: Positive = 1
-    ep: Positive = 1
-    tp: Positive = 1
-    pp: Positive = 1
-    replicate: Positive = 1
+    fsdp: Size = 1
+    ep: Size = 1
+    tp: Size = 1
+    pp: Size = 1
+    replicate: Size = 1
     zero: Literal[1, 2, 3] = 3
     reshard: bool = True
-    deepspeed: str | None = None
+    deepspeed: FilePath | None = None
     offload: Literal["none", "optimizer"] = "none"
-    load: str | None = None
+    load: FilePath | None = None
     timeout: Positive = 600
 
     @property
@@ -293,8 +319,8 @@ class ParallelConfig(Section):
 class HardwareConfig(Section):
     """`gpu` is a name of the catalog or a size such as 44GiB; `count` is how many of them."""
 
-    gpu: str | None = None
-    count: Positive = 1
+    gpu: Text | None = None
+    count: Size = 1
 
 
 class RunConfig(Section):
@@ -307,7 +333,7 @@ class RunConfig(Section):
     data: DataConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     hardware: HardwareConfig = HardwareConfig()
-    output: str | None = None
+    output: FilePath | None = None
 
     @property
     def optimizers(self) -> dict[Part, OptimizerConfig]:

@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moetune.config import PartOptimizers, RunConfig
-from moetune.errors import UserError, suggest
+from moetune.errors import UserError, reading, shown, suggest
+from moetune.files import expanded
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -32,13 +34,16 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 continue  # refused by what is called below
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is written twice", key_node.start_mark
+                    None, None, f"key {shown(key)} is written twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
-_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: a date such as 2025-02-30
+_MOST_BYTES = 2**16
+_MOST_VALUES = 10_000
+"""Of a run file, and in it once aliases are written out: a few lines of them can stand for more than memory holds."""
+_MOST_PROBLEMS = 20
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -47,51 +52,80 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     Raises:
         UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"run file {str(path)!r} cannot be read: {reason}") from None
-    try:
-        raw = yaml.load(text, Loader=_UniqueKeyLoader)
-    except _YAML_ERRORS as error:
-        reason = str(error).replace('"<unicode string>", ', "")
-        raise UserError(f"run file {str(path)!r} is not valid YAML: {reason}") from None
+    path = expanded(path)
+    what = f"run file {str(path)!r}"
+    with reading(what), path.open("rb") as file:
+        text = file.read(_MOST_BYTES + 1).decode("utf-8")
+    raw = parse(text, what)
     if not isinstance(raw, dict):
-        raise UserError(f"run file {str(path)!r} must hold a mapping with model: and adapt:")
+        raise UserError(f"{what} must hold a mapping with model: and adapt:")
     for override in overrides:
         _apply_override(raw, override)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems = "\n".join(f"  {line}" for line in _explain(error))
-        raise UserError(f"run file {str(path)!r}:\n{problems}") from None
+        lines = list(islice(_explain(error), _MOST_PROBLEMS))
+        if error.error_count() > len(lines):
+            lines.append(f"and {error.error_count() - len(lines):,} more")
+        raise UserError(f"{what}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def parse(text: str, what: str) -> Any:
+    """What a piece of YAML stands for.
+
+    Raises:
+        UserError: it is not YAML, or stands for more than a run file holds.
+    """
+    if len(text) > _MOST_BYTES:
+        raise UserError(f"{what} is larger than any run file: more than {_MOST_BYTES:,} bytes")
+    try:
+        loader = _UniqueKeyLoader(text)
+        node = loader.get_single_node()
+        if node is not None and _values_in(node, {}) > _MOST_VALUES:
+            raise UserError(f"{what} holds more than {_MOST_VALUES:,} values, aliases written out")
+        return None if node is None else loader.construct_document(node)
+    except UserError:
+        raise
+    except Exception as error:  # a constructor of PyYAML raises what its Python type does
+        reason = str(error) if isinstance(error, yaml.YAMLError) else shown(error, 200)
+        reason = reason.replace('"<unicode string>", ', "")
+        raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
+
+
+def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; one that holds itself stands for infinitely many."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES + 1
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
+        known[id(node)] = 1 + sum(_values_in(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise UserError(f"--set {override!r}: write it as section.key=value, for example train.steps=100")
-    try:
-        value = yaml.load(text, Loader=_UniqueKeyLoader)
-    except _YAML_ERRORS:
-        raise UserError(f"--set {override!r}: the value {text!r} is not valid YAML") from None
+        raise UserError(f"--set {shown(override)}: write it as section.key=value, for example train.steps=100")
+    value = parse(text, f"--set {shown(override)}: the value {shown(text)}")
     node = raw
     for depth, part in enumerate(parts[:-1]):
         if node.get(part) is None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise UserError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section")
+            raise UserError(
+                f"--set {shown(override)}: {shown('.'.join(parts[: depth + 1]))} holds a value, not a section"
+            )
     node[parts[-1]] = value
 
 
 def _explain(error: ValidationError) -> Iterable[str]:
     """One line a problem: where, what was written, what would be valid."""
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"] if part not in _UNION_TAGS)
+        where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
+        value = shown(item["input"])
+        bare = value.strip("'")
         match item["type"]:
             case "extra_forbidden":
                 known = _fields_at(item["loc"][:-1])
@@ -101,17 +135,17 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 yield f"{where}: missing, and required"
             case "literal_error":
                 expected = item["ctx"]["expected"]
-                hint = suggest(str(item["input"]), re.findall(r"'([^']*)'", expected))
-                yield f"{where}: {item['input']!r} is not valid; it may be {expected}.{hint}"
+                hint = suggest(bare, re.findall(r"'([^']*)'", expected))
+                yield f"{where}: {value} is not valid; it may be {expected}.{hint}"
             case "model_type":
                 keys = ", ".join(_fields_at(item["loc"]))
-                yield f"{where}: {item['input']!r} is not a section; write keys under it. Keys: {keys}"
+                yield f"{where}: {value} is not a section; write keys under it. Keys: {keys}"
             case "tuple_type":
-                yield f"{where}: {item['input']!r} is not a list; write [{item['input']}]"
+                yield f"{where}: {value} is not a list; write [{bare}]"
             case "value_error":
                 yield f"{where}: {item['ctx']['error']}" if where else f"{item['ctx']['error']}"
             case _:
-                yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
+                yield f"{where}: {value} is not valid: {item['msg'][:300]}"
 
 
 _UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part"})

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from typing import Annotated
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -23,6 +24,8 @@ from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
 
+_debug = False  # as the last command was told
+
 app = typer.Typer(
     name="moetune",
     help="Fine-tune a mixture-of-experts model on one GPU, and know before starting that it fits.",
@@ -30,6 +33,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Before a command: say where bad input was noticed.")] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
 for command in (count, predict, verify, train, quantize, export, apply, models, init):
     app.command()(command)
 
@@ -40,6 +53,8 @@ def main() -> None:
     try:
         app()
     except UserError as error:
+        if _debug:
+            traceback.print_exc()
         if not _note_failure(str(error)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -70,6 +70,6 @@ def predict(
 
         from moetune.report.terminal import print_report
 
-        print_report(report, Console())
+        print_report(report, Console(markup=False))
     if report.fits is False:
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from moetune.exporting.delta import export_delta
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
 from moetune.exporting.merged import bytes_needed, export_merged
+from moetune.files import expanded
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def export(
             from moetune.exporting.peft import export_peft  # PEFT takes a while to import
 
             exported = export_peft(run, folder)
-    checked = check_merged(run, out.expanduser(), check) if check else None
+    checked = check_merged(run, expanded(out), check) if check else None
     return ExportResult(
         exported.format,
         str(out),
@@ -76,7 +77,7 @@ def export(
 
 def _keep_apart(run: FinishedRun, out: Path, format: str) -> None:
     """Refuses to write over the run or its base, whatever `--overwrite` says."""
-    kept = [Path(run.config.model.path).expanduser()]
+    kept = [expanded(run.config.model.path)]
     if run.path is not None:
         kept.append(run.path)
     if run.config.model.weights == "pretrained" and format != "peft":  # an adapter may do without

@@ -6,11 +6,11 @@ Shapes: T tokens, K experts a token, E experts; a layer's experts receive T·K r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
 from moetune.errors import UserError
+from moetune.files import expanded
 from moetune.run.placement import read_load
 
 
@@ -66,7 +66,7 @@ def parse_routing(text: str) -> Routing:
         if not 1 <= skew < float("inf"):
             raise UserError(f"--routing {text!r}: the fullest expert's load over the mean is a number from 1 up")
         return Routing(text, skew)
-    if not Path(text).is_file():
+    if not expanded(text).is_file():
         raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
     return Routing(text, None, tuple(read_load(text, "--routing").items()))
 

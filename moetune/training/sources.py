@@ -11,7 +11,6 @@ org/name[:split]                a hub data set
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -24,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetune.errors import UserError, suggest
+from moetune.files import expanded
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -69,7 +69,7 @@ def open_source(spec: str) -> Source:
     Raises:
         UserError: nothing of that name exists, or it cannot be read; the message names the nearest that does.
     """
-    path = Path(os.path.expanduser(spec))
+    path = expanded(spec)
     if path.is_file():
         return _file_source(spec, path)
     if path.is_dir():
