@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line, reading
 from moetune.step.loss import IGNORED
+from moetune.training.bounded import bounded_memory
 from moetune.training.sources import Source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LISTED_PROBLEMS = 20
+_TEMPLATE_BYTES = 2**30  # of memory that a chat template may take
 Format = Literal["text", "prompt", "chat"]
 KEYS: dict[Format, tuple[str, ...]] = {
     "chat": ("messages",),
@@ -33,7 +34,7 @@ KEYS: dict[Format, tuple[str, ...]] = {
 }
 
 
-class MalformedError(ValueError):
+class MalformedError(UserError):
     """One record cannot be used; the message says why."""
 
 
@@ -88,14 +89,15 @@ def read_documents(
             if not isinstance(row.value, dict):
                 raise MalformedError(f"{_kind(row.value)}, not an object with keys")
             if encoder is None:
-                encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
+                with reading("the tokenizer"):
+                    encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
             document = encoder.encode(row.value)
             if len(document) > longest and not document.divisible:
                 needed = max(needed, len(document))
                 raise MalformedError(f"{len(document)} tokens do not fit train.sequence_length {longest}")
             documents.append(document)
         except MalformedError as problem:
-            problems.append(f"  {source.unit} {row.number}: {problem}")
+            problems.append(f"  {source.unit} {row.number}: {one_line(problem)}")
     if problems:
         raise UserError(_summary(source.name, problems, needed if needed > longest else None))
     if not documents:
@@ -142,7 +144,8 @@ class Encoder:
         if missing:
             found = ", ".join(key for key, value in record.items() if value is not None)
             raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
-        ids, trains = self._encode(record)
+        with reading("the record, by the tokenizer,"):
+            ids, trains = self._encode(record)
         labels = np.where(trains, ids, IGNORED).astype(np.int32)
         labels[:1] = IGNORED
         if (labels == IGNORED).all():
@@ -168,9 +171,14 @@ class Encoder:
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
         messages = _checked_messages(record["messages"])
         try:
-            text, spans = self._marked_spans(messages) if self._has_markers else self._prefix_spans(messages)
-        except (TemplateError, TypeError) as error:
-            raise MalformedError(f"the chat template refuses it: {error}") from None
+            with bounded_memory(_TEMPLATE_BYTES):
+                text, spans = self._marked_spans(messages) if self._has_markers else self._prefix_spans(messages)
+        except MalformedError:
+            raise
+        except Exception as error:  # templates can do what Python can do to a value
+            raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
+        if not isinstance(text, str) or len(text) > _TEMPLATE_BYTES // 16:
+            raise MalformedError("the chat template writes more than any text")
         encoded = self.tokenizer(
             _checked_text(text, "rendered chat"),
             add_special_tokens=False,

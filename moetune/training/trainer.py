@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, one_line, shown
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.patches.transformers import one_device
@@ -42,7 +42,7 @@ from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
 from moetune.training.data import Datasets
-from moetune.training.run_folder import RunFolder
+from moetune.training.run_folder import RunFolder, step_of
 
 LOAD_FILE = "expert_load.json"
 """Tokens that each expert of each layer has received since the run began."""
@@ -256,9 +256,7 @@ class MoeTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _whole(resume_from_checkpoint):
             checkpoint.read_trained(Path(resume_from_checkpoint), self.adapted)
-            received = json.loads((Path(resume_from_checkpoint) / LOAD_FILE).read_text(encoding="utf-8"))
-        device = self.adapted.model.device
-        self.total_load.update({int(layer): torch.tensor(tokens, device=device) for layer, tokens in received.items()})
+            self.total_load.update(read_load(Path(resume_from_checkpoint), self.adapted))
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None:
@@ -312,7 +310,25 @@ def check_checkpoint(folder: Path) -> None:
     with _whole(str(folder)):
         for file in sorted(folder.glob("generators/*")):
             load_file(file)
+        state, usual = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)), TrainerState()
+        for field in fields(TrainerState):
+            value, default = getattr(state, field.name), getattr(usual, field.name)
+            kind = (int, float) if isinstance(default, (int, float)) else type(default)
+            if value is not None and default is not None and not isinstance(value, kind):
+                raise ValueError(f"{TRAINER_STATE_NAME}: {field.name} is {shown(value)}")
+        if state.global_step != step_of(folder):
+            raise ValueError(f"{TRAINER_STATE_NAME} is of step {shown(state.global_step)}")
         checkpoint.check(folder)
+
+
+def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
+    """By layer, the tokens that each expert had received at a checkpoint; raises what reading a damaged one does."""
+    received = json.loads((folder / LOAD_FILE).read_text(encoding="utf-8"))
+    load = {int(layer): torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
+    sizes = {layer.index: layer.shape.num_experts for layer in adapted.anatomy.moe_layers}
+    if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):
+        raise ValueError(f"{LOAD_FILE} is of a model with other experts")
+    return load
 
 
 @contextmanager
