@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moetune.errors import UserError
+from moetune.experts.links import CountRows
 from moetune.files import expanded
 from moetune.run.placement import read_load
 
@@ -46,6 +47,24 @@ class Routing:
 
 
 BALANCED = Routing("balanced")
+
+
+@dataclass(frozen=True)
+class Replayed(Routing):
+    """What the experts of real steps received, call by call.
+
+    Attributes:
+        steps: how many steps those are, with all their micro-steps.
+        calls: the rows of each expert, in the order in which the banks asked.
+    """
+
+    steps: int = 0
+    calls: tuple[tuple[int, ...], ...] = ()
+
+    def answers(self) -> CountRows:
+        """What answers in place of `BankLinks.count_rows`, from the first call on."""
+        left = iter(self.calls)
+        return lambda layer, ids, num_experts: list(next(left))
 
 
 def parse_routing(text: str) -> Routing:

@@ -19,7 +19,7 @@ def test_a_prediction_that_is_far_off_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(memory_record, "predicted_peak", lambda config, ranks, card: predicted)
+    monkeypatch.setattr(memory_record, "predicted_peak", lambda *_: predicted)
     train(small.run_config(small_model, small_data, tmp_path / "run", "router"), predicts=True)
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert (record["schema"], record["device"], record["steps"]) == (1, "cpu", 2)
@@ -40,8 +40,6 @@ def test_one_that_is_near_is_only_recorded(
     measured = json.loads((tmp_path / "run" / "memory.json").read_text())["measured"]["peak_allocated"]
     capsys.readouterr()
     for factor, says in ((1.04, False), (1.06, True)):
-        monkeypatch.setattr(
-            memory_record, "predicted_peak", lambda config, ranks, card, factor=factor: int(measured * factor)
-        )
+        monkeypatch.setattr(memory_record, "predicted_peak", lambda *_, factor=factor: int(measured * factor))
         train(config, overwrite=True, predicts=True)
         assert ("memory: predicted" in capsys.readouterr().err) is says
