@@ -20,9 +20,29 @@ from moetune.config import PartOptimizers, RunConfig
 from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import expanded
 
+_MOST_BYTES = 2**16
+_MOST_VALUES = 10_000
+"""Of a run file, and in it once aliases are written out: a few lines of them can stand for more than memory holds."""
+_DEEPEST = 50
+"""Sections in sections; PyYAML takes a time that grows with the square of it."""
+_MOST_PROBLEMS = 20
+
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key written twice; plain YAML keeps the last one and says nothing."""
+    """YAML that refuses a key written twice, where plain YAML keeps the last one and says nothing, and bottomless
+    nesting."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        self._refuse_depth(self.flow_level)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def add_indent(self, column: int) -> bool:
+        self._refuse_depth(len(self.indents))
+        return super().add_indent(column)
+
+    def _refuse_depth(self, depth: int) -> None:
+        if depth >= _DEEPEST:
+            raise yaml.scanner.ScannerError(None, None, f"more than {_DEEPEST} levels", self.get_mark())
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -38,12 +58,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
-
-
-_MOST_BYTES = 2**16
-_MOST_VALUES = 10_000
-"""Of a run file, and in it once aliases are written out: a few lines of them can stand for more than memory holds."""
-_MOST_PROBLEMS = 20
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

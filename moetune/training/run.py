@@ -40,6 +40,7 @@ from moetune.training.inputs import Inputs
 from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
+from moetune.training.notices import Notices
 from moetune.training.progress import ProgressBar, reading
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer import MoeTrainer, check_checkpoint
@@ -162,7 +163,9 @@ def _train(
     progress = ProgressBar(console)
     memory = MemoryRecord(adapted, folder, console)
     interruptible = Interruptible()
-    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible])
+    notices = Notices(adapted, console)
+    notices.about_data(data)
+    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible], notices=notices)
     memory.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:
@@ -175,6 +178,7 @@ def _train(
         interruptible.end()
         progress.stop()
         memory.finish()
+    notices.at_end(trainer.total_load)
     return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
 
@@ -317,11 +321,14 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     data = load_data(config.data, tokenizer, config.train)
     known = run.model.settings.get_text_config().vocab_size
     largest = max(max(row) for part in (data.train, data.eval) if part is not None for row in part["input_ids"])
-    if largest >= known:
+    padding = pad_token_id(tokenizer)
+    if max(largest, padding) >= known:
+        what = "pads with" if padding >= known else "gives"
         raise UserError(
-            f"the tokenizer of {config.model.path!r} gives token {largest}; the model has embeddings for {known} only"
+            f"the tokenizer of {config.model.path!r} {what} token {max(largest, padding)}; the model has embeddings "
+            f"for {known} only. Its tokenizer_config.json says which tokens there are"
         )
-    return data, pad_token_id(tokenizer)
+    return data, padding
 
 
 def _tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:

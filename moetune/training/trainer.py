@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -42,6 +43,7 @@ from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
 from moetune.training.data import Datasets
+from moetune.training.notices import Notices, refuse_broken_weights
 from moetune.training.run_folder import RunFolder, step_of
 
 LOAD_FILE = "expert_load.json"
@@ -59,7 +61,9 @@ class MoeTrainer(Trainer):
         folder: RunFolder,
         pad_token_id: int,
         callbacks: list[TrainerCallback] | None = None,
+        notices: Notices | None = None,
     ) -> None:
+        self.notices = notices or Notices(adapted, Console(quiet=True))
         config = adapted.run.config
         self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
         self.watch = RouterWatch(adapted)
@@ -155,6 +159,8 @@ class MoeTrainer(Trainer):
         try:
             yield
         except UserError as error:
+            if self.state.global_step == 0:
+                refuse_broken_weights(self.adapted.model)
             raise UserError(f"step {self.state.global_step + 1}: {error}") from None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -206,6 +212,9 @@ class MoeTrainer(Trainer):
             if self._router_loss is not None:
                 logs["router_loss"] = self._router_loss.item() / self._updates
             summary = load_summary(self._load)
+            moves = logs["learning_rate"] > 0 and step > self.config.train.warmup
+            updated = bool(self._losses) and moves and (logs.get("grad_norm") or 0) > 0
+            noted = self.notices.about_step(logs.get("loss"), updated, self._load, self.total_load)
             self.folder.append_metrics(
                 {
                     "step": step,
@@ -217,6 +226,7 @@ class MoeTrainer(Trainer):
                     "tokens_per_second": logs["tokens_per_second"],
                     "peak_allocated": logs.get("peak_allocated"),
                     "expert_load": summary,
+                    **noted,
                 }
             )
             logs |= {f"expert_load_{key}": value for key, value in summary.items()}

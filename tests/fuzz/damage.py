@@ -27,7 +27,8 @@ HOSTILE: tuple[Any, ...] = (
     {"a": {"b": {"c": {}}}}, {"name": "lomo"}, {"is_encoder_decoder": True}, list(range(3000)),
 )  # fmt: skip
 YAML_SNIPPETS = (
-    "!!int ''", "!!float ''", "!!timestamp x", "!!map [1, 2]", "!!set [1]", "!!omap {a: 1}", "!!pairs 3", "!!binary '*'",
+    "!!int ''", "!!float ''", "!!timestamp x", "!!map [1, 2]", "!!set [1]", "!!omap {a: 1}", "!!pairs 3",
+    "!!binary '*'", "- " * 30_000,
     "!!bool maybe", "!!null x", "!!seq {a: 1}", "!!str {a: 1}", "!!python/object:os.system x", "!unknown 1", "&a [*a]",
     "*nowhere", "&x {<<: *x}", "{<<: 3}", "{<<: [1]}", "{? [1] : 2}", "{? {a: 1} : 2}", "9" * 5000, "0x" + "f" * 5000,
     "0b" + "1" * 20_000, "190:20:30.15", "1:" * 3000 + "1", ".inf", "-.inf", ".nan", "~", '"\\0"', '"\\ud800"',

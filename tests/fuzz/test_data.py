@@ -27,7 +27,8 @@ TEMPLATES = (
     "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 100000000 }}{% endfor %}{% endfor %}",
     "{{ 'x' * 10000000000 }}", "{{ ['x'] * 10000000000 }}", "{{ 10 ** 10000 }}", "{{ messages.__class__ }}",
     "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "{{ raise_exception('no') }}", "{{ messages[9].content }}", "{% include 'x' %}", "{{ 1 / 0 }}", "{{ nothing.at.all }}",
+    "{{ raise_exception('no') }}", "{{ messages[9].content }}", "{% include 'x' %}", "{{ 1 / 0 }}",
+    "{{ nothing.at.all }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ messages | map('upper') | join }}", "{% generation %}x",
     "{% generation %}{% endgeneration %}", "{{ '\\ud800' }}", "{{ cycler.__init__.__globals__.os.system('false') }}",
 )  # fmt: skip

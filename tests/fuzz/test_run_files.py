@@ -18,7 +18,8 @@ WHOLE: dict[str, Any] = RunConfig.model_validate(
     {
         "model": {"path": "tiny-mixtral"},
         "adapt": {
-            "router": "0-1", "experts": {"layers": "0-1", "ids": [0, 2]}, "lora": {"rank": 4, "alpha": 8}, "also": ["norm"]
+            "router": "0-1", "experts": {"layers": "0-1", "ids": [0, 2]}, "also": ["norm"],
+            "lora": {"rank": 4, "alpha": 8},
         },
         "train": {"accumulate": 1},
         "data": {"train": "a.jsonl", "eval": "b.jsonl"},
@@ -87,4 +88,4 @@ def test_thirty_thousand_unknown_keys(tmp_path: Path) -> None:
         file = write(tmp_path / "run.yaml", (text + "".join(f"k{n}: 1\n" for n in range(count))).encode())
         with pytest.raises(UserError, match=r"and 2,980 more|larger than any run file"):
             load_run_config(file)
-        answer(count, lambda: load_run_config(file))
+        answer(count, lambda file=file: load_run_config(file))
