@@ -15,6 +15,7 @@ import typer
 
 from moetune.cli.apply import apply
 from moetune.cli.count import count
+from moetune.cli.data import data
 from moetune.cli.export import export
 from moetune.cli.init import init
 from moetune.cli.models import models
@@ -43,7 +44,7 @@ def options(
     _debug = debug
 
 
-for command in (count, predict, verify, train, quantize, export, apply, models, init):
+for command in (count, predict, verify, data, train, quantize, export, apply, models, init):
     app.command()(command)
 
 

@@ -18,8 +18,7 @@ from moetune.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.hub.tensor_files import INDEX_FILE, read_checkpoint
 from moetune.run.resolve import resolve, resolve_model
-from moetune.training.data import load_data
-from moetune.training.run import _tokenizer
+from moetune.training.data import load_data, tokenizer_of
 from tests.fuzz.damage import answer, cases, damaged_json, garbled_bytes, write
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -52,7 +51,11 @@ def read_model(folder: Path) -> None:
 
 def read_tokenizer(folder: Path, data: Path) -> None:
     source = resolved_source(folder)
-    load_data(DataConfig(train=str(data), packing=False), _tokenizer(source), TrainConfig(sequence_length=64))
+    load_data(
+        DataConfig(train=str(data), packing=False),
+        tokenizer_of(source.name, source.folder),
+        TrainConfig(sequence_length=64),
+    )
 
 
 def resolved_source(folder: Path) -> Any:
