@@ -18,6 +18,7 @@ class Format(StrEnum):
     delta = "delta"
     peft = "peft"
     merged = "merged"
+    vllm = "vllm"
 
 
 def export(
@@ -26,7 +27,7 @@ def export(
         Format,
         typer.Option(
             "--format",
-            help="Changed tensors only, a PEFT adapter, or a whole checkpoint.",
+            help="Changed tensors only, a PEFT adapter, a whole checkpoint, or an adapter for vLLM.",
             show_default=False,
         ),
     ],
@@ -37,11 +38,14 @@ def export(
     ] = 0,
     json_: Json = False,
 ) -> None:
-    """Write what the newest checkpoint of a run holds as a delta, a PEFT adapter or a merged checkpoint."""
+    """Write what the newest checkpoint of a run holds as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""
     from moetune.errors import UserError
 
-    if check and format_ is Format.delta:
-        raise UserError("--check compares what computes by itself; a delta does with its base (moetune apply)")
+    if check and format_ in (Format.delta, Format.vllm):
+        raise UserError(
+            f"--check computes with stock transformers and PEFT, which do not read --format {format_.value}; check "
+            "merged or peft"
+        )
 
     import json
     import sys

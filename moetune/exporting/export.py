@@ -31,7 +31,7 @@ class ExportResult:
 
 def export(
     trained: Adapted | Path | str,
-    format: Literal["delta", "peft", "merged"],
+    format: Literal["delta", "peft", "merged", "vllm"],
     out: Path | str,
     *,
     overwrite: bool = False,
@@ -41,7 +41,7 @@ def export(
     Args:
         trained: a run folder, whose newest checkpoint is taken; or a model in memory, however it was trained. What that
             one began with is taken to be what its `model.path` holds now.
-        format: changed tensors only, a PEFT adapter, or a whole checkpoint.
+        format: changed tensors only, a PEFT adapter, a whole checkpoint, or an adapter for vLLM.
         overwrite: replace an earlier export.
 
     Raises:
@@ -57,6 +57,10 @@ def export(
             exported = export_merged(run, folder)
         elif format == "delta":
             exported = export_delta(run, folder)
+        elif format == "vllm":
+            from moetune.exporting.vllm import export_vllm
+
+            exported = export_vllm(run, folder)
         else:
             from moetune.exporting.peft import export_peft  # PEFT takes a while to import
 
