@@ -16,11 +16,14 @@ import typer
 from moetune.cli.apply import apply
 from moetune.cli.count import count
 from moetune.cli.data import data
+from moetune.cli.eval import eval_
 from moetune.cli.export import export
+from moetune.cli.generate import chat, generate
 from moetune.cli.init import init
 from moetune.cli.models import models
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
+from moetune.cli.report import report
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
@@ -44,8 +47,9 @@ def options(
     _debug = debug
 
 
-for command in (count, predict, verify, data, train, quantize, export, apply, models, init):
+for command in (count, predict, verify, data, train, report, generate, chat, export, apply, quantize, models, init):
     app.command()(command)
+app.command(name="eval")(eval_)
 
 
 def main() -> None:
