@@ -25,6 +25,8 @@ from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 _LARGEST_ID = 2**16
 IdSet = Literal["all", "none"] | tuple[int, ...]
 """Layer or expert numbers: every one, no one, or those listed."""
+IdsByLayer = dict[int, tuple[int, ...]]
+"""Expert numbers of each layer that is named."""
 
 
 def parse_ids(value: object) -> object:
@@ -53,6 +55,27 @@ def parse_ids(value: object) -> object:
     if not ids:
         raise ValueError("the list is empty; write none to choose nothing")
     return tuple(sorted(ids))
+
+
+def parse_expert_ids(value: object) -> object:
+    """As `parse_ids`, or a mapping of layers to such lists, in the order of layers.
+
+    Raises:
+        ValueError: a layer is no number, a list is none, or nothing is listed.
+    """
+    if not isinstance(value, dict):
+        return parse_ids(value)
+    by_layer: IdsByLayer = {}
+    for layer, ids in value.items():
+        if not str(layer).isdecimal():
+            raise ValueError(f"{layer!r} is not the number of a layer; write {{0: [1, 2], 3: [0]}}")
+        parsed = parse_ids(ids)
+        if not isinstance(parsed, tuple):
+            raise ValueError(f"layer {layer}: {ids!r} does not list experts; write {{{layer}: [0, 1]}}")
+        by_layer[int(layer)] = parsed
+    if not by_layer:
+        raise ValueError("no layer is listed; write none to choose nothing")
+    return dict(sorted(by_layer.items()))
 
 
 def check_memory(value: object) -> object:
@@ -88,6 +111,7 @@ Size = Annotated[int, Field(gt=0, le=2**16)]
 """Of one axis of a tensor, or of a mesh: products of them still fit into 64 bits."""
 Strength = Annotated[float, Field(ge=0, le=1e6)]
 """What a loss, a gradient or a weight is multiplied by, or bounded with: float32 holds its square."""
+ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(parse_expert_ids)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -107,11 +131,82 @@ class ModelConfig(Section):
     experts_on: Literal["gpu", "host"] = "gpu"
 
 
+Rule = Literal["tokens", "gate", "reap", "foreground", "random", "least"]
+SIZES = ("p", "k", "experts", "parameters", "budget")
+"""How many experts a choice takes: one of these says it."""
+
+
+def _check_budget(value: object) -> object:
+    if isinstance(value, str):
+        return check_memory(value) if value != "none" else _refuse_budget(value)
+    return value if isinstance(value, (int, float)) and 0 < value < 1 else _refuse_budget(value)
+
+
+def _refuse_budget(value: object) -> object:
+    raise ValueError(f"{value!r} is neither memory, such as 44GiB, nor a share of each layer's experts, such as 0.25")
+
+
+class ChoiceConfig(Section):
+    """Experts that recorded scores choose, in each layer by itself. docs/concepts/choosing-experts.md has the rules.
+
+    How many is said by one of: `p`, the smallest prefix of the ranking whose share reaches it; `k` of each layer; at
+    most so many `experts`, or their `parameters`, in all; `budget`, a share of each layer's experts, or the memory that
+    the run shall fit. But for `p`, each layer has equally many.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+
+    from_: str = Field(alias="from", min_length=1)
+    rule: Rule = "tokens"
+    p: Annotated[float, Field(gt=0, le=1)] | None = None
+    k: Positive | None = None
+    experts: Positive | None = None
+    parameters: Positive | None = None
+    budget: Annotated[str | float | None, BeforeValidator(lambda v: v if v is None else _check_budget(v))] = None
+    background: str | None = Field(default=None, min_length=1)
+    layers: Ids = "all"
+    seed: Count = 0
+
+    @model_validator(mode="after")
+    def _one_size(self) -> ChoiceConfig:
+        given = [name for name in SIZES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"says how many experts {'by ' + ' and '.join(given) if given else 'in no way'}; set one of "
+                f"{', '.join(SIZES)}"
+            )
+        if self.p is not None and self.rule not in ("tokens", "gate"):
+            raise ValueError(f"p: is a share of tokens or of gate weight, and {self.rule} ranks by another; set k")
+        if (self.background is not None) != (self.rule == "foreground"):
+            raise ValueError("rule: foreground compares with background: FILE, and no other rule does")
+        return self
+
+
+def _ids_or_choice(raw: Any) -> str:
+    chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
+    return "a choice" if chosen else "ids or layers"
+
+
 class ExpertsConfig(Section):
-    """Whole experts that train in full precision: `ids` of each of `layers`."""
+    """Whole experts that train in full precision: `ids` of each of `layers`, or those of each layer by its number."""
 
     layers: Ids = "all"
-    ids: Ids = "all"
+    ids: ExpertIds = "all"
+
+    @model_validator(mode="after")
+    def _layers_once(self) -> ExpertsConfig:
+        if isinstance(self.ids, dict) and self.layers != "all":
+            raise ValueError("ids: names the layers already; leave layers out")
+        return self
+
+
+ExpertsOrChoice = Annotated[
+    Annotated[ExpertsConfig, Tag("ids or layers")] | Annotated[ChoiceConfig, Tag("a choice")],
+    Discriminator(_ids_or_choice),
+]
+IdsOrChoice = Annotated[
+    Annotated[ExpertIds, Tag("ids or layers")] | Annotated[ChoiceConfig, Tag("a choice")], Discriminator(_ids_or_choice)
+]
 
 
 class LoraConfig(Section):
@@ -128,7 +223,7 @@ class LoraConfig(Section):
     lr_ratio: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     targets: tuple[Text, ...] = Field(default=("attention", "experts"), min_length=1)
     layers: Ids = "all"
-    ids: Ids = "all"
+    ids: IdsOrChoice = "all"
     gate_up: Literal["fused", "split"] = "fused"
 
     @property
@@ -146,10 +241,16 @@ class AdaptConfig(Section):
     """Which parts of the model train, and how. `start_from` is a folder with an adapter or a delta of these parts."""
 
     router: Ids = "none"
-    experts: ExpertsConfig | None = None
+    experts: ExpertsOrChoice | None = None
     lora: LoraConfig | None = None
     also: tuple[Text, ...] = ()
     start_from: FilePath | None = None
+
+    @property
+    def has_memory_budget(self) -> bool:
+        """Whether how many experts are chosen takes predictions of the run (scoring/budget.py)."""
+        of_lora = None if self.lora is None else self.lora.ids
+        return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
 
 
 OptimizerName = Literal[
@@ -247,6 +348,12 @@ OneOrByPart = Annotated[
 ]
 
 
+def _check_coefficient(value: object) -> object:
+    if value == "auto" or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1e6):
+        return value
+    raise ValueError(f"{value!r} is neither a number from 0 to 1e6 nor auto")
+
+
 class TrainConfig(Section):
     micro_batch: Size = 1
     accumulate: Size = 8
@@ -265,7 +372,8 @@ class TrainConfig(Section):
     max_grad_norm: Strength = 1.0
     max_grad_value: Strength = 0.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    router_aux_loss: Strength = 0.0
+    router_aux_loss: Annotated[float | str, BeforeValidator(_check_coefficient)] = 0.0
+    router_aux_scope: Literal["model", "layer"] = "model"
     router_z_loss: Strength = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     neftune_alpha: Strength = 0.0
@@ -276,6 +384,12 @@ class TrainConfig(Section):
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("steps and epochs both say how long to train; leave one out")
         return self
+
+    @property
+    def balance_coefficient(self) -> float:
+        """Of the balance loss, of a run that is resolved."""
+        assert not isinstance(self.router_aux_loss, str)
+        return self.router_aux_loss
 
     @property
     def loss_bytes(self) -> int | None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from moetune.config import PartOptimizers, RunConfig
+from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
 from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import expanded
 
@@ -119,7 +119,8 @@ def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
 
 _PATHS = (
     ("model", "path"), ("adapt", "start_from"), ("data", "train"), ("data", "eval"), ("data", "chat_template"),
-    ("parallel", "load"), ("parallel", "deepspeed"),
+    ("parallel", "load"), ("parallel", "deepspeed"), ("adapt", "experts", "from"), ("adapt", "experts", "background"),
+    ("adapt", "lora", "ids", "from"), ("adapt", "lora", "ids", "background"),
 )  # fmt: skip
 """What a run file may name by a path: relative to its own folder, else to the working directory."""
 _FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
@@ -142,9 +143,12 @@ def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
             is_there = False
         return str(place) if is_there else value
 
-    for section, key in _PATHS:
-        if isinstance(raw.get(section), dict) and key in raw[section]:
-            raw[section][key] = found(key, raw[section][key])
+    for *sections, key in _PATHS:
+        holder: Any = raw
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and key in holder:
+            holder[key] = found(key, holder[key])
 
 
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
@@ -219,7 +223,17 @@ def _explain(error: ValidationError) -> Iterable[str]:
 
 
 _UNION_TAGS = frozenset(
-    {"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part", "several", "weighted"}
+    {
+        "literal['all','none']",
+        "tuple[int, ...]",
+        "tuple[int,...]",
+        "one",
+        "by_part",
+        "several",
+        "weighted",
+        "a choice",
+        "ids or layers",
+    }
 )
 
 
@@ -229,9 +243,11 @@ def _fields_at(location: Iterable[int | str]) -> list[str]:
     for part in location:
         if part == "by_part":
             section = PartOptimizers
+        elif part == "a choice":
+            section = ChoiceConfig
         elif part not in _UNION_TAGS and not isinstance(part, int):
             section = next(t for t in _leaves(section.model_fields[str(part)].annotation) if issubclass(t, BaseModel))
-    return list(section.model_fields)
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _leaves(annotation: Any) -> list[type]:

@@ -16,6 +16,7 @@ import typer
 from moetune.cli.apply import apply
 from moetune.cli.count import count
 from moetune.cli.data import data
+from moetune.cli.drift import drift
 from moetune.cli.eval import eval_
 from moetune.cli.export import export
 from moetune.cli.generate import chat, generate
@@ -24,6 +25,8 @@ from moetune.cli.models import models
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
 from moetune.cli.report import report
+from moetune.cli.score import score
+from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
@@ -47,7 +50,10 @@ def options(
     _debug = debug
 
 
-for command in (count, predict, verify, data, train, report, generate, chat, export, apply, quantize, models, init):
+for command in (
+    count, score, select, predict, verify, data, train, report, drift, generate, chat, export, apply, quantize, models,
+    init,
+):  # fmt: skip
     app.command()(command)
 app.command(name="eval")(eval_)
 

@@ -1,14 +1,19 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how they read a run file."""
 
 from __future__ import annotations
 
+import sys
 import typing
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from moetune.config import DataConfig
+from moetune.cli.imports import heavy_imports
+from moetune.config import DataConfig, RunConfig
 from moetune.errors import UserError, suggest
+from moetune.run_file import load_run_config
 
 Overrides = Annotated[
     list[str] | None,
@@ -43,3 +48,17 @@ def checked_format(format: str | None) -> None:
     known = typing.get_args(DataConfig.model_fields["format"].annotation)
     if format is not None and format not in known:
         raise UserError(f"--format {format!r}: it may be {', '.join(known)}.{suggest(format, known)}")
+
+
+def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
+    """The run file, with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    config = load_run_config(path, overrides or ())
+    if not config.adapt.has_memory_budget:
+        return config
+    with heavy_imports():
+        from moetune.scoring.budget import within_budget
+
+    def tried(k: int, fits: bool) -> None:
+        print(f"{k} experts of each layer {'fit' if fits else 'do not fit'}", file=sys.stderr)
+
+    return within_budget(config, tried)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def predict(
@@ -46,13 +46,12 @@ def predict(
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
         from moetune.run.resolve import resolve
-        from moetune.run_file import load_run_config
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format
 
         refuse_unknown_format(figure)
-    config = load_run_config(run, set_ or ())
+    config = read_run(run, set_)
     chosen: Any = {"method": method, "allocator": allocator}
     report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
     if html is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def train(
@@ -31,9 +31,9 @@ def train(
     import sys
 
     from moetune.parallel.launch import is_quiet, start_ranks, was_launched
-    from moetune.run_file import load_run_config, refuse_missing_files
+    from moetune.run_file import refuse_missing_files
 
-    config = load_run_config(run, set_ or ())
+    config = read_run(run, set_)
     refuse_missing_files(config, run)
     interrupted = "interrupted; --resume auto goes on from the last checkpoint"
     if config.parallel.ranks > 1 and not dry_run and not was_launched():

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def verify(
@@ -24,9 +24,8 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Take real steps with random weights and print predicted beside measured. Exit code 1: more than 5 % apart."""
-    from moetune.run_file import load_run_config
 
-    config = load_run_config(run, set_ or ())
+    config = read_run(run, set_)
 
     import json
 

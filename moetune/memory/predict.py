@@ -37,6 +37,7 @@ def predict(
     gpu: str | None = None,
     routing: Routing = BALANCED,
     allocator: Allocator | None = None,
+    advise: bool = True,
 ) -> MemoryReport:
     """Predicts the peak of a run, without weights, data or a GPU.
 
@@ -44,6 +45,7 @@ def predict(
         method: by default a trace.
         gpu: name or size, instead of `hardware.gpu`.
         allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
+        advise: where it does not fit, look for changes that would make it.
 
     Raises:
         UserError: as `resolve`; what cannot be trained or predicted; an unknown GPU; DeepSpeed is to be traced and not
@@ -70,7 +72,7 @@ def predict(
         report = _by_formula(run, card, routing, common)
     else:
         report = _by_trace(run, card, routing, allocator or allocator_here(), common)
-    if report.fits is not False:
+    if report.fits is not False or not advise:
         return report
     changes = tuple(best_changes(run, report, routing, card))
     notes = () if any(change.fits for change in changes) else ("no single change makes it fit; combine them",)

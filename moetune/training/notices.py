@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from rich.console import Console
@@ -13,25 +13,34 @@ from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.parallel.ranks import local_tensor
 from moetune.training.data import Datasets
+from moetune.training.routing import collapsed, idle_experts, is_enough
 
 _SAMPLED = 64  # elements of each parameter
-_COLLAPSED = 0.95
-"""Share of a layer's rows beyond which the K experts that receive most receive all, as far as training goes."""
 _EQUAL = 1e-5  # of ln V: what rounding makes of a loss that is ln V
 
 
 class Notices:
-    """Looks at each line of metrics before it is written."""
+    """Looks at each line of metrics before it is written.
 
-    def __init__(self, adapted: Adapted, console: Console) -> None:
-        self.adapted, self.console = adapted, console
-        self.kinds: list[str] = []
+    Args:
+        trained: how many parameters train, on all ranks.
+    """
+
+    def __init__(self, adapted: Adapted, trained: int, console: Console) -> None:
+        self.adapted, self.trained, self.console = adapted, trained, console
+        self._said: dict[str, set[object]] = {}
         self._known = self._sample()
+        self._unjudged: dict[int, Tensor] = {}  # tokens that each expert has received since its layer was judged
 
-    def say(self, kind: str, text: str) -> None:
-        """Says it, if nothing of its kind was said before."""
-        if kind not in self.kinds:
-            self.kinds.append(kind)
+    @property
+    def kinds(self) -> list[str]:
+        """Of what was said."""
+        return list(self._said)
+
+    def say(self, kind: str, text: str, about: object = None) -> None:
+        """Says it, if nothing of its kind was said before of the same thing."""
+        if about not in self._said.setdefault(kind, set()):
+            self._said[kind].add(about)
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
@@ -47,14 +56,14 @@ class Notices:
             )
 
     def about_step(
-        self, loss: float | None, updated: bool, load: Mapping[int, Tensor], received: Mapping[int, Tensor]
+        self, loss: float | None, updated: bool, load: dict[int, Tensor], received: dict[int, Tensor]
     ) -> dict[str, object]:
         """What a line of metrics says beside its numbers.
 
         Args:
             loss: of the steps since the last line; None if all were skipped.
             updated: whether a weight should have changed in them.
-            load: by layer, the tokens that each expert received in them.
+            load: by layer, the tokens that each expert received in them, on the host.
             received: the same since the run began.
         """
         size = self.adapted.run.model.settings.get_text_config().vocab_size
@@ -64,13 +73,10 @@ class Notices:
                 f"the loss is ln {size}: every token is as likely as any other. Weights were destroyed, most likely by "
                 "the learning rate; lower optimizer.lr and start anew",
             )
-        collapsed = [str(layer) for layer in self._collapsed(load)]
-        if collapsed:
-            self.say(
-                "collapsed routers",
-                f"the routers of layers {', '.join(collapsed)} send nearly all tokens to the same experts; "
-                "train.router_aux_loss balances them",
-            )
+        self._about_collapse(load)
+        idle = idle_experts(self.adapted.run, received)
+        if all(map(is_enough, received.values())):
+            self._about_idle(idle)
         now = self._sample()
         still = [part for part, sample in now.items() if torch.equal(sample, self._known[part])]
         self._known = now
@@ -80,40 +86,37 @@ class Notices:
                 f"no weight of {', '.join(still)} has changed: the updates are smaller than what their precision can "
                 "hold; raise optimizer.lr, or set optimizer.master_weights: fp32 or stochastic",
             )
-        idle = self.idle(received)
-        return {
-            "idle_experts": sum(map(len, idle.values())),
-            "unchanged": still if updated else [],
-            "notices": list(self.kinds),
-        }
+        return {"idle_experts": len(idle), "unchanged": still if updated else [], "notices": self.kinds}
 
-    def idle(self, received: Mapping[int, Tensor]) -> dict[int, list[int]]:
-        """By layer, the experts that train or have LoRA, and no token came to them."""
-        selection, found = self.adapted.selection, {}
-        for layer, tokens in received.items():
-            chosen = sorted({*selection.experts.get(layer, ()), *selection.lora_experts.get(layer, ())})
-            none = [expert for expert in chosen if tokens[expert] == 0] if chosen else []
-            if none:
-                found[layer] = none
-        return found
+    def at_end(self, received: dict[int, Tensor]) -> None:
+        """Names the experts that trained on nothing, however short the run was."""
+        self._about_idle(idle_experts(self.adapted.run, received))
 
-    def at_end(self, received: Mapping[int, Tensor]) -> None:
-        """Names the experts that trained on nothing."""
-        if idle := self.idle(received):
-            which = "; ".join(f"layer {layer}: {', '.join(map(str, ids))}" for layer, ids in list(idle.items())[:10])
-            more = f"; and of {len(idle) - 10} more layers" if len(idle) > 10 else ""
+    def _about_idle(self, idle: dict[tuple[int, int], int]) -> None:
+        if idle:
+            named = ", ".join(f"{layer}:{expert}" for layer, expert in list(idle)[:8])
+            more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
             self.say(
-                "idle experts", f"experts that were to train received no token and are as they were: {which}{more}"
+                "idle experts",
+                f"{len(idle)} experts train and have received no token (layer:expert {named}{more}): "
+                f"{100 * sum(idle.values()) / self.trained:.1f} % of what trains stands idle. moetune score and select "
+                "choose experts that this data uses",
             )
 
-    def _collapsed(self, load: Mapping[int, Tensor]) -> Iterator[int]:
-        for layer in self.adapted.anatomy.moe_layers:
-            tokens = load.get(layer.index)
-            if tokens is None or len(tokens) <= layer.top_k:
-                continue
-            total, most = float(tokens.sum()), float(tokens.topk(layer.top_k).values.sum())
-            if total > 0 and most >= _COLLAPSED * total:
-                yield layer.index
+    def _about_collapse(self, load: dict[int, Tensor]) -> None:
+        for layer, tokens in load.items():
+            self._unjudged[layer] = self._unjudged.get(layer, 0) + tokens
+        judged = {layer: tokens for layer, tokens in self._unjudged.items() if is_enough(tokens)}
+        for layer, used in collapsed(self.adapted.run, judged).items():
+            self.say(
+                "collapsed routers",
+                f"routing of layer {layer} has collapsed: of {len(judged[layer])} experts {used:.1f} are in use (the "
+                "exponential of the load's entropy). train.router_aux_loss holds against it; a lower "
+                "optimizer.router.lr moves routers less",
+                about=layer,
+            )
+        for layer in judged:
+            del self._unjudged[layer]
 
     @torch.no_grad()
     def _sample(self) -> dict[str, Tensor]:

@@ -168,7 +168,7 @@ def _train(
     progress = ProgressBar(console)
     memory = MemoryRecord(adapted, folder, console)
     interruptible = Interruptible()
-    notices = Notices(adapted, console)
+    notices = Notices(adapted, counts["total"], console)
     notices.about_data(data)
     trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible], notices=notices)
     memory.load = trainer.total_load

@@ -44,6 +44,7 @@ from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
 from moetune.training.data import Datasets
 from moetune.training.notices import Notices, refuse_broken_weights
+from moetune.training.routing import load_by_layer, load_summary, on_host
 from moetune.training.run_folder import RunFolder, step_of
 
 LOAD_FILE = "expert_load.json"
@@ -63,7 +64,7 @@ class MoeTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         notices: Notices | None = None,
     ) -> None:
-        self.notices = notices or Notices(adapted, Console(quiet=True))
+        self.notices = notices or Notices(adapted, 1, Console(quiet=True))
         config = adapted.run.config
         self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
         self.watch = RouterWatch(adapted)
@@ -211,10 +212,11 @@ class MoeTrainer(Trainer):
                 logs["peak_allocated"] = torch.cuda.max_memory_allocated(self.args.device)
             if self._router_loss is not None:
                 logs["router_loss"] = self._router_loss.item() / self._updates
-            summary = load_summary(self._load)
+            load = on_host(self._load)
+            summary = load_summary(load)
             moves = logs["learning_rate"] > 0 and step > self.config.train.warmup
             updated = bool(self._losses) and moves and (logs.get("grad_norm") or 0) > 0
-            noted = self.notices.about_step(logs.get("loss"), updated, self._load, self.total_load)
+            noted = self.notices.about_step(logs.get("loss"), updated, load, on_host(self.total_load))
             self.folder.append_metrics(
                 {
                     "step": step,
@@ -226,6 +228,7 @@ class MoeTrainer(Trainer):
                     "tokens_per_second": logs["tokens_per_second"],
                     "peak_allocated": logs.get("peak_allocated"),
                     "expert_load": summary,
+                    "routing": load_by_layer(load),
                     **noted,
                 }
             )
@@ -398,16 +401,3 @@ def _add(sums: dict[int, Tensor], more: dict[int, Tensor]) -> None:
 def _or_none(number: float | None) -> float | None:
     """JSON has no NaN."""
     return number if number is not None and math.isfinite(number) else None
-
-
-def load_summary(load: dict[int, Tensor]) -> dict[str, float]:
-    """Expert load in three numbers: `max_over_mean` of the most uneven layer (1 is balanced, E / K the worst), that
-    `layer`, and how many experts of all layers were `unused`."""
-    if not load:
-        return {}
-    layers, sizes = list(load), [len(tokens) for tokens in load.values()]
-    on_host = torch.cat(list(load.values())).cpu().split(sizes)  # one transfer for all layers
-    imbalance = [(tokens.max() / tokens.mean()).item() for tokens in on_host]
-    worst = max(range(len(layers)), key=imbalance.__getitem__)
-    unused = sum(int((tokens == 0).sum()) for tokens in on_host)
-    return {"max_over_mean": round(imbalance[worst], 4), "layer": layers[worst], "unused": unused}

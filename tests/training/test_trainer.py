@@ -30,7 +30,7 @@ from tests.resolved import build, train, verify
 
 KEYS = [
     "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "peak_allocated",
-    "expert_load",
+    "expert_load", "routing",
 ]  # fmt: skip
 TIMES = ("tokens_per_second",)
 
