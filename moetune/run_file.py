@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
-from moetune.errors import UserError, reading, shown, suggest
+from moetune.errors import UserError, one_line, reading, shown, suggest
 from moetune.files import expanded
 
 _MOST_BYTES = 2**16
@@ -102,7 +102,7 @@ def parse(text: str, what: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # a constructor of PyYAML raises what its Python type does
-        reason = str(error) if isinstance(error, yaml.YAMLError) else shown(error, 200)
+        reason = str(error) if isinstance(error, yaml.YAMLError) else one_line(error)
         reason = reason.replace('"<unicode string>", ', "")
         raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
 
