@@ -95,7 +95,7 @@ def damaged(tree: Any, draw: random.Random, pool: tuple[Any, ...] = HOSTILE) -> 
             node[new if isinstance(new, str) else str(new)[:50]] = node.pop(key)
         elif kind == 3:
             node[key] = [node[key]] * draw.choice((0, 1, 2, 50))
-        elif kind == 4 and isinstance(node[key], (int, float)):
+        elif kind == 4 and isinstance(node[key], (int, float)) and abs(node[key]) < 2**60:
             node[key] = node[key] * draw.choice((-1, 0, 2, 1000, 0.5)) + draw.choice((0, 1, -1))
         elif kind == 5 and isinstance(node[key], str):
             node[key] = garbled(node[key], draw)

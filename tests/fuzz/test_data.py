@@ -57,9 +57,14 @@ def test_data(pytestconfig: pytest.Config, tokenizer: Any, tmp_path: Path) -> No
             raw = garbled_bytes(raw, draw)
         if draw.random() < 0.01:
             raw = b"[" * 100_000 + b"\n"
-        name = draw.choice(("d.jsonl", "d.jsonl", "d.jsonl", "d.json", "d.txt", "d.parquet", "d", "d.jsonl:train"))
+        name = draw.choice(
+            ("d.jsonl", "d.jsonl", "d.jsonl", "d.json", "d.csv", "d.txt", "d.parquet", "d", "d.jsonl:train")
+        )
         file = write(tmp_path / name, raw)
-        format, packing = draw.choice(("auto", "auto", "text", "prompt", "chat")), draw.random() < 0.5
+        format, packing = (
+            draw.choice(("auto", "auto", "text", "prompt", "chat", "alpaca", "sharegpt")),
+            draw.random() < 0.5,
+        )
         answers.append(answer(seed, lambda f=file, o=(format, packing): read(f, tokenizer, *o), lambda r=raw: repr(r)))
     assert len(answers) / 10 < sum(isinstance(one, UserError) for one in answers) < len(answers)
 
