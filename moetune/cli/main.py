@@ -6,12 +6,14 @@ import logging
 import os
 import sys
 import traceback
+from typing import Annotated
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import typer
 
+from moetune import __version__
 from moetune.cli.apply import apply
 from moetune.cli.count import count
 from moetune.cli.data import data
@@ -27,13 +29,30 @@ from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
 
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"moetune {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="moetune",
     help="Fine-tune a mixture-of-experts model on one GPU, and know before starting that it fits.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 for command in (count, predict, verify, data, train, report, generate, chat, export, apply, quantize, models, init):
     app.command()(command)
 app.command(name="eval")(eval_)

@@ -42,17 +42,22 @@ def predict(
 
     import json
 
+    from moetune.catalog.gpus import find_gpu
+    from moetune.run_file import load_run_config
+
+    config = load_run_config(run, set_ or ())
+    if gpu is not None:
+        find_gpu(gpu)  # before what takes seconds
+
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
         from moetune.run.resolve import resolve
-        from moetune.run_file import load_run_config
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format
 
         refuse_unknown_format(figure)
-    config = load_run_config(run, set_ or ())
     chosen: Any = {"method": method, "allocator": allocator}
     report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
     if html is not None:

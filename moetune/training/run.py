@@ -36,6 +36,7 @@ from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
 from moetune.training.preview import steps_an_epoch
 from moetune.training.progress import ProgressBar, reading
+from moetune.training.rounding import RoundingWatch
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer import MoeTrainer, check_checkpoint
 
@@ -145,7 +146,8 @@ def train(
     progress = ProgressBar(console)
     memory = MemoryRecord(adapted, folder, console)
     interruptible = Interruptible()
-    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible])
+    callbacks = [progress, memory, interruptible, RoundingWatch(adapted, console)]
+    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=callbacks)
     memory.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:

@@ -27,6 +27,7 @@ from moetune.errors import UserError
 from moetune.hub.fingerprint import Base
 from moetune.parallel.coordinates import data_ranks
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run_file import refuse_existing_run
 from moetune.training.manifest import damage, write_manifest
 
 RUN_FILE, BASE_FILE, MEMORY_FILE = "run.yaml", "base.json", "memory.json"
@@ -74,10 +75,7 @@ class RunFolder:
         if occupied and not is_run:
             raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
         if occupied and resume == "never" and not overwrite:
-            raise UserError(
-                f"output {str(self.path)!r} already holds a run; continue it with --resume auto, replace it with "
-                "--overwrite, or choose another output"
-            )
+            refuse_existing_run(self.path)
         if resume == "never":
             return None
         newest = self.newest_whole() if resume == "auto" else None
