@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
 from moetune.errors import UserError, one_line, reading, shown, suggest
 from moetune.files import expanded
+from moetune.other_names import OTHER_NAMES
 
 _MOST_BYTES = 2**16
 _MOST_VALUES = 10_000
@@ -176,6 +177,16 @@ def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
         raise UserError("\n".join(problems))
 
 
+def refuse_existing_run(output: Path) -> None:
+    """Raises `UserError` if a folder holds a run."""
+    output = output.expanduser()
+    if (output / "run.yaml").is_file() and (output / "checkpoints").is_dir():
+        raise UserError(
+            f"output {str(output)!r} already holds a run; continue it with --resume auto, replace it with "
+            "--overwrite, or choose another output"
+        )
+
+
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
@@ -203,7 +214,10 @@ def _explain(error: ValidationError) -> Iterable[str]:
         match item["type"]:
             case "extra_forbidden":
                 known = _fields_at(item["loc"][:-1])
+                ours = OTHER_NAMES.get(str(item["loc"][-1]))
                 hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+                if ours is not None and ours != where:
+                    hint = f" Here it is {ours}."
                 yield f"{where}: unknown key.{hint}"
             case "missing":
                 yield f"{where}: missing, and required"

@@ -28,11 +28,12 @@ def eval_(
     from moetune.cli.options import checked_base, checked_format
 
     checked_format(format_)
+    packed = checked_base(base)
     with heavy_imports():
         from moetune.inference.evaluate import evaluate
         from moetune.inference.opened import open_model
 
-    found = evaluate(open_model(model, base=checked_base(base)), data, sequence_length, format_)
+    found = evaluate(open_model(model, base=packed), data, sequence_length, format_)
     if json_:
         print(json.dumps(found.to_json()))
         return

@@ -13,6 +13,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import typer
 
+from moetune import __version__
 from moetune.cli.apply import apply
 from moetune.cli.count import count
 from moetune.cli.data import data
@@ -33,11 +34,17 @@ from moetune.errors import UserError
 
 _debug = False  # as the last command was told
 
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"moetune {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="moetune",
     help="Fine-tune a mixture-of-experts model on one GPU, and know before starting that it fits.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -45,6 +52,9 @@ app = typer.Typer(
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Before a command: say where bad input was noticed.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     global _debug
     _debug = debug

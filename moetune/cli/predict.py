@@ -42,6 +42,12 @@ def predict(
 
     import json
 
+    from moetune.catalog.gpus import find_gpu
+
+    config = read_run(run, set_)
+    if gpu is not None:
+        find_gpu(gpu)  # before what takes seconds
+
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
@@ -51,7 +57,6 @@ def predict(
         from moetune.report.figures import refuse_unknown_format
 
         refuse_unknown_format(figure)
-    config = read_run(run, set_)
     chosen: Any = {"method": method, "allocator": allocator}
     report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
     if html is not None:

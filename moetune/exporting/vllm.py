@@ -4,12 +4,12 @@ Unlike PEFT's, its layout of experts' factors follows the base checkpoint (vllm/
 
     experts apart     <experts>.<e>.<w1, gate_proj, …>.lora_A [r, in] and lora_B [out, r]; of a layer every expert with
                       every projection, or none (`pack_moe`)
-    experts stacked   <experts>.base_layer.lora_A [E·r, H] and lora_B [2I, r·E] of gate and up, <experts>.lora_A [E·r, I]
-                      and lora_B [H, r·E] of down, both there: A with the expert slowest, B with it fastest
-                      (`_stack_moe_lora_weights`)
+    experts stacked   <experts>.base_layer.lora_A [E·r, H] and lora_B [2I, r·E] of gate and up,
+                      <experts>.lora_A [E·r, I] and lora_B [H, r·E] of down, both there; A with the expert
+                      slowest, B with it fastest (`_stack_moe_lora_weights`)
 
-Everything is multiplied with one lora_alpha / r, so all factors have one rank: where one is lower, or an expert has none,
-zeros fill it.
+Everything is multiplied with one lora_alpha / r, so all factors have one rank: where one is lower, or an expert has
+none, zeros fill it.
 """
 
 from __future__ import annotations

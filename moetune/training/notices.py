@@ -16,6 +16,8 @@ from moetune.training.data import Datasets
 from moetune.training.routing import collapsed, idle_experts, is_enough
 
 _SAMPLED = 64  # elements of each parameter
+_TOO_FEW = 0.5
+"""Where a smaller share of 16-bit weights has moved in a run, most of what was learned is lost."""
 _EQUAL = 1e-5  # of ln V: what rounding makes of a loss that is ln V
 
 
@@ -29,7 +31,7 @@ class Notices:
     def __init__(self, adapted: Adapted, trained: int, console: Console) -> None:
         self.adapted, self.trained, self.console = adapted, trained, console
         self._said: dict[str, set[object]] = {}
-        self._known = self._sample()
+        self._begun = self._known = self._sample()
         self._unjudged: dict[int, Tensor] = {}  # tokens that each expert has received since its layer was judged
 
     @property
@@ -89,8 +91,28 @@ class Notices:
         return {"idle_experts": len(idle), "unchanged": still if updated else [], "notices": self.kinds}
 
     def at_end(self, received: dict[int, Tensor]) -> None:
-        """Names the experts that trained on nothing, however short the run was."""
+        """Names experts that trained on nothing, however short the run was, and says if updates mostly rounded away."""
         self._about_idle(idle_experts(self.adapted.run, received))
+        rounding, now = self._rounding(), self._sample()
+        moved = [now[part] != self._begun[part] for part in rounding if part in now]
+        share = torch.cat(moved).float().mean().item() if moved else 1.0
+        if share < _TOO_FEW:
+            self.say(
+                "updates rounded away",
+                f"{share:.1%} of the weights that train in 16 bits have moved; the others' updates were smaller than "
+                "half a step of their precision and were rounded away, or no token reached them. Set "
+                "optimizer.master_weights: stochastic (no memory) or fp32 (4 bytes a parameter), or raise optimizer.lr",
+            )
+
+    def _rounding(self) -> set[str]:
+        """The parts whose updates are rounded to 16 bits."""
+        return {
+            part
+            for name, parameter in self.adapted.trainable().items()
+            if parameter.itemsize == 2
+            and (optimizer := self.adapted.run.optimizers[part := self.adapted.part_of(name)]).master_weights == "none"
+            and not optimizer.offload
+        }
 
     def _about_idle(self, idle: dict[tuple[int, int], int]) -> None:
         if idle:

@@ -28,7 +28,7 @@ from moetune.files import WriterLock, aside_of, expanded, lock, settle, sync, wr
 from moetune.hub.fingerprint import Base
 from moetune.parallel.coordinates import data_ranks
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run_file import parse
+from moetune.run_file import parse, refuse_existing_run
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, write_manifest
 
@@ -93,10 +93,7 @@ class RunFolder:
         if occupied and not is_run:
             raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
         if occupied and resume == "never" and not overwrite:
-            raise UserError(
-                f"output {str(self.path)!r} already holds a run; continue it with --resume auto, replace it with "
-                "--overwrite, or choose another output"
-            )
+            refuse_existing_run(self.path)
         if resume == "never":
             return None
         checkpoint = self.newest_whole() if resume == "auto" else self._chosen(resume)
