@@ -60,13 +60,22 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
         raise UserError(f"run file {str(path)!r} is not valid YAML: {reason}") from None
     if not isinstance(raw, dict):
         raise UserError(f"run file {str(path)!r} must hold a mapping with model: and adapt:")
+    return read_run_config(raw, overrides, f"run file {str(path)!r}")
+
+
+def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
+    """Validates what a run file holds, `a.b=value` overrides applied; `what` says where it is from.
+
+    Raises:
+        UserError: it does not validate; every problem is listed.
+    """
     for override in overrides:
         _apply_override(raw, override)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         problems = "\n".join(f"  {line}" for line in _explain(error))
-        raise UserError(f"run file {str(path)!r}:\n{problems}") from None
+        raise UserError(f"{what}:\n{problems}") from None
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

@@ -13,10 +13,12 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import typer
 
 from moetune.cli.apply import apply
+from moetune.cli.compare import compare
 from moetune.cli.count import count
 from moetune.cli.export import export
 from moetune.cli.init import init
 from moetune.cli.models import models
+from moetune.cli.plan import plan
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
 from moetune.cli.train import train
@@ -30,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, verify, train, quantize, export, apply, models, init):
+for command in (count, predict, plan, compare, verify, train, quantize, export, apply, models, init):
     app.command()(command)
 
 

@@ -10,4 +10,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
 ]
+Router = Annotated[
+    str | None, typer.Option(metavar="LAYERS", help="Of a MODEL: routers of these layers train, such as all or 0-5.")
+]
+Experts = Annotated[
+    str | None,
+    typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, such as 0-5:0,1."),
+]
+Lora = Annotated[
+    int | None, typer.Option(metavar="RANK", min=1, help="Of a MODEL: LoRA on attention and experts trains.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

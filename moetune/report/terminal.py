@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moetune.anatomy.selection import ranges
 from moetune.memory.report import (
     PART_NAMES,
     Change,
@@ -110,7 +110,7 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
     groups: dict[tuple[object, ...], list[RankMemory]] = {}
     for rank in ranks:
         groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes), []).append(rank)
-    return [(_ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
+    return [(ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
 
 
 def biggest(changes: Iterable[Change]) -> list[Change]:
@@ -143,14 +143,6 @@ def folded(terms: Iterable[Term]) -> list[Term]:
             ]
         shown += [*large, *small]
     return shown
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    runs = []
-    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return ",".join(runs)
 
 
 # --- Sections -----------------------------------------------------------------------------------------------------
