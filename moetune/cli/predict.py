@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Experts, Json, Lora, Overrides, Router
+from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Verbose
 
 
 def predict(
@@ -38,6 +38,7 @@ def predict(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.")] = None,
     figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.")] = None,
     set_: Overrides = None,
+    verbose: Verbose = False,
     json_: Json = False,
 ) -> None:
     """Predict the peak memory of a run, without loading a weight, and whether it fits. Exit code 1: no."""
@@ -49,6 +50,7 @@ def predict(
         raise UserError(f"--allocator {allocator!r}: it is default or expandable")
 
     import json
+    import sys
     from dataclasses import replace
 
     with heavy_imports():
@@ -70,10 +72,12 @@ def predict(
         from moetune.report.page import write_page
 
         write_page(report, html)
+        print(f"{html} written", file=sys.stderr)
     if figure is not None:
         from moetune.report.figures import save_figure
 
         save_figure(report, figure)
+        print(f"{figure} written", file=sys.stderr)
     if json_:
         print(json.dumps({**report.to_json(), "run": config.model_dump(mode="json")}, indent=2))
     else:
@@ -83,6 +87,6 @@ def predict(
 
         from moetune.report.terminal import print_report
 
-        print_report(report, Console())
+        print_report(report, Console(), verbose=verbose)
     if report.fits is False:
         raise typer.Exit(1)

@@ -36,6 +36,8 @@ def combination(config: RunConfig, report: MemoryReport, needs: Needs, shortest:
         report: of the run, which does not fit.
         shortest: a sequence's length is not halved below this.
     """
+    if report.gpu is None or report.fullest.outside_allocator >= report.gpu.usable_bytes:
+        return None  # whatever the run file says
     taken: list[Candidate] = []
     refused: set[str] = set()
 

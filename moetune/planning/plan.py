@@ -148,7 +148,7 @@ def plan(
         }
     )
     anatomy = resolve_model(start.model).anatomy
-    search = Search(start, anatomy, needs := Needs(), card.memory.value)
+    search = Search(start, anatomy, needs := Needs(), card.memory.value, card.context.value)
     found: list[Found] = []
     tried: list[Way] = []
     for goal in goals:
@@ -166,6 +166,8 @@ def plan(
                     continue
                 if one is not None and (host is None or one.report.fullest.host_bytes <= host):
                     found.append(one)
+                    if search.is_all(one):  # all other ways give up more, for nothing
+                        break
             if any(one.way.goal == goal for one in found):
                 break
     candidates = []

@@ -24,7 +24,7 @@ from moetune.planning.solve import last_that_fits
 from moetune.planning.ways import Way
 
 RANKS = (4, 8, 16, 32, 64)
-_MOST_ROWS = 64
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,12 @@ class Search:
 
     Args:
         start: the run file that ways are put into: model, card, length.
+        usable: bytes of the card.
+        context: bytes that a process takes of it whatever it does.
     """
 
-    def __init__(self, start: RunConfig, anatomy: Anatomy, needs: Needs, usable: int) -> None:
-        self.start, self.anatomy, self.needs, self.usable = start, anatomy, needs, usable
+    def __init__(self, start: RunConfig, anatomy: Anatomy, needs: Needs, usable: int, context: int = 0) -> None:
+        self.start, self.anatomy, self.needs, self.usable, self.context = start, anatomy, needs, usable, context
         self.layers = [layer.index for layer in anatomy.moe_layers]
         self.experts = min((layer.shape.num_experts for layer in anatomy.moe_layers), default=0)
 
@@ -109,18 +111,19 @@ class Search:
         depth = len(self.layers)
         most = sum(self.bound(way, count) <= self.usable for count in range(1, depth * self.experts + 1))
         first = max(1, -(-most // depth))
+        on_line = most  # what a line leaves room for, for as many experts a layer as it has, and more
         best: tuple[int, int] | None = None
         for each in (*range(first, self.experts + 1), *range(first - 1, 0, -1)):
             amount = 0 if best is None else best[0] * best[1]
-            end = min(depth, most // each)
+            end = min(depth, (on_line if each >= first else most) // each)
             is_tie = best is not None and each < best[1] and amount % each == 0
             if end * each < amount + (not is_tie):
                 continue
             layers = 1 + last_that_fits(end, lambda number: headroom(number + 1, each), max(3, depth // 3))  # noqa: B023
             if layers and (layers * each > amount or (is_tie and layers * each == amount)):
                 best = layers, each
-            if each >= first:  # from here on a line begins no lower than this one
-                most = min(most, self._end_of_line(reports, each, most))
+            if each >= first:
+                on_line = min(on_line, self._end_of_line(reports, each, on_line))
         if best is None:
             return None
         layers, each = best
@@ -164,18 +167,30 @@ class Search:
 
     def _most_rows(self, found: Found) -> Found:
         """The same with as many rows a micro-batch as fit, and as many rows a step."""
-        best, rows = found, 2
-        in_all = found.config.train.accumulate
-        while rows <= _MOST_ROWS:
-            settings = {"train.micro_batch": rows, "train.accumulate": max(1, in_all // rows)}
-            config = changed(found.config, settings)
-            report = self.needs.of(config)
-            if not report.fits:
-                beyond = best.beyond or (f"micro-batch {rows}", report)
-                return Found(best.way, best.config, best.report, best.amount, beyond)
-            best = Found(best.way, config, report, best.amount, best.beyond)
-            rows *= 2
-        return best
+        configs: dict[int, RunConfig] = {0: found.config}
+        reports: dict[int, MemoryReport] = {0: found.report}
+
+        def headroom(number: int) -> int:
+            if number not in reports:
+                steps = max(1, found.config.train.accumulate // ROWS[number])
+                settings = {"train.micro_batch": ROWS[number], "train.accumulate": steps}
+                configs[number] = changed(found.config, settings)
+                reports[number] = self.needs.of(configs[number])
+            left = reports[number].headroom_bytes
+            assert left is not None
+            return left
+
+        # where experts train there is seldom room for many more
+        last = last_that_fits(len(ROWS), headroom, 1 if found.way.goal == "experts" else len(ROWS) - 1)
+        beyond = found.beyond
+        if beyond is None and last + 1 < len(ROWS):
+            beyond = f"micro-batch {ROWS[last + 1]}", reports[last + 1]
+        return Found(found.way, configs[last], reports[last], found.amount, beyond)
+
+    def is_all(self, found: Found) -> bool:
+        """Whether nothing larger is looked for, whatever the way."""
+        most = {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[found.way.goal]
+        return found.amount >= most and found.config.train.micro_batch >= ROWS[-1]
 
     # --- Arithmetic -------------------------------------------------------------------------------------------
 
@@ -196,7 +211,7 @@ class Search:
                 width = 4 if optimizer.master_weights == "fp32" else 2
                 each += state_bytes(optimizer, (size,), width) + 4 * size * (width == 4)
                 each += 0 if optimizer.fused_backward else 2 * size
-        return int(stored + experts * each) // config.parallel.ranks
+        return self.context + int(stored + experts * each) // config.parallel.ranks
 
 
 def exhaustive(search: Search, way: Way) -> tuple[int, int] | None:
