@@ -89,14 +89,31 @@ class ExpertsConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank factors. `gate_up` says whether an expert's gate and up projections share one A or have one each."""
+    """Low-rank factors. `gate_up` says whether an expert's gate and up projections share one A or have one each.
+
+    `rslora` divides alpha by the root of the rank (arXiv 2312.03732); `lr_ratio` is how many times A's learning rate B
+    has (LoRA+, arXiv 2402.12354); `dropout` is of the input of linear layers.
+    """
 
     rank: Positive
     alpha: Annotated[float, Field(gt=0)]
+    rslora: bool = False
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lr_ratio: Annotated[float, Field(gt=0)] = 1.0
     targets: tuple[str, ...] = Field(default=("attention", "experts"), min_length=1)
     layers: Ids = "all"
     ids: Ids = "all"
     gate_up: Literal["fused", "split"] = "fused"
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha that LoRA without `rslora` has with the same scale."""
+        return self.alpha * self.rank**0.5 if self.rslora else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied with."""
+        return self.plain_alpha / self.rank
 
 
 class AdaptConfig(Section):
@@ -209,6 +226,7 @@ class TrainConfig(Section):
     accumulate: Positive = 8
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     steps: Positive = 200
+    epochs: Annotated[float, Field(gt=0)] | None = None
     checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
@@ -224,7 +242,14 @@ class TrainConfig(Section):
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
     router_z_loss: Annotated[float, Field(ge=0)] = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
+    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
     report_to: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("steps and epochs both say how long to train; leave one out")
+        return self
 
     @property
     def loss_bytes(self) -> int | None:
@@ -232,13 +257,58 @@ class TrainConfig(Section):
         return None if self.loss_memory == "none" else parse_size(self.loss_memory)
 
 
-class DataConfig(Section):
-    """Where examples come from: files, `catalog` data sets, or hub data sets as `org/name` or `org/name:split`."""
+Name = Annotated[str, Field(min_length=1)]
 
-    train: str = Field(min_length=1)
-    eval: str | None = None
-    format: Literal["auto", "text", "prompt", "chat"] = "auto"
+
+class WeightedData(Section):
+    """One of several data sets: an epoch has each of its records `weight` times, 0.5 being a random half of them."""
+
+    path: Name
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+OneOrSeveral = Annotated[
+    Annotated[Name, Tag("one")]
+    | Annotated[
+        tuple[
+            Annotated[
+                Annotated[Name, Tag("one")] | Annotated[WeightedData, Tag("weighted")],
+                Discriminator(lambda raw: "one" if isinstance(raw, str) else "weighted"),
+            ],
+            ...,
+        ],
+        Field(min_length=1),
+        Tag("several"),
+    ],
+    Discriminator(lambda raw: "several" if isinstance(raw, (list, tuple)) else "one"),
+]
+
+
+class DataConfig(Section):
+    """Where examples come from: files, folders, `catalog` data sets, or hub data sets (`org/name:config:split`).
+
+    `chat_template` is a file, or a model whose template is taken. `too_long` says what becomes of a prompt or chat that
+    does not fit a sequence. `validation` is the share of the training records that are held out where `eval` is not
+    given.
+    """
+
+    train: OneOrSeveral
+    eval: OneOrSeveral | None = None
+    format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
     packing: bool = True
+    chat_template: Name | None = None
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _held_out_once(self) -> DataConfig:
+        if self.eval is not None and self.validation is not None:
+            raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")
+        return self
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval is not None or self.validation is not None
 
 
 class ParallelConfig(Section):
@@ -343,4 +413,5 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The resolved run file: every value spelled out, so that it reads back equal."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        one_length = {"train": {"steps"}} if self.train.epochs is not None else None
+        return yaml.safe_dump(self.model_dump(mode="json", exclude=one_length), sort_keys=False, allow_unicode=True)

@@ -60,6 +60,7 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
         raise UserError(f"run file {str(path)!r} is not valid YAML: {reason}") from None
     if not isinstance(raw, dict):
         raise UserError(f"run file {str(path)!r} must hold a mapping with model: and adapt:")
+    _find_beside(raw, path)
     return read_run_config(raw, overrides, f"run file {str(path)!r}")
 
 
@@ -76,6 +77,61 @@ def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) ->
     except ValidationError as error:
         problems = "\n".join(f"  {line}" for line in _explain(error))
         raise UserError(f"{what}:\n{problems}") from None
+
+
+_PATHS = (
+    ("model", "path"), ("adapt", "start_from"), ("data", "train"), ("data", "eval"), ("data", "chat_template"),
+    ("parallel", "load"), ("parallel", "deepspeed"),
+)  # fmt: skip
+"""What a run file may name by a path: relative to its own folder, else to the working directory."""
+_FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
+
+
+def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
+    """Makes paths that exist relative to the run file's folder absolute."""
+
+    def found(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [found(key, one) for one in value]
+        if isinstance(value, dict) and isinstance(value.get("path"), str):
+            return value | {"path": found(key, value["path"])}
+        if not isinstance(value, str) or not value:
+            return value
+        place = run_file.absolute().parent / value
+        try:
+            is_there = (place / "config.json").is_file() if key == "path" else place.exists()
+        except (OSError, ValueError):  # no name that a file can have
+            is_there = False
+        return str(place) if is_there else value
+
+    for section, key in _PATHS:
+        if isinstance(raw.get(section), dict) and key in raw[section]:
+            raw[section][key] = found(key, raw[section][key])
+
+
+def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
+    """Raises `UserError` for a file of data that is nowhere; other names are looked up when they are read."""
+    data = config.data
+    if data is None:
+        return
+    problems = []
+    for value in (data.train, data.eval, data.chat_template):
+        for one in () if value is None else (value,) if isinstance(value, str) else value:
+            name = one if isinstance(one, str) else one.path
+            path = Path(name).expanduser()
+            if path.is_absolute() or path.exists() or not _FILE_NAME.fullmatch(name):
+                continue
+            beside = Path(run_file).absolute().parent / name
+            places = list(dict.fromkeys((beside, path.absolute())))
+            neighbours = [f.name for place in places if place.parent.is_dir() for f in place.parent.iterdir()]
+            where = (
+                f", neither beside the run file ({str(beside)!r}) nor in the working directory ({str(places[-1])!r})"
+            )
+            problems.append(
+                f"no such file: {name!r}{where if len(places) > 1 else ''}.{suggest(path.name, neighbours)}"
+            )
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -123,7 +179,9 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
 
 
-_UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part"})
+_UNION_TAGS = frozenset(
+    {"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part", "several", "weighted"}
+)
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
@@ -132,7 +190,7 @@ def _fields_at(location: Iterable[int | str]) -> list[str]:
     for part in location:
         if part == "by_part":
             section = PartOptimizers
-        elif part not in _UNION_TAGS:
+        elif part not in _UNION_TAGS and not isinstance(part, int):
             section = next(t for t in _leaves(section.model_fields[str(part)].annotation) if issubclass(t, BaseModel))
     return list(section.model_fields)
 
@@ -140,6 +198,6 @@ def _fields_at(location: Iterable[int | str]) -> list[str]:
 def _leaves(annotation: Any) -> list[type]:
     """The types in an annotation, whatever unions and annotations are around them."""
     inner = typing.get_args(annotation)
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated, tuple):
         return [leaf for option in inner for leaf in _leaves(option)]
     return [annotation] if isinstance(annotation, type) else []

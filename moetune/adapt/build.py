@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.integrations.neftune import activate_neftune
 from transformers.utils import logging as transformers_logging
 
 from moetune.adapt import packed_base
@@ -136,6 +137,8 @@ def build(
         add_lora(model, selection.lora_linears, selection.lora)  # PEFT freezes all but its own factors
     for parameter in trained:
         parameter.requires_grad_()
+    if config.train.neftune_alpha:
+        activate_neftune(model, config.train.neftune_alpha)
     for layer in anatomy.moe_layers:
         model.get_submodule(layer.experts).requires_grad_()
     refuse_unpacked(model, run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 
+from moetune.experts.bank import ExpertBank
 from moetune.experts.host import AsyncCopy, CopyStream
 from moetune.patches.transformers import checkpoint_layers_by
 
@@ -41,20 +42,77 @@ def keep_choices(model: PreTrainedModel, offload_to: torch.device | None = None)
     """Whoever switches checkpointing on from now, gets the kind that keeps choices: trainers do so by their own
     settings, and TRL's switches it off and on around a reference model."""
     switch = model._set_gradient_checkpointing
-    keeping = partial(checkpoint, use_reentrant=False, context_fn=routing_contexts)
+    contexts = RoutersOf(model).contexts
+    keeping = partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
     def switch_keeping(enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         switch(enable=enable, gradient_checkpointing_func=keeping, every_n_layers=every_n_layers)
         if offload_to is not None:
-            checkpoint_layers_by(model, InputsOnHost(offload_to).checkpoint)
+            checkpoint_layers_by(model, InputsOnHost(offload_to, contexts).checkpoint)
 
     model._set_gradient_checkpointing = switch_keeping  # type: ignore[method-assign]
 
 
-def routing_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for the forward and the recomputation of one checkpointed call."""
-    kept: list[Tensor] = []
-    return _Record(kept), _Replay(kept)
+class RoutersOf:
+    """Watches the routers of a model in checkpointed calls: from where a block with experts begins to where its experts
+    do. Elsewhere no dispatch mode is on, because one costs microseconds for every operation."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._call: _Call | None = None
+        self.banks = {path: module for path, module in model.named_modules() if isinstance(module, ExpertBank)}
+        for path, bank in self.banks.items():
+            block = model.get_submodule(path.rpartition(".")[0])
+            block.register_forward_pre_hook(lambda *_: self._call and self._call.begin())
+            bank.register_forward_pre_hook(lambda *_: self._call and self._call.end())
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Contexts for the forward and the recomputation of one checkpointed call."""
+        kept: list[Tensor] = []
+        rows: list[list[int]] = []
+        return _Call(self, _Record(kept), rows), _Call(self, _Replay(kept), rows)
+
+
+class _Call:
+    """One checkpointed call, the first time or again.
+
+    Args:
+        mode: is on while the routers of this call work.
+        rows: that each expert receives, of each bank of the call; counted the first time, known again.
+    """
+
+    def __init__(self, routers: RoutersOf, mode: _Record | _Replay, rows: list[list[int]]) -> None:
+        self._routers, self._mode, self._rows, self._is_on = routers, mode, rows, False
+
+    def __enter__(self) -> None:
+        self._outer, self._routers._call = self._routers._call, self
+        self._mode.restart()
+        self._stack = ExitStack()
+        links = next((bank.links for bank in self._routers.banks.values()), None)
+        if links is not None:
+            known, count = iter(self._rows), links.count_rows
+
+            def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+                if isinstance(self._mode, _Replay):
+                    return next(known)
+                self._rows.append(count(layer, ids, num_experts))
+                return self._rows[-1]
+
+            self._stack.enter_context(links.counting_by(count_rows))
+
+    def __exit__(self, *exception: Any) -> None:
+        self.end()
+        self._stack.close()
+        self._routers._call = self._outer
+
+    def begin(self) -> None:
+        if not self._is_on:
+            self._mode.__enter__()
+            self._is_on = True
+
+    def end(self) -> None:
+        if self._is_on:
+            self._mode.__exit__(None, None, None)
+            self._is_on = False
 
 
 class _Record(TorchDispatchMode):
@@ -63,6 +121,10 @@ class _Record(TorchDispatchMode):
     def __init__(self, kept: list[Tensor]) -> None:
         super().__init__()
         self.kept = kept
+
+    def restart(self) -> None:
+        """A call begins."""
+        self.kept.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -78,9 +140,9 @@ class _Replay(TorchDispatchMode):
         super().__init__()
         self.kept = kept
 
-    def __enter__(self) -> _Replay:
-        self.left = iter(self.kept)  # anew each time: a graph that is kept is recomputed at every backward
-        return super().__enter__()
+    def restart(self) -> None:
+        """A call begins: anew each time, because a graph that is kept is recomputed at every backward."""
+        self.left = iter(self.kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _REPLAY:
@@ -121,13 +183,13 @@ class InputsOnHost:
     """Checkpoints layers whose inputs go to the host in forward and come back in backward, each while the layer after
     it computes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._out, self._back = CopyStream(device), CopyStream(device)
+    def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
+        self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts
         self._kept: list[weakref.ref[_Kept]] = []  # in the order of forward; a graph that is let go takes its own away
 
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint`, for a layer whose first argument is what it transforms."""
-        recomputed = partial(torch_checkpoint, function, use_reentrant=False, context_fn=routing_contexts)
+        recomputed = partial(torch_checkpoint, function, use_reentrant=False, context_fn=self._contexts)
         if hidden.is_leaf:  # a frozen embedding's output stays whatever happens: autograd holds on to leaves
             return recomputed(hidden, *args)
         left: list[AsyncCopy] = []

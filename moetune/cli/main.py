@@ -15,6 +15,7 @@ import typer
 from moetune.cli.apply import apply
 from moetune.cli.compare import compare
 from moetune.cli.count import count
+from moetune.cli.data import data
 from moetune.cli.export import export
 from moetune.cli.init import init
 from moetune.cli.models import models
@@ -32,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, plan, compare, verify, train, quantize, export, apply, models, init):
+for command in (count, predict, plan, compare, verify, data, train, quantize, export, apply, models, init):
     app.command()(command)
 
 

@@ -31,9 +31,10 @@ def train(
     import sys
 
     from moetune.parallel.launch import is_quiet, start_ranks, was_launched
-    from moetune.run_file import load_run_config
+    from moetune.run_file import load_run_config, refuse_missing_files
 
     config = load_run_config(run, set_ or ())
+    refuse_missing_files(config, run)
     interrupted = "interrupted; --resume auto goes on from the last checkpoint"
     if config.parallel.ranks > 1 and not dry_run and not was_launched():
         with heavy_imports():

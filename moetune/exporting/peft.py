@@ -131,9 +131,9 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
     settings = PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
-        lora_alpha=plain_number(lora.alpha),
+        lora_alpha=plain_number(lora.plain_alpha),
         rank_pattern=ranks,
-        alpha_pattern={pattern: plain_number(lora.alpha * rank / lora.rank) for pattern, rank in ranks.items()},
+        alpha_pattern={pattern: plain_number(lora.scale * rank) for pattern, rank in ranks.items()},
         target_modules=[],  # none means the model type's default ones
         target_parameters=parameters or None,
         modules_to_save=list(saved) or None,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moetune.optim.lomo import ScalingOptimizer
 from moetune.parallel.ranks import local_tensor
+from moetune.patches.bitsandbytes import load_paged, update
 
 MasterWeights = Literal["none", "fp32", "stochastic"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -77,7 +78,7 @@ class Updater:
         if scaling is not None:
             scaling.step(scale=1.0 if self.copies else scale)
         else:
-            self.optimizer.step()
+            update(self.optimizer)
         for parameter, shard in self.shards.items():
             if shard is not parameter:
                 shard.grad = None
@@ -115,8 +116,6 @@ class Updater:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if getattr(self.optimizer, "is_paged", False):
-            from moetune.patches.bitsandbytes import load_paged
-
             load_paged(self.optimizer, state["optimizer"])
         else:
             self.optimizer.load_state_dict(state["optimizer"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
+import bitsandbytes.optim.optimizer
 from bitsandbytes.functional import get_paged
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor
@@ -33,6 +35,16 @@ def paged(optimizer: Any, parameter: Tensor) -> Iterator[Tensor]:
     """The states of a parameter that are in managed memory on a GPU: `get_state_buffer`."""
     if getattr(optimizer, "is_paged", False) and parameter.numel() >= SMALLEST_PAGED:
         yield from (tensor for key, tensor in optimizer.state.get(parameter, {}).items() if key in _PAGED)
+
+
+def update(optimizer: Any) -> None:
+    """One update. bitsandbytes lets the host wait for the device after each parameter, which only paged states need:
+    theirs are read by both."""
+    if getattr(optimizer, "is_paged", True):
+        optimizer.step()
+        return
+    with patch.object(bitsandbytes.optim.optimizer, "sync_gpu", lambda _: None):
+        optimizer.step()
 
 
 def load_paged(optimizer: Any, state: dict[str, Any]) -> None:

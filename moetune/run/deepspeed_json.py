@@ -128,6 +128,8 @@ def _refuse(config: RunConfig) -> None:
             "adapt.lora beside whole weights in bf16: DeepSpeed wants one dtype of all that trains, and low-rank "
             "factors are float32; train one of them, set model.dtype: fp32, or use engine: fsdp2"
         )
+    if adapt.lora is not None and adapt.lora.lr_ratio != 1:
+        problems.append("adapt.lora.lr_ratio: DeepSpeed has one optimizer for all; set it to 1, or use engine: fsdp2")
     problems += _of_optimizers(config)
     if problems:
         raise UserError("\n".join(f"parallel.engine: deepspeed and {problem}" for problem in problems))

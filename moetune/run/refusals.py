@@ -79,6 +79,11 @@ def of_lora(plain: PreTrainedModel, selection: Selection) -> Iterator[str]:
             f"adapt.lora: the model reads the weight of {', '.join(inert)} without calling the layer, so LoRA there "
             "would have no effect; name the other layers in adapt.lora.targets"
         )
+    if selection.lora is not None and selection.lora.dropout and selection.lora_experts:
+        yield (
+            "adapt.lora.dropout: PEFT has none for the factors of experts; set it to 0, or leave experts out of "
+            "adapt.lora.targets"
+        )
 
 
 def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:

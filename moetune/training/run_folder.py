@@ -33,8 +33,8 @@ RUN_FILE, BASE_FILE, MEMORY_FILE = "run.yaml", "base.json", "memory.json"
 _OWN = (RUN_FILE, BASE_FILE, "metrics.jsonl", MEMORY_FILE, "checkpoints", "runs", "delta", "adapter", "report.html")
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
-    "output", "hardware", "parallel", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
-    "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
+    "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
+    "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
 }  # fmt: skip
 _FREE_ON_EXPORT = _FREE_ON_RESUME | {"model.path", "model.weights"}
 """The base may have moved since."""

@@ -2,10 +2,10 @@
 
     python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
 
-For a run file and a card the largest micro-batches are found for which the prediction says `yes`, and at least `tight`;
-they are run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA.
-`--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let through, or
-one row above.
+For a run file and a card the largest micro-batches are found for which the closed form says `yes`, and at least
+`tight`; they are traced and run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers,
+experts, LoRA. `--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let
+through, or one row above.
 
 Each case has a process of its own, which may have so much of the card as `--cards` say: 24 and 44 GiB, all of a process
 included. Where there is no card (tests/nullcuda) the predicted context is taken off. A `false yes` was predicted to fit
@@ -53,7 +53,7 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
 
 
 def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
-    """The most rows of a micro-batch that a trace lets through: 0 if not even one, `MOST` if so many.
+    """The most rows of a micro-batch that the closed form lets through: 0 if not even one, `MOST` if so many.
 
     Args:
         with_room: whether its verdict is to be `yes`, not `tight`.
@@ -62,7 +62,7 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
     @cache
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
-        report = predict(resolve(with_rows(config, rows), "cuda"), method="trace", gpu=card)
+        report = predict(resolve(with_rows(config, rows), "cuda"), method="formula", gpu=card)
         assert report.headroom_bytes is not None
         return report.headroom_bytes - (report.allowance if with_room else 0)
 

@@ -16,8 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moetune.experts.mlp
 from moetune.adapt.build import Adapted
-from moetune.adapt.checkpointing import routing_contexts
+from moetune.adapt.checkpointing import RoutersOf, _Record, _Replay
 from moetune.errors import UserError
+from moetune.experts.links import read_rows
 from moetune.run.resolve import resolve
 from tests.reference import assert_close, build_toy, next_token_loss, token_ids
 from tests.toys import LAYERS, toy_config
@@ -113,9 +114,60 @@ def test_the_experts_products_run_once(
     assert len(runs) == LAYERS
 
 
+class Choosing:
+    """What a model's routers are to checkpointed calls, where all of a call is a router's work."""
+
+    def __init__(self, mode: _Record | _Replay) -> None:
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.mode.restart()
+        self.mode.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.mode.__exit__(*exception)
+
+
+def choosing() -> tuple[Choosing, Choosing]:
+    kept: list[Tensor] = []
+    return Choosing(_Record(kept)), Choosing(_Replay(kept))
+
+
+def test_choices_are_watched_around_the_router_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatch mode costs microseconds for every operation under it."""
+    adapted = mixtral(tmp_path, ADAPT, "full")
+    seen: list[str] = []
+    for kind in (_Record, _Replay):
+        stock = kind.__torch_dispatch__
+
+        def dispatch(
+            self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None, *, stock: Any = stock
+        ) -> Any:
+            seen.append(func.__name__)
+            return stock(self, func, types, args, kwargs)
+
+        monkeypatch.setattr(kind, "__torch_dispatch__", dispatch)
+    next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
+    assert seen.count("topk.default") == 2 * LAYERS
+    assert len(seen) <= 2 * LAYERS * 12
+
+
+def test_rows_are_counted_once_for_forward_and_recomputation(tmp_path: Path) -> None:
+    adapted = mixtral(tmp_path, ADAPT, "full")
+    asked: list[int] = []
+
+    def count(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+        asked.append(layer)
+        return read_rows(layer, ids, num_experts)
+
+    with adapted.links.counting_by(count):
+        next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
+    assert asked == list(range(LAYERS))
+
+
 def test_a_graph_that_is_kept_is_recomputed_at_every_backward() -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    y = checkpoint(lambda x: x.topk(2)[0].exp().sum(), x, use_reentrant=False, context_fn=routing_contexts)
+    y = checkpoint(lambda x: x.topk(2)[0].exp().sum(), x, use_reentrant=False, context_fn=choosing)
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (again,) = torch.autograd.grad(y, x)
     assert torch.equal(first, again)
@@ -142,7 +194,7 @@ def test_every_kind_of_choice_is_replayed_with_the_values_that_stand_there_now(c
         return (values.exp() * values).sum()
 
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    loss = checkpoint(layer, x, use_reentrant=False, context_fn=routing_contexts)
+    loss = checkpoint(layer, x, use_reentrant=False, context_fn=choosing)
     scale.data.fill_(-1.0)  # would turn every choice around
     loss.backward()
     (first, ids), (again, replayed) = chosen
@@ -172,4 +224,6 @@ def test_who_switches_it_on_later_gets_the_same_kind(checkpointing: str, tmp_pat
     adapted.model.activation_checkpointing_enable({"use_reentrant": True})
     for layer in layers:
         assert layer.gradient_checkpointing
-        assert layer._gradient_checkpointing_func.keywords == {"use_reentrant": False, "context_fn": routing_contexts}
+        keywords = layer._gradient_checkpointing_func.keywords
+        assert keywords["use_reentrant"] is False
+        assert isinstance(keywords["context_fn"].__self__, RoutersOf)

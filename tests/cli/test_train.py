@@ -102,12 +102,13 @@ def test_killed_at_no_particular_moment_and_resumed(run_file: Path, moetune: Cal
 def assert_quiet(err: str) -> None:
     """Nothing on stderr but what moetune has to say: no warning and no progress bar of another library."""
     lines = [re.sub(r"[0-9.,]+", "#", line) for line in err.splitlines()]
-    assert [line.partition(": trains ")[2] or line for line in lines[:2]] == [
+    assert [line.partition(": trains ")[2] or line for line in lines[:3]] == [
         "# parameters (router # experts #)",
-        "data: # training tokens",
+        "data: # examples in # sequences, # training tokens, # with loss",
+        "length: # steps of # an epoch, # epochs",
     ]
-    assert re.fullmatch(r"resuming from .*/checkpoints/step-#", lines[2])
-    said = {line for line in lines[3:] if not line.startswith("memory: predicted ")}
+    assert re.fullmatch(r"resuming from .*/checkpoints/step-#", lines[3])
+    said = {line for line in lines[4:] if not line.startswith("memory: predicted ")}
     assert said == {"step #: held-out loss #"}, err
 
 

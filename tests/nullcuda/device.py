@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetune.experts import links
+
 _library = ctypes.CDLL(None)
 
 
@@ -69,31 +71,31 @@ def answering() -> Iterator[None]:
     """Inside, code finds the values that it cannot do without. The device is asked for the real ones all the same, so
     that what they cost is counted.
 
-    - `torch.bincount` says that all numbers occur as often: shapes depend on how many tokens each expert receives.
+    - `occurrences` says that all numbers occur as often: shapes depend on how many tokens each expert receives.
     - `tolist` of floats gives ones: a mean divides by a sum.
 
     Any other number that the host reads is zero (device.c), which is finite, and no flag. So transformers, which looks
     whether all positions of a batch follow on one another, finds that they do not, as in a batch of packed documents,
     and makes their mask. And cuDNN is not asked for attention: its plans are made on a real card.
     """
-    bincount, tolist, with_cudnn = torch.bincount, Tensor.tolist, torch.backends.cuda.cudnn_sdp_enabled()
+    occurrences, tolist, with_cudnn = links.occurrences, Tensor.tolist, torch.backends.cuda.cudnn_sdp_enabled()
 
-    def balanced(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        counted = bincount(ids, weights, minlength)
+    def balanced(ids: Tensor, num_experts: int) -> Tensor:
+        counted = occurrences(ids, num_experts)
         if not ids.is_cuda:
             return counted
         counted.tolist()
-        rows, extra = divmod(ids.numel(), minlength)
-        return torch.tensor([rows + (number < extra) for number in range(minlength)])
+        rows, extra = divmod(ids.numel(), num_experts)
+        return torch.tensor([rows + (number < extra) for number in range(num_experts)])
 
     def ones(self: Tensor) -> Any:
         listed = tolist(self)
         return tolist(torch.ones(self.shape)) if self.is_cuda and self.is_floating_point() else listed
 
-    torch.bincount, Tensor.tolist = balanced, ones
+    links.occurrences, Tensor.tolist = balanced, ones
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.bincount, Tensor.tolist = bincount, tolist
+        links.occurrences, Tensor.tolist = occurrences, tolist
         torch.backends.cuda.enable_cudnn_sdp(with_cudnn)

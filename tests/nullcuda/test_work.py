@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 from predict_vs_measured import shrunk
 
 BOUNDS = {  # of a step of two micro-batches
-    "mixtral-8x7b": {"launches": 5994, "synchronizations": 111, "copies": 151},
-    "qwen3-30b-a3b": {"launches": 8498, "synchronizations": 110, "copies": 167},
-    "deepseek-v2-lite": {"launches": 9130, "synchronizations": 96, "copies": 127},
+    "mixtral-8x7b": {"launches": 5954, "synchronizations": 23, "copies": 111},
+    "qwen3-30b-a3b": {"launches": 8458, "synchronizations": 22, "copies": 127},
+    "deepseek-v2-lite": {"launches": 9100, "synchronizations": 22, "copies": 97},
 }
 
 

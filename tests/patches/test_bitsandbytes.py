@@ -2,12 +2,14 @@
 
 import inspect
 
+import bitsandbytes.optim.optimizer
+import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 from torch import nn
 
-from moetune.patches.bitsandbytes import SMALLEST_PAGED, keep_packing, share_tables
+from moetune.patches.bitsandbytes import SMALLEST_PAGED, keep_packing, share_tables, update
 
 
 def optimizer() -> AdamW8bit:
@@ -37,3 +39,22 @@ def test_paged_states_are_loaded_as_ours_are() -> None:
     assert "move_to_device" in inspect.signature(PagedAdamW8bit.load_state_dict).parameters
     assert str(SMALLEST_PAGED).replace("100000", "1e5") in inspect.getsource(PagedAdamW8bit.get_state_buffer)
     assert hasattr(PagedAdamW8bit([nn.Parameter(torch.ones(4))]).page_mng, "paged_tensors")
+
+
+@pytest.mark.parametrize(("kind", "waits"), [(AdamW8bit, 0), (PagedAdamW8bit, 3)])
+def test_an_update_waits_for_the_device_where_states_are_paged(
+    kind: type[AdamW8bit], waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[torch.Tensor] = []
+    monkeypatch.setattr(bitsandbytes.optim.optimizer, "sync_gpu", waited.append)
+    parameters = [nn.Parameter(torch.ones(4096)) for _ in range(2)]
+    made = kind(parameters, lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4096)
+    update(made)
+    assert len(waited) == waits
+    assert all((parameter != 1).all() for parameter in parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4096)
+    made.step()
+    assert len(waited) == waits + (2 if waits == 0 else 3), "bitsandbytes waits by itself no more"

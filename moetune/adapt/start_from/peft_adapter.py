@@ -151,7 +151,7 @@ class _Reading:
             return None
         lora = self.adapted.selection.lora
         assert lora is not None
-        scale, wanted = self._scale(target, rank), lora.alpha / lora.rank
+        scale, wanted = self._scale(target, rank), lora.scale
         if not math.isclose(scale, wanted, rel_tol=1e-9):
             self.problems.append(f"{target}: alpha / rank is {scale:g}, and adapt.lora asks for {wanted:g}")
         return {"A": A, "B": B}

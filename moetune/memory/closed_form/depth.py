@@ -23,6 +23,8 @@ from moetune.memory.trace.alike import Unit, groups, kinds_of
 from moetune.memory.trace.tracing import can_be_shortened
 from moetune.run.resolve import ResolvedRun
 
+_WHERE = ("targets", "layers", "ids")
+"""Of `adapt.lora` what the layers' kinds tell."""
 _STAYS: tuple[PartName, ...] = ("frozen_weights", "trainable_weights")
 
 
@@ -68,7 +70,7 @@ def _shortened(form: ClosedForm) -> tuple[Hashable, Sequence[Unit]]:
     linears = {path for path, linear in run.anatomy.linears().items() if linear.layer is None}
     lora = kind.pop("adapt")["lora"]
     key = (
-        json.dumps(kind | {"lora": lora and {name: lora[name] for name in ("rank", "gate_up")}}, default=str),
+        json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
         form.gpu and form.gpu.capability,
         run.selection.full & outside,
         frozenset(linears.intersection(run.selection.lora_linears)),

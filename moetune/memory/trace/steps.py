@@ -50,7 +50,7 @@ def vocabulary_of(adapted: Adapted) -> int:
 
 def evaluated_rows(config: RunConfig) -> int:
     """Rows of a batch of held-out data; 0 if there are none."""
-    if config.data is None or config.data.eval is None:
+    if config.data is None or not config.data.evaluates:
         return 0
     return config.train.eval_micro_batch or config.train.micro_batch
 
@@ -187,10 +187,16 @@ class Steps:
                 parameter.grad = None
         self.optimizer.zero_grad()
 
-    def record(self, tracker: Tracker, feed: Feed, micro_steps: int) -> Log:
-        """One step, fed with what it need not be fed with; states must be there."""
+    def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
+        """One step, fed with what it need not be fed with; states must be there.
+
+        Args:
+            begun: of its micro-steps so many are not taken: the gradients that they leave are there.
+        """
+        for parameter in self.trained if begun else ():
+            parameter.grad = torch.empty_like(parameter)
         with self._following(tracker):
-            self._step(tracker, feed, micro_steps)
+            self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
         tracker.stop()
         return tracker.log
@@ -210,8 +216,12 @@ class Steps:
             tracker.add(tensor, "master_weights", "float32 copies")
         for tensor in self.optimizer.states():
             tracker.add(tensor, "optimizer_states")
+        for name, parameter in self.adapted.trainable().items():
+            if parameter.grad is not None:
+                tracker.add(parameter.grad, "gradients", self.adapted.part_of(name))
         for number, layer in self.layers.items():
-            for tensor in tensors_of(layer):
+            gradients = (parameter.grad for parameter in layer.parameters() if parameter.grad is not None)
+            for tensor in (*tensors_of(layer), *gradients):
                 tracker.belongs(tensor, number)
         self._say_whose_states(tracker)
         watching = self.adapted.links.watching_experts(tracker.enter_expert)
@@ -263,8 +273,8 @@ class Steps:
             for hook in hooks:
                 hook.remove()
 
-    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int) -> None:
-        for number in range(micro_steps):
+    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0) -> None:
+        for number in range(begun, micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = feed.batch_of(feed.rows)
