@@ -498,7 +498,7 @@ class ParallelConfig(Section):
 
 
 class HardwareConfig(Section):
-    """`gpu` is a name of the catalog or a size such as 44GiB; `count` is how many of them."""
+    """`gpu` is a name of the catalog or a size such as 44GiB; `count` is how many of them, by default one a rank."""
 
     gpu: Text | None = None
     count: Size = 1
@@ -537,6 +537,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> RunConfig:
+        if "count" not in self.hardware.model_fields_set:
+            hardware = self.hardware.model_copy()
+            hardware.__dict__["count"] = self.parallel.ranks
+            self.__dict__["hardware"] = hardware
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(
                 f"parallel: asks for {self.parallel.ranks} ranks and hardware.count is {self.hardware.count}; "

@@ -75,6 +75,15 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     if not isinstance(raw, dict):
         raise UserError(f"{what} must hold a mapping with model: and adapt:")
     _find_beside(raw, path)
+    return read_run_config(raw, overrides, what)
+
+
+def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
+    """Validates what a run file holds, `a.b=value` overrides applied; `what` says where it is from.
+
+    Raises:
+        UserError: it does not validate; every problem is listed.
+    """
     for override in overrides:
         _apply_override(raw, override)
     try:

@@ -15,6 +15,7 @@ import typer
 
 from moetune import __version__
 from moetune.cli.apply import apply
+from moetune.cli.compare import compare
 from moetune.cli.count import count
 from moetune.cli.data import data
 from moetune.cli.drift import drift
@@ -23,6 +24,7 @@ from moetune.cli.export import export
 from moetune.cli.generate import chat, generate
 from moetune.cli.init import init
 from moetune.cli.models import models
+from moetune.cli.plan import plan
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
 from moetune.cli.report import report
@@ -61,8 +63,8 @@ def options(
 
 
 for command in (
-    count, score, select, predict, verify, data, train, report, drift, generate, chat, export, apply, quantize, models,
-    init,
+    count, plan, score, select, predict, compare, verify, data, train, report, drift, generate, chat, export, apply,
+    quantize, models, init,
 ):  # fmt: skip
     app.command()(command)
 app.command(name="eval")(eval_)

@@ -19,6 +19,17 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
 ]
+Router = Annotated[
+    str | None, typer.Option(metavar="LAYERS", help="Of a MODEL: routers of these layers train, such as all or 0-5.")
+]
+Experts = Annotated[
+    str | None,
+    typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, such as 0-5:0,1."),
+]
+Lora = Annotated[
+    int | None, typer.Option(metavar="RANK", min=1, help="Of a MODEL: LoRA on attention and experts trains.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Opens = Annotated[
     str,
@@ -52,7 +63,11 @@ def checked_format(format: str | None) -> None:
 
 def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
     """The run file, with a number of experts in the place of a budget of memory. Raises `UserError`."""
-    config = load_run_config(path, overrides or ())
+    return within_memory(load_run_config(path, overrides or ()))
+
+
+def within_memory(config: RunConfig) -> RunConfig:
+    """The run with a number of experts in the place of a budget of memory. Raises `UserError`."""
     if not config.adapt.has_memory_budget:
         return config
     with heavy_imports():
