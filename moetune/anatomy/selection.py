@@ -203,15 +203,19 @@ def _matches(path: str, target: str) -> bool:
     return fnmatchcase(path, target) or path.endswith(f".{target}") or path == target
 
 
-def _numbers(values: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` as "0-2, 5"."""
+def ranges(values: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as a run file has it: "0-2,5"."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return ranges(values).replace(",", ", ")
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:

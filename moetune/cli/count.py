@@ -56,7 +56,7 @@ def count(
 
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)
     console.print(_components_table(found.model, found.census))
     for line in _facts(found.census):
         console.print(line, highlight=False)

@@ -13,7 +13,7 @@ from moetune.cli.options import Json, Overrides, read_run
 
 def verify(
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps; states appear in the first.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, max=10_000, help="Optimizer steps; states appear in the first.")] = 3,
     routing: Annotated[
         str,
         typer.Option(
@@ -53,7 +53,7 @@ def verify(
             before, after = outcome.predicted[name], outcome.measured[name]
             if before is not None and after is not None:
                 table.add_row(name.replace("_", " "), gib(before), gib(after), f"{100 * (before / after - 1):+.2f} %")
-        console = Console()
+        console = Console(markup=False)
         console.print(table)
         console.print(f"{outcome.tokens_per_second:,.0f} tokens/s; routing: {outcome.routing}", highlight=False)
     if not outcome.holds:

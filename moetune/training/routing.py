@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from moetune.run.choice import parameters_of
 from moetune.run.resolve import ResolvedRun
@@ -50,66 +49,31 @@ def on_host(load: dict[int, Tensor]) -> dict[int, Tensor]:
     return dict(zip(load, split, strict=True))
 
 
-class RoutingWarnings(TrainerCallback):
-    """Says once that experts which train receive no tokens, and of each layer that its routing has collapsed.
+def idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, int], int]:
+    """(layer, expert) -> its parameters that train, of those that train or have LoRA and received no token."""
+    idle, selection = {}, run.selection
+    for layer in run.anatomy.moe_layers:
+        for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
+            for expert in ids.get(layer.index, ()):
+                if layer.index in load and not load[layer.index][expert]:
+                    idle[layer.index, expert] = parameters_of(layer, lora)
+    return idle
 
-    Args:
-        trained: parameters that train, of all ranks.
 
-    Attributes:
-        load: tokens that each expert has received since the run began; the trainer's own, which it adds to.
-    """
-
-    def __init__(self, run: ResolvedRun, trained: int, console: Console) -> None:
-        self.run, self.trained, self.console = run, trained, console
-        self.load: dict[int, Tensor] = {}
-        self._before: dict[int, Tensor] = {}
-        self._told_idle = False
-        self._collapsed: set[int] = set()
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        load = on_host(self.load)
-        since = {layer: tokens - self._before.get(layer, 0) for layer, tokens in load.items()}
-        enough = {layer for layer, tokens in since.items() if tokens.mean() >= JUDGED_AFTER}
-        self._warn_of_collapse({layer: since[layer] for layer in enough})
-        self._before |= {layer: load[layer] for layer in enough}
-        if not self._told_idle and load and all(tokens.mean() >= JUDGED_AFTER for tokens in load.values()):
-            self._told_idle = True
-            self._warn_of_idle(load)
-
-    def _warn_of_idle(self, load: dict[int, Tensor]) -> None:
-        idle, idle_parameters = [], 0
-        selection = self.run.selection
-        for layer in self.run.anatomy.moe_layers:
-            for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
-                unused = [e for e in ids.get(layer.index, ()) if layer.index in load and not load[layer.index][e]]
-                idle += [f"{layer.index}:{expert}" for expert in unused]
-                idle_parameters += len(unused) * parameters_of(layer, lora)
-        if not idle:
-            return
-        named = ", ".join(idle[:8]) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
-        self._say(
-            f"warning: {len(idle)} experts train and have received no token (layer:expert {named}): "
-            f"{100 * idle_parameters / self.trained:.1f} % of what trains stands idle. moetune score and select choose "
-            "experts that this data uses"
-        )
-
-    def _warn_of_collapse(self, load: dict[int, Tensor]) -> None:
-        for layer in self.run.anatomy.moe_layers:
-            tokens = load.get(layer.index)
-            if tokens is None or layer.index in self._collapsed or layer.top_k >= layer.shape.num_experts:
-                continue
-            used = torch.tensor(_entropy(tokens)).exp().item()
+def collapsed(run: ResolvedRun, load: dict[int, Tensor]) -> dict[int, float]:
+    """Layer -> its effective number of experts, the exponential of the load's entropy, where that is hardly above K."""
+    found = {}
+    for layer in run.anatomy.moe_layers:
+        if layer.index in load and layer.top_k < layer.shape.num_experts:
+            used = math.exp(_entropy(load[layer.index]))
             if used < COLLAPSED * layer.top_k:
-                self._collapsed.add(layer.index)
-                self._say(
-                    f"warning: routing of layer {layer.index} has collapsed: of {layer.shape.num_experts} experts "
-                    f"{used:.1f} are in use (the exponential of the load's entropy), and a token takes {layer.top_k}. "
-                    "train.router_aux_loss holds against it; a lower optimizer.router.lr moves routers less"
-                )
+                found[layer.index] = used
+    return found
 
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+
+def is_enough(tokens: Tensor) -> bool:
+    """Whether the load of a layer says something of its experts."""
+    return tokens.mean().item() >= JUDGED_AFTER
 
 
 def _entropy(tokens: Tensor) -> float:

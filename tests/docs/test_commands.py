@@ -22,7 +22,7 @@ SCRIPTS = ("./scripts/demo.sh", "./scripts/test.sh")
 
 REFUSED = "  # exit code 1"
 """Beside a command that is shown because the answer is no."""
-LEAVE_NOTHING = ("models", "count", "predict", "verify", "data")
+LEAVE_NOTHING = ("models", "count", "predict", "verify", "plan", "compare", "data")
 """Commands that need no other one before them: each is run by itself, and once, however many pages show it."""
 RECIPE = re.compile(r"moetune train configs/(tiny-\w+)\.yaml")
 FEWER_STEPS = ("train.steps=6", "train.eval_every=6")

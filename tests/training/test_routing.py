@@ -5,19 +5,17 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from moetune.adapt.count import count_trainable
-from moetune.run.resolve import resolve
-from moetune.training.routing import RoutingWarnings, load_by_layer, load_summary
+from moetune.training.notices import Notices
+from moetune.training.routing import load_by_layer, load_summary
 from tests import small
 from tests.resolved import build, train
-
-NOTHING: Any = cast(Any, None)
 
 
 def test_a_layer_in_numbers() -> None:
@@ -42,38 +40,35 @@ def test_metrics_have_each_layer(small_model: Path, small_data: Path, tmp_path: 
 
 
 @pytest.fixture
-def watched(small_model: Path) -> tuple[RoutingWarnings, io.StringIO, int]:
+def watched(small_model: Path) -> tuple[Notices, io.StringIO]:
     """Experts 0 and 2 train whole in both layers, with the router of layer 1."""
-    config = small.run_config(small_model, Path("unused"), Path("unused"), "experts")
-    run = resolve(config, "cpu")
-    total = count_trainable(build(config, "meta"))["total"]
+    adapted = build(small.run_config(small_model, Path("unused"), Path("unused"), "experts"), "cpu")
     said = io.StringIO()
-    return RoutingWarnings(run, total, Console(file=said)), said, total
+    return Notices(adapted, count_trainable(adapted)["total"], Console(file=said, width=1000)), said
 
 
-def look(warnings: RoutingWarnings, **load: list[int]) -> None:
-    warnings.load.update({int(name[1:]): torch.tensor(tokens, dtype=torch.float) for name, tokens in load.items()})
-    warnings.on_log(NOTHING, NOTHING, NOTHING)
+def layers(*load: list[int]) -> dict[int, Tensor]:
+    return {layer: torch.tensor(tokens, dtype=torch.float) for layer, tokens in enumerate(load)}
 
 
-def test_experts_without_tokens_are_named_once(watched: tuple[RoutingWarnings, io.StringIO, int]) -> None:
-    warnings, said, total = watched
-    look(warnings, _0=[10, 10, 0, 0], _1=[5, 5, 5, 5])
-    assert said.getvalue() == ""  # too early to tell
-    look(warnings, _0=[100, 100, 0, 0], _1=[50, 50, 50, 50])
-    each = warnings.run.anatomy.moe_layers[0].shape.parameters_per_expert
-    expected = (
-        f"1 experts train and have received no token (layer:expert 0:2): {100 * each / total:.1f} % of what trains"
-    )
-    assert expected in said.getvalue()
-    look(warnings, _0=[200, 200, 0, 0], _1=[100, 100, 100, 100])
+def test_experts_without_tokens_are_named_once(watched: tuple[Notices, io.StringIO]) -> None:
+    notices, said = watched
+    line = notices.about_step(1.0, True, {}, layers([10, 10, 0, 0], [5, 5, 5, 5]))
+    assert line["idle_experts"] == 1
+    assert "received no token" not in said.getvalue()  # too early to tell
+    notices.about_step(1.0, True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
+    each = notices.adapted.anatomy.moe_layers[0].shape.parameters_per_expert
+    share = f"{100 * each / notices.trained:.1f} % of what trains"
+    assert f"1 experts train and have received no token (layer:expert 0:2): {share}" in said.getvalue()
+    notices.at_end(layers([200, 200, 0, 0], [100, 100, 100, 100]))
     assert said.getvalue().count("received no token") == 1
 
 
-def test_a_collapse_is_said_of_its_layer(watched: tuple[RoutingWarnings, io.StringIO, int]) -> None:
-    warnings, said, _ = watched
-    look(warnings, _0=[60, 40, 60, 40], _1=[60, 40, 60, 40])
-    assert "collapsed" not in said.getvalue()
-    look(warnings, _0=[160, 41, 160, 41], _1=[100, 90, 110, 90])
+def test_a_collapse_is_said_of_its_layer(watched: tuple[Notices, io.StringIO]) -> None:
+    notices, said = watched
+    for load in ([[60, 40, 60, 40], [60, 40, 60, 40]], [[100, 1, 100, 1], [40, 50, 50, 50]]):
+        assert "collapsed" not in said.getvalue()
+        notices.about_step(1.0, True, layers(*load), {})
     assert said.getvalue().count("collapsed") == 1
     assert "routing of layer 0 has collapsed: of 4 experts 2.1 are in use" in said.getvalue()
+    assert "collapsed routers" in notices.kinds
