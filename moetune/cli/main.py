@@ -16,6 +16,7 @@ from moetune.cli.apply import apply
 from moetune.cli.compare import compare
 from moetune.cli.count import count
 from moetune.cli.data import data
+from moetune.cli.doctor import doctor
 from moetune.cli.export import export
 from moetune.cli.init import init
 from moetune.cli.models import models
@@ -33,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, plan, compare, verify, data, train, quantize, export, apply, models, init):
+for command in (count, predict, plan, compare, verify, data, train, quantize, export, apply, models, init, doctor):
     app.command()(command)
 
 
