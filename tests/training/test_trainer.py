@@ -383,6 +383,6 @@ def test_weights_that_do_not_move_are_said(
         optimizer={"name": "adamw", "lr": lr}, train={"steps": 2, "sequence_length": 16}, data={"too_long": "truncate"},
     )  # fmt: skip
     train(config, console=Console(file=said, width=500))
-    found = re.search(r"warning: (\S+)% of the weights that train in 16 bits have moved", said.getvalue())
+    found = re.search(r"note: (\S+)% of the weights that train in 16 bits have moved", said.getvalue())
     assert (found is not None) == (high < 0.5)
     assert found is None or low <= float(found[1]) / 100 <= high
