@@ -109,7 +109,7 @@ Positive = Annotated[int, Field(gt=0, le=2**31)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Size = Annotated[int, Field(gt=0, le=2**16)]
 """Of one axis of a tensor, or of a mesh: products of them still fit into 64 bits."""
-Strength = Annotated[float, Field(ge=0, le=1e6)]
+Strength = Annotated[float, Field(ge=0, le=1e18)]
 """What a loss, a gradient or a weight is multiplied by, or bounded with: float32 holds its square."""
 ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(parse_expert_ids)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

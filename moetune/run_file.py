@@ -209,7 +209,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         node = node[part]
         if not isinstance(node, dict):
             raise UserError(
-                f"--set {shown(override)}: {shown('.'.join(parts[: depth + 1]))} holds a value, not a section"
+                f"--set {shown(override)}: {'.'.join(parts[: depth + 1])[:80]} holds a value, not a section"
             )
     node[parts[-1]] = value
 

@@ -18,6 +18,7 @@ from moetune.cli.apply import apply
 from moetune.cli.compare import compare
 from moetune.cli.count import count
 from moetune.cli.data import data
+from moetune.cli.doctor import doctor
 from moetune.cli.drift import drift
 from moetune.cli.eval import eval_
 from moetune.cli.export import export
@@ -64,7 +65,7 @@ def options(
 
 for command in (
     count, plan, score, select, predict, compare, verify, data, train, report, drift, generate, chat, export, apply,
-    quantize, models, init,
+    quantize, models, init, doctor,
 ):  # fmt: skip
     app.command()(command)
 app.command(name="eval")(eval_)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from datetime import date
-from importlib.metadata import version
 
 from moetune.anatomy.selection import ranges
 from moetune.config import OptimizerConfig
 from moetune.run.resolve import ResolvedRun
+
+_VERSION: str = vars(sys.modules["moetune"])["__version__"]  # what imports this has imported the package
 
 
 def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
@@ -24,7 +26,7 @@ def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
         ("batch", f"{step}, checkpointing {train.checkpointing}"),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
-        ("moetune", f"{version('moetune')}, {date.today().isoformat()}"),
+        ("moetune", f"{_VERSION}, {date.today().isoformat()}"),
     )
 
 

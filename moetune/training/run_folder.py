@@ -438,14 +438,14 @@ def _discard(checkpoint: Path) -> None:
 
 def _settings(run: RunConfig | Path) -> dict[str, Any]:
     """A run file, flat. Keys that are newer than a stored one have their defaults, by which it was run."""
+    config = run if isinstance(run, RunConfig) else None
     if isinstance(run, Path):
         with reading(repr(str(run))):
             text = run.read_text(encoding="utf-8")
         tree = parse(text, repr(str(run)))
-    else:
-        tree = run.model_dump(mode="json")
-    with suppress(ValidationError):  # what is no run file any more is compared as it stands, and named
-        config = RunConfig.model_validate(tree)
+        with suppress(ValidationError):  # what is no run file any more is compared as it stands, and named
+            config = RunConfig.model_validate(tree)
+    if config is not None:
         tree = config.model_dump(mode="json")
         # More ranks with fewer micro-batches each take the same step.
         together = tree["train"].pop("accumulate") * data_ranks(config.parallel)
