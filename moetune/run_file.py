@@ -102,8 +102,8 @@ def parse(text: str, what: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # a constructor of PyYAML raises what its Python type does
-        reason = str(error) if isinstance(error, yaml.YAMLError) else shown(error, 200)
-        reason = reason.replace('"<unicode string>", ', "")
+        known = isinstance(error, (yaml.YAMLError, ValueError))  # others say nothing without their type
+        reason = (str(error) if known else shown(error, 200)).replace('"<unicode string>", ', "")
         raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
 
 
@@ -185,7 +185,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         node = node[part]
         if not isinstance(node, dict):
             raise UserError(
-                f"--set {shown(override)}: {shown('.'.join(parts[: depth + 1]))} holds a value, not a section"
+                f"--set {shown(override)}: {'.'.join(parts[: depth + 1])[:80]} holds a value, not a section"
             )
     node[parts[-1]] = value
 
