@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from moetune.config import RunConfig, TrainConfig, parse_ids
 from moetune.errors import UserError, suggest
@@ -236,6 +237,14 @@ def test_any_mapping_gives_a_run_or_a_user_error(run: dict[str, Any], tmp_path_f
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
     with contextlib.suppress(UserError):
         load_run_config(file)
+
+
+def test_cards_follow_from_ranks() -> None:
+    raw: dict[str, Any] = {"model": {"path": "x"}, "adapt": {}, "parallel": {"fsdp": 2, "replicate": 2}}
+    assert RunConfig.model_validate(raw).hardware.count == 4
+    assert RunConfig.model_validate(raw | {"hardware": {"gpu": "l40s"}}).hardware.count == 4
+    with pytest.raises(ValidationError, match=r"set hardware\.count: 4"):
+        RunConfig.model_validate(raw | {"hardware": {"count": 1}})
 
 
 def test_problems_of_several_data_sets_are_named(tmp_path: Path) -> None:

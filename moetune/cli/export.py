@@ -34,7 +34,10 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new or empty folder.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is in DIR.")] = False,
     check: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Compare the loss on N held-out records with the trained model's.")
+        int,
+        typer.Option(
+            min=0, max=1000, metavar="N", help="Compare the loss on N held-out records with the trained model's."
+        ),
     ] = 0,
     push: Annotated[
         str | None, typer.Option(metavar="ORG/NAME", help="Also upload it to the hub, private, with a model card.")

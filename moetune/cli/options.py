@@ -1,19 +1,35 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how they read a run file."""
 
 from __future__ import annotations
 
+import sys
 import typing
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from moetune.config import DataConfig
+from moetune.cli.imports import heavy_imports
+from moetune.config import DataConfig, RunConfig
 from moetune.errors import UserError, suggest
+from moetune.run_file import load_run_config
 
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
 ]
+Router = Annotated[
+    str | None, typer.Option(metavar="LAYERS", help="Of a MODEL: routers of these layers train, such as all or 0-5.")
+]
+Experts = Annotated[
+    str | None,
+    typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, such as 0-5:0,1."),
+]
+Lora = Annotated[
+    int | None, typer.Option(metavar="RANK", min=1, help="Of a MODEL: LoRA on attention and experts trains.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Opens = Annotated[
     str,
@@ -43,3 +59,21 @@ def checked_format(format: str | None) -> None:
     known = typing.get_args(DataConfig.model_fields["format"].annotation)
     if format is not None and format not in known:
         raise UserError(f"--format {format!r}: it may be {', '.join(known)}.{suggest(format, known)}")
+
+
+def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
+    """The run file, with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    return within_memory(load_run_config(path, overrides or ()))
+
+
+def within_memory(config: RunConfig) -> RunConfig:
+    """The run with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    if not config.adapt.has_memory_budget:
+        return config
+    with heavy_imports():
+        from moetune.scoring.budget import within_budget
+
+    def tried(k: int, fits: bool) -> None:
+        print(f"{k} experts of each layer {'fit' if fits else 'do not fit'}", file=sys.stderr)
+
+    return within_budget(config, tried)

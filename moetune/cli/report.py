@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
+from moetune.cli.options import Json
 
 
 def report(
@@ -19,8 +20,10 @@ def report(
         int | None, typer.Option(min=1, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")
     ] = None,
     timeline: Annotated[bool, typer.Option(help="Also trace a step, for its memory over time.")] = True,
+    json_: Json = False,
 ) -> None:
     """Write one self-contained page: curves, speed, memory, expert load, what trained, the run file and versions."""
+    import json
     import time
 
     from moetune.errors import UserError
@@ -40,4 +43,4 @@ def report(
         if watch is None:
             break
         time.sleep(watch)
-    print(path)
+    print(json.dumps({"out": str(path)}) if json_ else path)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def train(
@@ -32,9 +32,9 @@ def train(
 
     from moetune.catalog.gpus import find_gpu
     from moetune.parallel.launch import is_quiet, start_ranks, was_launched
-    from moetune.run_file import load_run_config, refuse_existing_run, refuse_missing_files
+    from moetune.run_file import refuse_existing_run, refuse_missing_files
 
-    config = load_run_config(run, set_ or ())
+    config = read_run(run, set_)
     refuse_missing_files(config, run)
     if config.hardware.gpu is not None:
         find_gpu(config.hardware.gpu)

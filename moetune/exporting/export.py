@@ -11,6 +11,7 @@ from moetune.exporting.delta import export_delta
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
 from moetune.exporting.merged import bytes_needed, export_merged
+from moetune.files import expanded
 from moetune.training.data import chat_template
 
 
@@ -79,7 +80,7 @@ def export(
 
 def _keep_apart(run: FinishedRun, out: Path, format: str) -> None:
     """Refuses to write over the run or its base, whatever `--overwrite` says."""
-    kept = [Path(run.config.model.path).expanduser()]
+    kept = [expanded(run.config.model.path)]
     if run.path is not None:
         kept.append(run.path)
     if run.config.model.weights == "pretrained" and format != "peft":  # an adapter may do without

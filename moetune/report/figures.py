@@ -94,7 +94,6 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file aside and renames it, so that one with its final name is whole."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_bytes(content)
         aside.replace(path)
     except OSError as error:
@@ -127,12 +126,13 @@ def style() -> Iterator[None]:
 
 def _draw(report: MemoryReport) -> tuple[Figure, Axes | None]:
     bars = min(len(alike(report.ranks)), _MOST_BARS) + 1
-    heights = [0.9 + 0.42 * bars] + ([4.2] if report.timeline else [])
+    heights = [0.9 + 0.42 * bars] + ([4.2, 2.57] if report.timeline else [])
     figure = Figure(figsize=(10, sum(heights) + 0.9), layout="constrained", facecolor=PAPER)
     axes = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_ranks(axes[0], report)
     if report.timeline:
         _draw_timeline(axes[1], report)
+        _draw_moving(axes[2], report)
     drawn = [rank.parts for rank in report.ranks] + [sample.parts for sample in report.timeline]
     keys = [Patch(color=COLOURS[name], label=named(name)) for name in PART_NAMES if _any(drawn, name)]
     keys += [
@@ -223,6 +223,25 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
         else:
             axes.text(last, end, f"{label}, far above ↑", ha="right", va="bottom")
     axes.set_title("Tensors during a training step", loc="left", fontweight="bold", fontsize=10)
+    _plain(axes)
+
+
+def _draw_moving(axes: Axes, report: MemoryReport) -> None:
+    """The same without what stands still all the time: the least of each part is left out."""
+    points = thinned(report.timeline)
+    least = {name: min(getattr(sample.parts, name) for sample in report.timeline) for name in PART_NAMES}
+    moving = {name: [getattr(sample.parts, name) - least[name] for _, sample in points] for name in PART_NAMES}
+    names = [name for name in PART_NAMES if any(moving[name])] or [PART_NAMES[-1]]
+    unit, size, end = _scale(max(map(sum, zip(*moving.values(), strict=True))), 0)
+    layers = [[count / size for count in moving[name]] for name in names]
+    axes.stackplot([index for index, _ in points], layers, colors=[COLOURS[name] for name in names], linewidth=0)
+    axes.set_xlim(0, max(len(report.timeline) - 1, 1))
+    axes.set_ylim(0, end)
+    axes.set_ylabel(unit)
+    axes.set_xticks([])
+    for _, start in phases(report.timeline):
+        axes.axvline(start, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_title("The same without what stands still", loc="left", fontweight="bold", fontsize=10)
     _plain(axes)
 
 
