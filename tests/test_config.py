@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from moetune.config import RunConfig, TrainConfig, parse_ids
 from moetune.errors import UserError, suggest
-from moetune.run_file import load_run_config, refuse_missing_files
+from moetune.other_names import OTHER_NAMES
+from moetune.run_file import _fields_at, load_run_config, refuse_missing_files
 
 BASE = "model: {path: tiny-mixtral}\nadapt: {router: all}\n"
 
@@ -287,3 +288,26 @@ def test_paths_are_looked_for_beside_the_run_file_first(tmp_path: Path, monkeypa
         f"no such file: 'none.jinja', neither beside the run file ({str(beside / 'none.jinja')!r}) nor in the working "
         f"directory ({str(here / 'none.jinja')!r})."
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("train: {lr: 1}", "train.lr: unknown key. Here it is optimizer.lr."),
+        ("learning_rate: 1", "learning_rate: unknown key. Here it is optimizer.lr."),
+        ("epochs: 3", "epochs: unknown key. Here it is train.epochs."),
+        ("adapt: {lora: {rank: 1, alpha: 1, r: 8}}", "adapt.lora.r: unknown key. Here it is adapt.lora.rank."),
+        ("lora_alpha: 16", "lora_alpha: unknown key. Here it is adapt.lora.alpha."),
+    ],
+)
+def test_keys_of_other_tools_are_named(written: str, said: str, tmp_path: Path) -> None:
+    text = (
+        f"model: {{path: tiny-mixtral}}\n{'' if written.startswith('adapt') else 'adapt: {router: all}'}\n{written}\n"
+    )
+    assert problems(tmp_path, text).splitlines()[1:] == [f"  {said}"]
+
+
+def test_every_name_of_another_tool_leads_to_a_key() -> None:
+    for ours in OTHER_NAMES.values():
+        *section, key = ours.split(".")
+        assert key in _fields_at(section), ours

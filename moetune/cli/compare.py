@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def compare(
@@ -30,9 +30,8 @@ def compare(
 
     with heavy_imports():
         from moetune.planning.compare import compare as compare_runs
-        from moetune.run_file import load_run_config
 
-    rows = compare_runs([(run.stem, load_run_config(run, set_ or ())) for run in runs], gpu or (), method)
+    rows = compare_runs([(run.stem, read_run(run, set_)) for run in runs], gpu or (), method)
     if json_:
         print(json.dumps({"schema": 1, "runs": [row.to_json() for row in rows]}, indent=2))
     else:

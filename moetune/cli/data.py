@@ -40,4 +40,4 @@ def data(
 
     from moetune.report.data import print_data
 
-    print_data(found.name, found.to_json(), Console())
+    print_data(found.name, found.to_json(), Console(markup=False))

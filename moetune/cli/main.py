@@ -6,36 +6,69 @@ import logging
 import os
 import sys
 import traceback
+from typing import Annotated
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import typer
 
+from moetune import __version__
 from moetune.cli.apply import apply
 from moetune.cli.compare import compare
 from moetune.cli.count import count
 from moetune.cli.data import data
 from moetune.cli.doctor import doctor
+from moetune.cli.drift import drift
+from moetune.cli.eval import eval_
 from moetune.cli.export import export
+from moetune.cli.generate import chat, generate
 from moetune.cli.init import init
 from moetune.cli.models import models
 from moetune.cli.plan import plan
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
+from moetune.cli.report import report
+from moetune.cli.score import score
+from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
+
+_debug = False  # as the last command was told
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"moetune {__version__}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="moetune",
     help="Fine-tune a mixture-of-experts model on one GPU, and know before starting that it fits.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, plan, compare, verify, data, train, quantize, export, apply, models, init, doctor):
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Before a command: say where bad input was noticed.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+for command in (
+    count, plan, score, select, predict, compare, verify, data, train, report, drift, generate, chat, export, apply,
+    quantize, models, init, doctor,
+):  # fmt: skip
     app.command()(command)
+app.command(name="eval")(eval_)
 
 
 def main() -> None:
@@ -44,6 +77,8 @@ def main() -> None:
     try:
         app()
     except UserError as error:
+        if _debug:
+            traceback.print_exc()
         if not _note_failure(str(error)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,9 +67,8 @@ def plan(
             from moetune.memory.routing import parse_routing
             from moetune.planning.needs import Needs
             from moetune.planning.solve import solve as solve_for
-            from moetune.run_file import load_run_config
 
-        config = load_run_config(what, set_ or ())
+        config = read_run(what, set_)
         with quiet.status(f"looking for the largest {solve}"):
             solved = solve_for(config, solve, Needs(gpu, parse_routing(routing)))
         if json_:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Verbose
+from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Verbose, within_memory
 
 
 def predict(
@@ -53,17 +53,23 @@ def predict(
     import sys
     from dataclasses import replace
 
+    from moetune.catalog.gpus import find_gpu
+    from moetune.planning.from_options import as_yaml, config_of
+
+    config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
+    config = within_memory(config)
+    if gpu is not None:
+        find_gpu(gpu)  # before what takes seconds
+
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
-        from moetune.planning.from_options import as_yaml, config_of
         from moetune.run.resolve import resolve
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format
 
         refuse_unknown_format(figure)
-    config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
     chosen: Any = {"method": method, "allocator": allocator}
     report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
     source = [("run file", run)] if stands_for is None else []
@@ -87,6 +93,6 @@ def predict(
 
         from moetune.report.terminal import print_report
 
-        print_report(report, Console(), verbose=verbose)
+        print_report(report, Console(markup=False), verbose=verbose)
     if report.fits is False:
         raise typer.Exit(1)

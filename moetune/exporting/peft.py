@@ -65,7 +65,7 @@ def export_peft(run: FinishedRun, out: Path) -> Exported:
     settings = _settings(run.adapted, run.config.adapt.lora, saved)
     settings["base_model_name_or_path"] = source.folder or source.name
     _refuse_lost(copy.deepcopy(run.adapted.run.model.plain), named, settings)
-    _write(out, named, settings)
+    write_adapter(out, named, settings)
     return Exported("peft", run.step, len(named), sum(tensor.nbytes for tensor in named.values()))
 
 
@@ -209,7 +209,8 @@ def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, A
         )
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+def write_adapter(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Writes the two files of an adapter."""
     try:
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -147,7 +147,7 @@ class RankMemory:
 class Collective:
     """What one kind of communication moves in one step, in bytes that leave each rank."""
 
-    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "point-to-point"]
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast", "point-to-point"]
     axis: str
     what: str
     calls: int

@@ -63,17 +63,17 @@ def save_figure(report: MemoryReport, path: Path) -> None:
         UserError: the suffix is another one, or the file cannot be written.
     """
     refuse_unknown_format(path)
-    with _style():
+    with style():
         figure, _ = _draw(report)
         figure.suptitle(f"{report.model}\n{verdict(report)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
-        write_whole(path, _rendered(figure, _FORMATS[path.suffix.lower()]))
+        write_whole(path, rendered(figure, _FORMATS[path.suffix.lower()]))
 
 
 def inline_svg(report: MemoryReport) -> tuple[str, Box | None]:
     """Both charts as an `<svg>` element without a title, and where in it the timeline lies."""
-    with _style():
+    with style():
         figure, timeline = _draw(report)
-        svg = _rendered(figure, "svg").decode()
+        svg = rendered(figure, "svg").decode()
     box = None
     if timeline is not None:
         place = timeline.get_position()  # settled by the drawing above
@@ -94,7 +94,6 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file aside and renames it, so that one with its final name is whole."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_bytes(content)
         aside.replace(path)
     except OSError as error:
@@ -108,8 +107,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
-    style: Any = {
+def style() -> Iterator[None]:
+    settings: Any = {
         "font.size": 9,
         "text.color": INK,
         "axes.labelcolor": INK,
@@ -121,7 +120,7 @@ def _style() -> Iterator[None]:
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": "moetune",  # the same report gives the same file
     }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(settings):
         yield
 
 
@@ -270,7 +269,7 @@ def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _rendered(figure: Figure, kind: str) -> bytes:
+def rendered(figure: Figure, kind: str) -> bytes:
     content = io.BytesIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if kind == "svg" else {"Software": None}
     figure.savefig(content, format=kind, dpi=150, facecolor=PAPER, metadata=metadata)

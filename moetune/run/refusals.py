@@ -94,6 +94,14 @@ def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:
         )
 
 
+def of_auto_coefficient(model_type: str) -> Iterator[str]:
+    """An architecture without a coefficient of its own."""
+    yield (
+        f"train.router_aux_loss: auto is the architecture's own coefficient, and the configuration of {model_type!r} "
+        "names none (router_aux_loss_coef); set a number such as 0.001"
+    )
+
+
 def of_checkpointing(config: RunConfig, plain: PreTrainedModel) -> Iterator[str]:
     if config.train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
         yield (

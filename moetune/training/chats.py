@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from moetune.errors import UserError
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = {
     **{role: role for role in ROLES},
@@ -24,7 +26,7 @@ _ALPACA = (
 """The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
 
 
-class MalformedError(ValueError):
+class MalformedError(UserError):
     """One record cannot be used; the message says why."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -17,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
 from moetune.config import DataConfig, TrainConfig, WeightedData
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, reading
+from moetune.files import expanded
 from moetune.step.loss import IGNORED
 from moetune.training.packing import packed, separate
 from moetune.training.records import Document, Reading, read_documents
@@ -101,10 +101,8 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
     Raises:
         UserError: it cannot be loaded.
     """
-    try:
+    with reading(f"the tokenizer of {name!r} in {folder!r}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer of {name!r} cannot be loaded from {folder!r}: {one_line(error)}") from error
 
 
 def chat_template(spec: str) -> str:
@@ -113,12 +111,10 @@ def chat_template(spec: str) -> str:
     Raises:
         UserError: there is no such file or model, or it has none.
     """
-    file = Path(spec).expanduser()
+    file = expanded(spec)
     if file.is_file():
-        try:
+        with reading(f"data.chat_template: {spec!r}"):
             return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template: {spec!r} cannot be read: {one_line(error)}") from None
     if looks_like_a_file(spec) or file.suffix in (".jinja", ".j2"):
         raise UserError(f"data.chat_template: no such file: {spec!r}")
     source = find_model_source(spec)

@@ -17,12 +17,12 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line, reading
 from moetune.step.loss import IGNORED
+from moetune.training.bounded import bounded_memory
 from moetune.training.chats import (
     MalformedError,
     alpaca_chat,
@@ -36,6 +36,7 @@ from moetune.training.chats import (
 from moetune.training.sources import Source
 
 LISTED_PROBLEMS = 20
+_TEMPLATE_BYTES = 2**30  # of memory that a chat template may take
 LISTED_NUMBERS = 3
 Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
 KEYS: dict[Format, tuple[str, ...]] = {
@@ -119,7 +120,8 @@ def read_documents(
                 raise MalformedError(f"{kind(row.value)}, not an object with keys")
             misread = misread or row.value
             if encoder is None:
-                encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
+                with reading("the tokenizer"):
+                    encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
             document = encoder.encode(row.value)
             if len(document) > longest and not document.divisible:
                 if too_long == "error":
@@ -132,7 +134,8 @@ def read_documents(
                 read.cut += 1
             read.documents.append(document)
         except MalformedError as problem:
-            problems.setdefault(re.sub(r"\d+", "#", str(problem)), []).append((row.number, str(problem)))
+            said = one_line(problem)
+            problems.setdefault(re.sub(r"\d+", "#", said), []).append((row.number, said))
     if problems:
         hints = [] if encoder is not None or misread is None else [*_conversion(source.name, misread)]
         if needed > longest:
@@ -192,7 +195,8 @@ class Encoder:
         if missing:
             found = ", ".join(key for key, value in record.items() if value is not None)
             raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
-        ids, trains = self._encode(self._convert(record))
+        with reading("the record, by the tokenizer,"):
+            ids, trains = self._encode(self._convert(record))
         labels = np.where(trains, ids, IGNORED).astype(np.int32)
         labels[:1] = IGNORED
         if (labels == IGNORED).all():
@@ -218,11 +222,16 @@ class Encoder:
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
         messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
         try:
-            messages = self._with_content(messages, tools)
-            find = self._marked_spans if self._has_markers else self._prefix_spans
-            text, spans = find(messages, tools)
-        except (TemplateError, TypeError, AttributeError) as error:
-            raise MalformedError(f"the chat template refuses it: {error}") from None
+            with bounded_memory(_TEMPLATE_BYTES):
+                messages = self._with_content(messages, tools)
+                find = self._marked_spans if self._has_markers else self._prefix_spans
+                text, spans = find(messages, tools)
+        except MalformedError:
+            raise
+        except Exception as error:  # templates can do what Python can do to a value
+            raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
+        if not isinstance(text, str) or len(text) > _TEMPLATE_BYTES // 16:
+            raise MalformedError("the chat template writes more than any text")
         encoded = self.tokenizer(
             checked_text(text, "rendered chat"),
             add_special_tokens=False,
@@ -244,7 +253,7 @@ class Encoder:
         empty = [{**message, "content": message["content"] or ""} for message in messages]
         try:
             written = self._render(messages, tools)
-        except (TemplateError, TypeError):
+        except Exception:  # templates can do what Python can do to a value
             return empty
         return empty if written.count("None") > self._render(empty, tools).count("None") else messages
 

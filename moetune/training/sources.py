@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os.path
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -27,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetune.errors import UserError, suggest
+from moetune.files import expanded
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -73,7 +73,7 @@ def open_sources(spec: str) -> list[Source]:
     Raises:
         UserError: nothing of that name exists, or it cannot be read; the message names the nearest that does.
     """
-    path = Path(os.path.expanduser(spec))
+    path = expanded(spec)
     if path.is_file():
         return [_file_source(spec, path)]
     if path.is_dir():

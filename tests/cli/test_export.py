@@ -43,9 +43,9 @@ def test_a_trained_run_is_merged_and_checked(run: Path, small_model: Path, moetu
     assert ended.code == 0
     first, second = ended.out.splitlines()
     assert re.fullmatch(rf"merged of step 2: \d+ tensors, [\d,]+ bytes, in {out}", first)
-    found = re.fullmatch(r"logits of 2 prompts of the run's data: largest relative difference (\S+)", second)
+    found = re.fullmatch(r"loss on 2 records of training data, \d+ tokens: (\S+) trained, (\S+) exported", second)
     assert found
-    assert float(found[1]) < 1e-5
+    assert abs(float(found[1]) - float(found[2])) < 2e-4
     assert (out / "tokenizer.json").read_bytes() == (small_model / "tokenizer.json").read_bytes()
 
 
@@ -119,7 +119,7 @@ def test_an_output_that_is_occupied(run: Path, small_model: Path, moetune: Calla
 
 def test_options_that_do_not_go_together(run: Path, moetune: Callable[..., Any]) -> None:
     ended = moetune("export", run, "--format", "delta", "--out", run.parent / "out", "--check", "1")
-    refused(ended, "--check compares a merged checkpoint; with --format delta there is none")
+    refused(ended, "--check computes with stock transformers .* do not read --format delta; check merged or peft")
     ended = moetune("export", run, "--format", "gguf", "--out", run.parent / "out")
     assert ended.code == 2
     assert "'gguf' is not one of" in ended.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tests.resolved import build, train, verify
 
 KEYS = [
     "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "peak_allocated",
-    "expert_load",
+    "expert_load", "routing",
 ]  # fmt: skip
 TIMES = ("tokens_per_second",)
 
@@ -370,3 +371,18 @@ def test_dropout_and_noise_are_predicted(small_model: Path, small_data: Path, tm
             small_model, small_data, tmp_path / "run", adapt={"lora": changed["lora"]}, train=changed["train"]
         )
         assert kind_of(resolve(plain, "cpu")) != kind
+
+
+@pytest.mark.parametrize(("lr", "low", "high"), [(1e-2, 0.5, 1.0), (1e-7, 0.0, 0.1)])
+def test_weights_that_do_not_move_are_said(
+    lr: float, low: float, high: float, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    said = io.StringIO()
+    config = small.run_config(
+        small_model, small_data, tmp_path / "run", model={"dtype": "bf16", "base": "bf16"},
+        optimizer={"name": "adamw", "lr": lr}, train={"steps": 2, "sequence_length": 16}, data={"too_long": "truncate"},
+    )  # fmt: skip
+    train(config, console=Console(file=said, width=500))
+    found = re.search(r"note: (\S+)% of the weights that train in 16 bits have moved", said.getvalue())
+    assert (found is not None) == (high < 0.5)
+    assert found is None or low <= float(found[1]) / 100 <= high

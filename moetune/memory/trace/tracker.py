@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
-from moetune.parallel.messages import message
+from moetune.parallel.messages import NAMESPACES, message
 from moetune.patches.torch import noting_resizes
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
@@ -225,7 +225,7 @@ class Tracker(TorchDispatchMode):
             return args[0].fake_device  # torch asks more often than it computes; its own way to the answer is long
         if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # what they do with the tensors that they are made of comes here again
-        if func.namespace in ("c10d", "_c10d_functional") and (sent := message(func, args)) is not None:
+        if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
         out = func(*args, **(kwargs or {}))
