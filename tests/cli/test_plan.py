@@ -65,6 +65,7 @@ def test_nothing_fits(moetune: Run, small_model: Path) -> None:
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--solve", "train.micro_batch"), "is none"),
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--host", "much"), "--host 'much' is no size"),
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--set", "train.steps=1"), "a plan chooses settings itself"),
+        (("plan", "llama-7b", "--gpu", "24GiB", "--goal", "experts"), "is a dense model"),
         (("predict", "tiny-mixtral"), "it must be said what trains"),
         (("predict", TINY, "--lora", "4"), "leave --lora out"),
         (("compare", TINY, "--method", "guess"), "--method 'guess'"),
@@ -107,7 +108,7 @@ def test_settings_that_are_none(moetune: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "mine.yaml").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full  # it is the plan above
 def test_a_run_file_for_a_model_and_a_card(moetune: Run, small_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     ended = moetune("init", small_model, "--gpu", "24GiB", "--goal", "router", "--out", file)
