@@ -14,6 +14,7 @@ from moetune.anatomy.anatomy import require_causal_lm
 from moetune.catalog import CatalogModel, find_model, model_names
 from moetune.errors import UserError, reading, suggest
 from moetune.files import expanded
+from moetune.hub.reach import hub_is_reachable
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -92,12 +93,15 @@ def _from_folder(path: str) -> ModelSource:
 
 
 def _from_hub(path: str) -> ModelSource:
+    reachable = hub_is_reachable()
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
     except Exception as error:  # no network, no such repository, gated, broken config, remote code: all end here
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
+        why = _one_line(error) if reachable else "The hub cannot be reached, and nothing was downloaded before."
         raise UserError(
-            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {_one_line(error)}"
+            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {why} Where the model "
+            f"asks for access: hf auth login. Without network here: hf download {path} elsewhere, and give the folder."
         ) from None
     return ModelSource(path, config, path)
 

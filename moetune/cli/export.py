@@ -39,6 +39,9 @@ def export(
             min=0, max=1000, metavar="N", help="Compare the loss on N held-out records with the trained model's."
         ),
     ] = 0,
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Also upload it to the hub, private, with a model card.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Write what the newest checkpoint of a run holds as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""
@@ -65,10 +68,17 @@ def export(
             from moetune.inference.check import check_export
 
         checked = check_export(run, out, check)
+    address = None
+    if push is not None:
+        from moetune.exporting.push import push as push_to_hub
+
+        address = push_to_hub(run, out, format_.value, push)
     if json_:
-        print(json.dumps({**result.to_json(), "check": checked and checked.to_json()}))
+        print(json.dumps({**result.to_json(), "check": checked and checked.to_json(), "pushed": address}))
         return
     print(f"{result.format} of step {result.step}: {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")
     if checked is not None:
         losses = f"{checked.trained_loss:.4f} trained, {checked.exported_loss:.4f} exported"
         print(f"loss on {checked.rows} records of {checked.of}, {checked.tokens:,} tokens: {losses}")
+    if address is not None:
+        print(f"pushed to {address}")

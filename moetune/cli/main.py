@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
@@ -63,12 +64,30 @@ def options(
     _debug = debug
 
 
-for command in (
-    count, plan, score, select, predict, compare, verify, data, train, report, drift, generate, chat, export, apply,
-    quantize, models, init, doctor,
-):  # fmt: skip
-    app.command()(command)
-app.command(name="eval")(eval_)
+_EXAMPLES: dict[Callable[..., None], str] = {
+    count: "moetune count mixtral-8x7b",
+    plan: "moetune plan mixtral-8x7b --gpu 44GiB --goal lora",
+    score: "moetune score run.yaml --out scores.json",
+    select: "moetune select scores.json --budget 0.1",
+    predict: "moetune predict run.yaml --gpu 44GiB --method formula",
+    compare: "moetune compare run.yaml",
+    verify: "moetune verify run.yaml --steps 2",
+    data: "moetune data run.yaml --html data.html",
+    train: "moetune train run.yaml --set train.epochs=3",
+    report: "moetune report runs/first --watch 30",
+    eval_: "moetune eval runs/first --data heldout.jsonl",
+    drift: "moetune drift runs/first",
+    generate: 'moetune generate runs/first --prompt "Once upon a time"',
+    chat: "moetune chat runs/first",
+    export: "moetune export runs/first --format merged --out out/merged --check 8",
+    apply: "moetune apply out/delta --to mixtral-8x7b --out out/applied",
+    quantize: "moetune quantize mixtral-8x7b --out models/mixtral-nf4",
+    models: "moetune models",
+    init: "moetune init mixtral-8x7b-lora --out run.yaml",
+    doctor: "moetune doctor",
+}
+for command, example in _EXAMPLES.items():
+    app.command(name=command.__name__.rstrip("_"), epilog=f"Example: {example}")(command)
 
 
 def main() -> None:

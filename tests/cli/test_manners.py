@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 import moetune as package
+from moetune.cli.main import _EXAMPLES
 from tests import small
 
 
@@ -48,3 +50,13 @@ def test_cheap_checks_load_no_torch(arguments: list[str], said: str, tmp_path: P
     )
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
     assert done.stdout == "[]\n"
+
+
+def test_every_command_has_an_example_that_is_its_own(moetune: Callable[..., Any]) -> None:
+    for command, example in _EXAMPLES.items():
+        name = command.__name__.rstrip("_")
+        assert shlex.split(example)[:2] == ["moetune", name]
+        said = moetune(name, "--help").out
+        assert "Example: moetune" in said
+        for option in shlex.split(example)[2:]:
+            assert not option.startswith("--") or option in said
