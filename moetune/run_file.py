@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
-from moetune.errors import UserError, one_line, reading, shown, suggest
+from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import expanded
 from moetune.other_names import OTHER_NAMES
 
@@ -112,8 +112,8 @@ def parse(text: str, what: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # a constructor of PyYAML raises what its Python type does
-        reason = str(error) if isinstance(error, yaml.YAMLError) else one_line(error)
-        reason = reason.replace('"<unicode string>", ', "")
+        known = isinstance(error, (yaml.YAMLError, ValueError))  # others say nothing without their type
+        reason = (str(error) if known else shown(error, 200)).replace('"<unicode string>", ', "")
         raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
 
 

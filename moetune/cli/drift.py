@@ -27,13 +27,14 @@ def drift(
 
     with heavy_imports():
         from moetune.scoring.drift import drift as drift_of
-        from moetune.scoring.drift import save_heatmaps
+        from moetune.scoring.drift import save_heatmaps, write_drift
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format
 
         refuse_unknown_format(figure)
     found = drift_of(run, data, tokens)
+    write_drift(found, run)
     if figure is not None:
         save_heatmaps(found, figure)
     if json_:

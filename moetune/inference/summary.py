@@ -12,7 +12,7 @@ from moetune.report.run import RunFacts
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.run_file import load_run_config
-from moetune.training.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
+from moetune.training.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
 
 _PACKAGES = ("moetune", "torch", "transformers", "peft", "bitsandbytes", "datasets")
 
@@ -31,7 +31,7 @@ def run_of(path: Path) -> ResolvedRun:
 def facts_of(path: Path, run: ResolvedRun) -> RunFacts:
     """What the folder holds now."""
     counted = count(run)
-    memory = path / MEMORY_FILE
+    memory, drift = path / MEMORY_FILE, path / DRIFT_FILE
     assert counted.trainable is not None
     return RunFacts(
         name=path.resolve().name,
@@ -42,5 +42,6 @@ def facts_of(path: Path, run: ResolvedRun) -> RunFacts:
         trainable=counted.trainable,
         parameters=counted.census.total,
         versions={name: metadata.version(name) for name in _PACKAGES},
+        drift=json.loads(drift.read_text(encoding="utf-8")) if drift.is_file() else None,
         run_file=(path / RUN_FILE).read_text(encoding="utf-8"),
     )

@@ -25,7 +25,7 @@ def write_runs(plan: Plan, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, one in zip(files, plan.candidates, strict=True):
-            file.write_text(_text(one, file), encoding="utf-8")
+            file.write_text(run_text(one, file), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
     return files
@@ -36,7 +36,8 @@ def _slug(one: Candidate) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{one.goal} {one.optimizer.split(',')[0]} {base}".lower()).strip("-")
 
 
-def _text(one: Candidate, file: Path) -> str:
+def run_text(one: Candidate, file: Path) -> str:
+    """A candidate as the run file of that name."""
     raw = one.config.model_dump(mode="json", exclude_unset=True)
     raw.setdefault("data", {"train": "data.jsonl"})
     raw["output"] = f"runs/{file.stem}"

@@ -8,13 +8,13 @@ from typing import Any
 
 from moetune.catalog.gpus import find_gpu, gpu_names
 from moetune.config import RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 from moetune.memory.about import optimizers, trains
 from moetune.memory.report import MemoryReport
 from moetune.planning.combine import Combination, combination
 from moetune.planning.needs import Needs, changed
 from moetune.planning.search import Found, Search
-from moetune.planning.ways import GOALS, Goal, Way, ways
+from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
 from moetune.run.resolve import resolve_model
 
 SHORTEST = 1024
@@ -67,7 +67,7 @@ class Miss:
 
     Attributes:
         combination: changes of the run file; None if none are known.
-        cards: smaller ones first, that have the memory it needs; two of the same are "2 × name".
+        cards: the smallest that have the memory it needs; "2 × name" if two of the card that was asked for have it.
     """
 
     config: RunConfig
@@ -94,13 +94,14 @@ class Miss:
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates best first; without any, what misses least."""
+    """Candidates best first; without any, what misses least. `notes` say what was left out, and why."""
 
     model: str
     gpu: str
     usable_bytes: int
     candidates: tuple[Candidate, ...]
     miss: Miss | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The object that `moetune plan MODEL --json` prints."""
@@ -111,6 +112,7 @@ class Plan:
             "fits": bool(self.candidates),
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "nearest_miss": None if self.miss is None else self.miss.to_json(),
+            "notes": list(self.notes),
         }
 
 
@@ -151,6 +153,7 @@ def plan(
     search = Search(start, anatomy, needs := Needs(), card.memory.value, card.context.value)
     found: list[Found] = []
     tried: list[Way] = []
+    notes: list[str] = []
     for goal in goals:
         if goal != "lora" and not anatomy.moe_layers:
             continue
@@ -162,21 +165,28 @@ def plan(
                 tried.append(way)
                 try:
                     one = search.largest(way)
-                except UserError:  # not every model has every way
+                except UserError as error:  # not every model has every way
+                    notes.append(f"{goal}, {way.words}: {one_line(error)}")
                     continue
-                if one is not None and (host is None or one.report.fullest.host_bytes <= host):
+                if one is not None and host is not None and one.report.fullest.host_bytes > host:
+                    notes.append(f"{goal}, {way.words}: wants more than {host:,} bytes of host memory")
+                elif one is not None:
                     found.append(one)
                     if search.is_all(one):  # all other ways give up more, for nothing
                         break
             if any(one.way.goal == goal for one in found):
                 break
+    if not tried:
+        raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
     candidates = []
     for one in _ranked(found):
         say(f"tracing: {one.way.words}")
         if (sure := _traced(one, search)) is not None:
             candidates.append(_candidate(sure, needs))
+        else:
+            notes.append(f"{one.way.goal}, {one.way.words}: fits by closed form and not by trace; left out")
     miss = None if candidates else _nearest(search, tried, say)
-    return Plan(model, gpu, card.memory.value, tuple(candidates), miss)
+    return Plan(model, gpu, card.memory.value, tuple(candidates), miss, tuple(notes))
 
 
 def _is_slow(way: Way) -> bool:
@@ -224,6 +234,17 @@ def _candidate(one: Found, needs: Needs) -> Candidate:
     )
 
 
+def _fits_two(search: Search, config: RunConfig) -> bool:
+    """Whether a run for one card fits two of them together."""
+    if config.parallel.ranks > 1 or search.context >= search.usable:
+        return False
+    divided = changed(config, next(layouts(search.anatomy, 2)))
+    try:
+        return bool(search.needs.of(divided).fits)
+    except UserError:  # not every model can be divided
+        return False
+
+
 def _nearest(search: Search, tried: list[Way], say: Callable[[str], None]) -> Miss | None:
     """The way that needs least at its smallest, by arithmetic; it is looked at."""
     say("nothing fits: looking for what is nearest")
@@ -236,5 +257,7 @@ def _nearest(search: Search, tried: list[Way], say: Callable[[str], None]) -> Mi
         together = combination(config, report, search.needs)
         larger = sorted((find_gpu(name) for name in gpu_names()), key=lambda card: card.memory.value)
         cards = [card.full_name for card in larger if card.memory.value >= report.required][:2]
+        if _fits_two(search, config):
+            cards.append(f"2 × {search.start.hardware.gpu}")
         return Miss(config, report, together, tuple(cards))
     return None

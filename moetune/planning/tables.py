@@ -48,6 +48,8 @@ def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     if plan.miss is not None:
         yield from _missed(plan.miss, card)
+    for note in plan.notes:
+        yield Text(f"note: {note}", style="dim")
     if not plan.candidates:
         return
     table = Table()

@@ -67,7 +67,7 @@ _CHECKPOINTING: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 def ways(goal: Goal, anatomy: Anatomy, count: int) -> Iterator[Way]:
     """All ways to a goal on so many cards, best first."""
     order = 0
-    for layout in _layouts(anatomy, count):
+    for layout in layouts(anatomy, count):
         for base, lost in _BASES:
             for optimizer, lost_too in _OPTIMIZERS[goal]:
                 for checkpointing, lost_as_well in _CHECKPOINTING:
@@ -76,8 +76,8 @@ def ways(goal: Goal, anatomy: Anatomy, count: int) -> Iterator[Way]:
                     order += 1
 
 
-def _layouts(anatomy: Anatomy, count: int) -> Iterator[dict[str, Any]]:
-    """Of several cards: experts spread over them, else all that is not packed."""
+def layouts(anatomy: Anatomy, count: int) -> Iterator[dict[str, Any]]:
+    """Settings that divide a run over so many cards: experts spread over them, else all that is not packed."""
     if count == 1:
         yield {}
         return

@@ -26,6 +26,7 @@ class RunFacts:
     Attributes:
         metrics: lines of metrics.jsonl.
         memory: memory.json; None before two steps.
+        drift: drift.json; None unless `moetune drift` was run.
         parameters: of the whole model.
     """
 
@@ -38,6 +39,7 @@ class RunFacts:
     parameters: int
     versions: Mapping[str, str]
     run_file: str
+    drift: Mapping[str, Any] | None = None
 
     @property
     def headline(self) -> str:
@@ -83,6 +85,10 @@ def write_run_page(facts: RunFacts, path: Path, step: MemoryReport | None = None
     if load:
         height = 1.2 + min(0.25 * len(load), 6)
         figures.append(("Tokens each expert received", _svg(lambda figure: _load(figure, load), (10, height))))
+    if facts.drift is not None:
+        height = 1.4 + min(0.25 * len(facts.drift["layers"]), 6)
+        drift = facts.drift
+        figures.append(("What training did to routing", _svg(lambda figure: draw_drift(figure, drift), (10, height))))
     if step is not None:
         name = "" if step.gpu is None else f" for {step.gpu.name}"
         figures.append((f"Memory of a step, predicted{name}", _themed(inline_svg(step)[0])))
@@ -130,16 +136,33 @@ def _line(axes: Axes, lines: Metrics, key: str, label: str, colour: str = BLUE, 
 
 
 def _load(figure: Figure, load: Mapping[str, Sequence[float]]) -> None:
-    """Each layer's share by expert, against an even one."""
-    widest = max(map(len, load.values()))
-    shares = [
-        [count * len(row) / max(sum(row), 1) for count in row] + [float("nan")] * (widest - len(row))
-        for row in load.values()
-    ]
-    axes = figure.subplots()
-    mesh = axes.pcolormesh(shares, cmap="cividis", vmin=0)
-    shown = range(0, len(shares), -(-len(shares) // 12))
-    axes.set_yticks([number + 0.5 for number in shown], [f"layer {[*load][number]}" for number in shown])
-    axes.set_xlabel("expert")
-    axes.invert_yaxis()
+    _heatmaps(figure, {"": load})
+
+
+def draw_drift(figure: Figure, drift: Mapping[str, Any]) -> None:
+    """Loads before and after, of what `moetune drift` found."""
+    layers: Mapping[str, Any] = drift["layers"]
+    titles = {"before": "before", "after": f"after step {drift['step']}"}
+    _heatmaps(figure, {title: {n: layer[key] for n, layer in layers.items()} for key, title in titles.items()})
+
+
+def _heatmaps(figure: Figure, loads: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Each layer's share by expert, against an even one; on one scale, by their titles."""
+    widest = max(len(row) for load in loads.values() for row in load.values())
+    shares = {
+        title: [
+            [count * len(row) / max(sum(row), 1) for count in row] + [float("nan")] * (widest - len(row))
+            for row in load.values()
+        ]
+        for title, load in loads.items()
+    }
+    most = max(value for rows in shares.values() for row in rows for value in row if value == value)
+    axes = figure.subplots(1, len(loads), squeeze=False, sharey=True)[0]
+    for one, (title, rows) in zip(axes, shares.items(), strict=True):
+        mesh = one.pcolormesh(rows, cmap="cividis", vmin=0, vmax=most)
+        one.set_title(title, loc="left", fontsize=9)
+        one.set_xlabel("expert")
+    names, shown = [*next(iter(loads.values()))], range(0, len(rows), -(-len(rows) // 12))
+    axes[0].set_yticks([number + 0.5 for number in shown], [f"layer {names[number]}" for number in shown])
+    axes[0].invert_yaxis()
     figure.colorbar(mesh, ax=axes, label="times an even share")

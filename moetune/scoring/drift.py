@@ -6,10 +6,10 @@ loss, as in scores.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from moetune.adapt.build import build
 from moetune.adapt.start_from.start import open_start
 from moetune.errors import UserError
 from moetune.exporting.finished_run import open_run
-from moetune.report.figures import INK, PAPER, refuse_unknown_format, write_whole
+from moetune.files import write_whole
+from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
+from moetune.report.figures import write_whole as write_figure
+from moetune.report.run import draw_drift
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.scoring.recorder import Recorder
@@ -30,6 +33,7 @@ from moetune.scoring.score import held_out_source, packs, read_sources, record, 
 from moetune.training.checkpoint import read_trained
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
+from moetune.training.run_folder import DRIFT_FILE
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Drift:
     layers: dict[int, LayerDrift]
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
+        return {"schema": 1, **asdict(self), "layers": {str(index): asdict(one) for index, one in self.layers.items()}}
 
 
 def drift(
@@ -156,27 +160,27 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
     return math.sqrt(max(0.0, (divergence(p) + divergence(q)) / 2))
 
 
-def save_heatmaps(drift: Drift, path: Path) -> None:
-    """Writes layer × expert shares of the routed tokens, before and after, as PNG or SVG.
+def write_drift(found: Drift, run: Path) -> None:
+    """Writes `drift.json` into the run folder, where its page (`moetune report`) finds it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    file = run / DRIFT_FILE
+    try:
+        write_whole(file, json.dumps(found.to_json()) + "\n")
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be written: {error.strerror}") from error
+
+
+def save_heatmaps(found: Drift, path: Path) -> None:
+    """Writes layer × expert loads, before and after, as PNG or SVG.
 
     Raises:
         UserError: the suffix is another one, or the file cannot be written.
     """
     refuse_unknown_format(path)
-    most = max(len(layer.before) for layer in drift.layers.values())
-    shares = [
-        [[value / sum(load) for value in load] + [math.nan] * (most - len(load)) for load in loads]
-        for loads in ([x.before for x in drift.layers.values()], [x.after for x in drift.layers.values()])
-    ]
-    top = max(value for load in shares[0] + shares[1] for value in load if not math.isnan(value))
-    figure = Figure(figsize=(10, 1.5 + 0.3 * len(drift.layers)), layout="constrained", facecolor=PAPER)
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, share, title in zip(axes, shares, ("before", f"after step {drift.step}"), strict=True):
-        image = axis.imshow(share, aspect="auto", cmap="viridis", vmin=0, vmax=top)
-        axis.set_title(title, color=INK)
-        axis.set_xlabel("expert")
-        axis.set_yticks(range(len(drift.layers)), [str(index) for index in drift.layers])
-    axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=axes, label="share of the layer's routed tokens")
-    figure.savefig(buffer := BytesIO(), format=path.suffix.lower().removeprefix("."))
-    write_whole(path, buffer.getvalue())
+    with style():
+        figure = Figure(figsize=(10, 1.5 + 0.3 * len(found.layers)), layout="constrained", facecolor=PAPER)
+        draw_drift(figure, found.to_json())
+        write_figure(path, rendered(figure, path.suffix.lower().removeprefix(".")))

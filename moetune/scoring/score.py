@@ -32,6 +32,7 @@ from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
+from moetune.files import write_whole
 from moetune.run.resolve import ResolvedRun
 from moetune.run.scores import Scored, Scores
 from moetune.scoring.recorder import Recorder, Sums
@@ -321,12 +322,9 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
 
 
 def _write(out: Path, text: str) -> None:
-    aside = out.with_name(f".{out.name}.aside")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(out)
+        write_whole(out, text)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
 
 

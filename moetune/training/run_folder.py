@@ -33,12 +33,14 @@ from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, write_manifest
 
 RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
+DRIFT_FILE = "drift.json"
 _OWN = (
     RUN_FILE,
     BASE_FILE,
     INPUTS_FILE,
     "metrics.jsonl",
     MEMORY_FILE,
+    DRIFT_FILE,
     "checkpoints",
     "runs",
     "delta",

@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -137,24 +138,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report: dict[str, Any] = {"versions": versions("torch", "transformers", "moetune"), "cpu": cpu_name()}
-    report |= {"commit": commit(), "steps": arguments.steps, "k": K, "held_out_documents": DOCUMENTS}
+    report |= {"commit": commit(), "steps": arguments.steps, "k": K, "held_out_documents": DOCUMENTS, "runs": []}
+    if arguments.json is not None and arguments.json.exists():  # what was begun with the same steps goes on
+        begun = json.loads(arguments.json.read_text(encoding="utf-8"))
+        report = begun if begun["steps"] == arguments.steps else report
+    runs = report["runs"]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        report["domains"] = of_domains(folder, arguments.tokens)
-        print(json.dumps(report["domains"], indent=1), flush=True)
+        if "domains" not in report:
+            report["domains"] = of_domains(folder, arguments.tokens)
         scored("unicode-names", arguments.tokens, scores := folder / "scores.json")
         lines = [
             str(row.value["text"]) for row, _ in zip(open_sources(HELD_OUT)[0].rows, range(DOCUMENTS), strict=False)
         ]
         (folder / "heldout.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
-        report["runs"] = runs = []
-        for seed in range(arguments.seeds):
-            for part in ("experts", "lora"):
-                for rule in RULES:
-                    runs.append(trained(part, rule, seed, arguments.steps, scores, folder))
-                    print(runs[-1], flush=True)
-                    if arguments.json is not None:
-                        write_json(report, arguments.json)
+        for part, seed, rule in product(("experts", "lora"), range(arguments.seeds), RULES):
+            if any((run["part"], run["seed"], run["rule"]) == (part, seed, rule) for run in runs):
+                continue
+            runs.append(trained(part, rule, seed, arguments.steps, scores, folder))
+            print(runs[-1], flush=True)
+            if arguments.json is not None:
+                write_json(report, arguments.json)
     for part in ("experts", "lora"):
         for rule in RULES:
             losses = [run["after"] for run in runs if (run["part"], run["rule"]) == (part, rule)]

@@ -196,9 +196,10 @@ def page(report: dict[str, Any]) -> str:
         if report["null_device"]
         else f"On {report['device']}."
     )
+    command = f"--recipes --drawn 40 --models {report['models']}"
     head = f"""# Runs near what a card has
 
-    python scripts/bench/near_the_line.py --recipes --drawn N --json docs/benchmarks/near_the_line.json
+    python scripts/bench/near_the_line.py {command} --json docs/benchmarks/near_the_line.json
 
 The largest micro-batches for which `moetune predict` says `yes`, and at least `tight`, and one row more: `required` is
 what it says that the card must have, `verdict` its word, beside whether two steps ran. {where}
@@ -234,6 +235,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "null_device": nullcuda.is_present(),
         "commit": commit(),
+        "models": options.models,
         "cases": [],
     }
 

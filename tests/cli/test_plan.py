@@ -65,6 +65,7 @@ def test_nothing_fits(moetune: Run, small_model: Path) -> None:
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--solve", "train.micro_batch"), "is none"),
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--host", "much"), "--host 'much' is no size"),
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--set", "train.steps=1"), "a plan chooses settings itself"),
+        (("plan", "llama-7b", "--gpu", "24GiB", "--goal", "experts"), "is a dense model"),
         (("predict", "tiny-mixtral"), "it must be said what trains"),
         (("predict", TINY, "--lora", "4"), "leave --lora out"),
         (("compare", TINY, "--method", "guess"), "--method 'guess'"),
@@ -87,3 +88,30 @@ def test_compare(moetune: Run, small_model: Path) -> None:
     printed = moetune("compare", TINY, *shrunk, "--gpu", "24GiB").out
     assert "tiny-router" in printed
     assert "leaves out frozen experts" in printed
+
+
+def test_a_recipe_with_settings(moetune: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    ended = moetune("init", "tiny-lora", "--out", file, "--set", "train.steps=7", "--set", "optimizer.lr=0.001")
+    assert ended.code == 0
+    config = load_run_config(file)
+    recipe = load_run_config(CONFIGS / "tiny-lora.yaml", ["train.steps=7", "optimizer.lr=0.001"])
+    assert config == recipe
+    assert file.read_text().startswith("# LoRA on attention")
+    assert f"#     moetune train {file}" in file.read_text()
+
+
+def test_settings_that_are_none(moetune: Run, tmp_path: Path) -> None:
+    ended = moetune("init", "tiny-lora", "--out", tmp_path / "mine.yaml", "--set", "train.stepps=7")
+    assert ended.code == 2
+    assert "Did you mean 'steps'" in ended.err
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.full  # it is the plan above
+def test_a_run_file_for_a_model_and_a_card(moetune: Run, small_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    ended = moetune("init", small_model, "--gpu", "24GiB", "--goal", "router", "--out", file)
+    assert ended.code == 0
+    assert load_run_config(file).adapt.router == "all"
+    assert moetune("init", small_model, "--gpu", "24GiB", "--goal", "all", "--out", tmp_path / "no.yaml").code == 2

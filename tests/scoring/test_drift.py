@@ -86,6 +86,9 @@ def test_the_command(run: Path, moetune: Callable[..., Any], tmp_path: Path) -> 
     assert found["step"] == 3
     assert len(found["layers"]) == small.LAYERS
     assert "after step 3" in (tmp_path / "heat.svg").read_text()
+    assert json.loads((run / "drift.json").read_text()) == found
+    assert moetune("report", run, "--no-timeline", "--out", tmp_path / "page.html").code == 0
+    assert "tokens, before and after step 3" in (tmp_path / "page.html").read_text()
     assert moetune("drift", run, "--figure", "heat.pdf").code == 2
     assert moetune("drift", tmp_path).code == 2
 

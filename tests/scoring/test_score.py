@@ -18,8 +18,10 @@ from moetune.run.resolve import resolve
 from moetune.run.scores import Scores, read_scores
 from moetune.scoring import recorder
 from moetune.scoring.budget import within_budget
+from moetune.scoring.drift import drift
 from moetune.scoring.score import score, to_score
 from tests import small
+from tests.resolved import train
 from tests.scoring.made import write_scores
 
 Moetune = Callable[..., Any]
@@ -63,6 +65,32 @@ def test_neither_batches_nor_packing_change_a_count(whole: Scores, small_model: 
             one, two = getattr(of_layer, scope), getattr(other.layers[layer], scope)
             assert (one.tokens, one.pairs, one.count) == (two.tokens, two.pairs, two.count)
             assert one.reap == pytest.approx(two.reap, rel=1e-5)
+
+
+def test_experts_may_be_on_the_host(whole: Scores, small_model: Path, small_data: Path) -> None:
+    config = small.run_config(small_model, small_data, Path("unused"), model={"experts_on": "host"})
+    other = score(resolve(to_score(config), "cpu"), [str(small_data)], 10**9, device="cpu")
+    assert (other.expert_load, other.layers) == (whole.expert_load, whole.layers)
+
+
+def test_scores_begin_where_training_does(
+    whole: Scores, small_model: Path, small_data: Path, tmp_path: Path, moetune: Moetune
+) -> None:
+    """Routers that were trained, as a delta: `adapt.start_from` scores the base with them."""
+    config = small.run_config(small_model, small_data, tmp_path / "run", optimizer={"lr": 0.2})
+    train(config)
+    ended = moetune("export", tmp_path / "run", "--format", "delta", "--out", tmp_path / "delta")
+    assert ended.code == 0, ended.err
+    started = small.run_config(
+        small_model, small_data, Path("unused"), adapt={"router": "all", "start_from": str(tmp_path / "delta")}
+    )
+    after = score(resolve(to_score(started), "cpu"), [str(small_data)], 10**9, device="cpu")
+    assert after.run["start_from"] == str(tmp_path / "delta")
+    assert after.expert_load != whole.expert_load
+    found = drift(tmp_path / "run", str(small_data), device="cpu")
+    assert {n: list(layer.after) for n, layer in found.layers.items()} == {
+        n: layer.loss.tokens for n, layer in after.layers.items()
+    }
 
 
 def in_layer_1_after(batches: int, norms: Any) -> Any:

@@ -141,7 +141,7 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path, monkeypatch, spec)
 @pytest.mark.parametrize("spec", ["/nowhere/x", "~nobody-here/x", "a/b/c", "..\\data", "org/data.csv", "./x"])
 def test_what_looks_like_a_path_never_reaches_the_hub(monkeypatch, spec):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
-    assert message(spec).startswith("no such file")
+    assert message(spec).startswith(("no such file", f"{spec!r} cannot be a path"))
 
 
 def test_a_bare_name_must_be_in_the_catalog(catalog):
