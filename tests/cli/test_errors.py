@@ -105,8 +105,14 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "a model that is no folder": (["model.path=./nowhere"], ["model './nowhere'", "nor a folder that exists"]),
     "unreachable hub model": (["model.path=mistralai/Mixtral-8x7B-v9"], ["Did you mean 'mistralai/Mixtral-8x7B-v0.1'"]),
     "a model without weights": (["model.path=no-weights"], ["only safetensors checkpoints are read"]),
-    "a model with broken weights": (["model.path=broken-weights"], ["weights of 'broken-weights' in 'broken-weights' cannot be read"]),
-    "a model without tokenizer": (["model.path=no-tokenizer"], ["the tokenizer of 'no-tokenizer' in 'no-tokenizer' cannot be read"]),
+    "a model with broken weights": (
+        ["model.path=broken-weights"],
+        ["weights of 'broken-weights' in 'broken-weights' cannot be read"],
+    ),
+    "a model without tokenizer": (
+        ["model.path=no-tokenizer"],
+        ["the tokenizer of 'no-tokenizer' in 'no-tokenizer' cannot be read"],
+    ),
     "unknown reporter": (["train.report_to=[tensorbord]"], ["'tensorbord' is not a reporter", "'tensorboard'"]),
     "a base wider than compute": (
         ["model.base=fp32", "model.dtype=bf16"],
