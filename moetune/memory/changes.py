@@ -8,10 +8,10 @@ from typing import NamedTuple
 from moetune.catalog.gpus import Gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.errors import UserError
-from moetune.memory.allocator import WORKSPACES
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.report import Change, MemoryReport, PartName
 from moetune.memory.routing import Routing
+from moetune.memory.terms import beside_of_formula
 from moetune.run.resolve import ResolvedRun, resolve
 
 _EVALUATED = 3
@@ -47,7 +47,7 @@ def best_changes(run: ResolvedRun, report: MemoryReport, routing: Routing, card:
             after = ClosedForm(changed, gpu=card).at(changed.config, routing)
         except (UserError, ValueError):
             continue
-        peak = after.parts.total + WORKSPACES * card.cublas_workspace.value
+        peak = after.parts.total + beside_of_formula(after, card)
         saves = fullest.peak_allocated - peak
         needs = max(peak, after.load.gpu) + fullest.outside_allocator
         if saves > 0:

@@ -20,7 +20,7 @@ from moetune.memory.outside import outside_allocator
 from moetune.memory.ranks import by_kind
 from moetune.memory.report import GpuMemory, MemoryReport, Moment, RankMemory, Term
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.terms import terms_of_formula, terms_of_trace
+from moetune.memory.terms import beside_of_formula, terms_of_formula, terms_of_trace
 from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
 from moetune.run.resolve import ResolvedRun, resolve
@@ -182,7 +182,7 @@ def largest_packed(run: ResolvedRun) -> int:
 
 
 def _formula_rank(rank: int, found: Evaluated, card: Gpu, outside: int) -> RankMemory:
-    beside = WORKSPACES * card.cublas_workspace.value
+    beside = beside_of_formula(found, card)
     parts = replace(found.parts, transient_peak=found.parts.transient_peak + beside)
     reserved = -(-parts.total // _PAGE) * _PAGE + _SMALL_PAGE
     terms = (*terms_of_formula(found), _beside(beside))

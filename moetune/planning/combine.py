@@ -11,6 +11,7 @@ from moetune.memory.report import MemoryReport
 from moetune.planning.needs import Needs, changed
 
 _MOST = 6
+_LOWEST = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ def combination(config: RunConfig, report: MemoryReport, needs: Needs, shortest:
     """
     if report.gpu is None or report.fullest.outside_allocator >= report.gpu.usable_bytes:
         return None  # whatever the run file says
+    for host_first in (False, True):
+        if (found := _taken_together(config, report, needs, shortest, host_first)) is not None:
+            return found
+    return None
+
+
+def _taken_together(
+    config: RunConfig, report: MemoryReport, needs: Needs, shortest: int, host_first: bool
+) -> Combination | None:
+    """One change after the other, until it fits; then those that are not needed are left out."""
     taken: list[Candidate] = []
     refused: set[str] = set()
 
@@ -50,7 +61,7 @@ def combination(config: RunConfig, report: MemoryReport, needs: Needs, shortest:
         there = [one for one in candidates(current) if str(one.settings) not in refused and _is_allowed(one, shortest)]
         if not there:
             return None
-        one = _likeliest(there, now)
+        one = _likeliest(there, now, host_first)
         refused.add(str(one.settings))
         try:
             after = needs.of(with_all([*taken, one]))
@@ -73,15 +84,16 @@ def combination(config: RunConfig, report: MemoryReport, needs: Needs, shortest:
 
 
 def _is_allowed(one: Candidate, shortest: int) -> bool:
-    length = one.settings.get("train.sequence_length")
-    return not isinstance(length, int) or length >= shortest
+    """Whether what is left is still worth training: not too short, nor of too low a rank."""
+    length, rank = one.settings.get("train.sequence_length", shortest), one.settings.get("adapt.lora.rank", _LOWEST)
+    return isinstance(length, int) and length >= shortest and isinstance(rank, int) and rank >= _LOWEST
 
 
-def _likeliest(there: list[Candidate], now: MemoryReport) -> Candidate:
+def _likeliest(there: list[Candidate], now: MemoryReport, host_first: bool) -> Candidate:
     """The one that acts on most of the peak; one that slows every step only if all others together are too little."""
     assert now.headroom_bytes is not None
     here = [one for one in there if not is_on_host(one)]
     most = sum(getattr(now.fullest.parts, part) for part in {part for one in here for part in one.parts})
-    if not here or most < -now.headroom_bytes:
+    if host_first or most < -now.headroom_bytes:
         here = [one for one in there if is_on_host(one)] or here
-    return max(here, key=lambda one: sum(getattr(now.fullest.parts, part) for part in one.parts))
+    return max(here or there, key=lambda one: sum(getattr(now.fullest.parts, part) for part in one.parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moetune.catalog.gpus import find_gpu, gpu_names
@@ -215,14 +215,17 @@ def _ranked(found: Iterable[Found]) -> list[Found]:
 
 
 def _traced(one: Found, search: Search) -> Found | None:
-    """The same, traced; where the trace says no, which has not been seen, one that is smaller."""
-    report = search.needs.traced(one.config)
-    if report.fits:
-        return Found(one.way, one.config, report, one.amount, one.beyond)
-    rows = one.config.train.micro_batch
-    if rows > 1:
-        smaller = changed(one.config, {"train.micro_batch": rows // 2})
-        return _traced(Found(one.way, smaller, report, one.amount, one.beyond), search)
+    """The same, traced. Where the trace has a little more, as sizes rounded up at another moment, and that is too much,
+    the most that leaves room for it."""
+    found: Found | None = one
+    for _ in range(3):
+        if found is None:
+            break
+        report = search.needs.traced(found.config)
+        if report.fits:
+            return replace(found, report=report)
+        search.margin += max(report.required - found.report.required, 1)
+        found = search.largest(one.way)
     return None
 
 

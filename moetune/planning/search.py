@@ -49,6 +49,7 @@ class Search:
 
     def __init__(self, start: RunConfig, anatomy: Anatomy, needs: Needs, usable: int, context: int = 0) -> None:
         self.start, self.anatomy, self.needs, self.usable, self.context = start, anatomy, needs, usable, context
+        self.margin = 0  # bytes that a trace was seen to have more than the closed form
         self.layers = [layer.index for layer in anatomy.moe_layers]
         self.experts = min((layer.shape.num_experts for layer in anatomy.moe_layers), default=0)
 
@@ -80,7 +81,11 @@ class Search:
             return None
         config = self.config(way, settings)
         report = self.needs.of(config)
-        return Found(way, config, report, amount, None) if report.fits else None
+        return Found(way, config, report, amount, None) if self._left(report) >= 0 else None
+
+    def _left(self, report: MemoryReport) -> int:
+        assert report.headroom_bytes is not None
+        return report.headroom_bytes - self.margin
 
     # --- Experts ----------------------------------------------------------------------------------------------
 
@@ -104,9 +109,7 @@ class Search:
             return reports[layers, each]
 
         def headroom(layers: int, each: int) -> int:
-            left = report(layers, each).headroom_bytes
-            assert left is not None
-            return left
+            return self._left(report(layers, each))
 
         depth = len(self.layers)
         most = sum(self.bound(way, count) <= self.usable for count in range(1, depth * self.experts + 1))
@@ -155,9 +158,7 @@ class Search:
 
         def headroom(number: int) -> int:
             reports[number] = self.needs.of(self.config(way, self._of_rank(RANKS[number])))
-            left = reports[number].headroom_bytes
-            assert left is not None
-            return left
+            return self._left(reports[number])
 
         last = last_that_fits(len(RANKS), headroom, len(RANKS) - 1)
         if last < 0:
@@ -176,9 +177,7 @@ class Search:
                 settings = {"train.micro_batch": ROWS[number], "train.accumulate": steps}
                 configs[number] = changed(found.config, settings)
                 reports[number] = self.needs.of(configs[number])
-            left = reports[number].headroom_bytes
-            assert left is not None
-            return left
+            return self._left(reports[number])
 
         # where experts train there is seldom room for many more
         last = last_that_fits(len(ROWS), headroom, 1 if found.way.goal == "experts" else len(ROWS) - 1)
