@@ -29,6 +29,7 @@ from moetune.memory.trace.repeat import repeat
 from moetune.memory.trace.tracker import Tracker
 from moetune.optim.offload import HostUpdater
 from moetune.optim.optimizers import make_optimizer
+from moetune.optim.updater import Updater
 from moetune.parallel.ranks import local_tensor
 from moetune.patches.bitsandbytes import paged
 from moetune.step.batch import Batch, collate, random_rows
@@ -178,10 +179,7 @@ class Steps:
     def make_states(self) -> None:
         """Lets every optimizer make its states, by an update with gradients that nothing was computed for."""
         for updater in self.optimizer.updaters:
-            for parameter in updater.parameters:
-                parameter.grad = torch.empty_like(parameter)
-                if isinstance(updater, HostUpdater):
-                    updater.take(parameter)
+            _give_gradients(updater)
             updater.step()
             for parameter in updater.parameters:
                 parameter.grad = None
@@ -193,8 +191,8 @@ class Steps:
         Args:
             begun: of its micro-steps so many are not taken: the gradients that they leave are there.
         """
-        for parameter in self.trained if begun else ():
-            parameter.grad = torch.empty_like(parameter)
+        for updater in self.optimizer.updaters if begun else ():
+            _give_gradients(updater)
         with self._following(tracker):
             self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
@@ -305,6 +303,14 @@ class Steps:
         )
         if self.stepper.engine is not None:
             tracker.tag(self.stepper.engine.gradients(), "gradients")
+
+
+def _give_gradients(updater: Updater) -> None:
+    """Gradients that nothing was computed for, where the updater has them."""
+    for parameter in updater.parameters:
+        parameter.grad = torch.empty_like(parameter)
+        if isinstance(updater, HostUpdater):
+            updater.take(parameter)
 
 
 def labels_of(adapted: Adapted) -> dict[int, str]:
