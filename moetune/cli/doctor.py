@@ -38,7 +38,7 @@ def doctor(
         from rich.console import Console
         from rich.text import Text
 
-        console = Console()
+        console = Console(markup=False)
         colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
         for check in checks:
             line = f"{check.outcome:8}{check.name}: {check.found}"

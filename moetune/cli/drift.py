@@ -50,6 +50,6 @@ def drift(
     for index, layer in found.layers.items():
         died, came = (", ".join(map(str, ids)) for ids in (layer.died, layer.came))
         table.add_row(str(index), f"{layer.distance:.3f}", f"{100 * layer.changed:.1f} %", died, came)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     console.print(f"{100 * found.changed:.1f} % of the tokens have other experts in some layer", highlight=False)

@@ -65,7 +65,7 @@ def score(
 
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)
     console.print(_table(scores))
     for line in (
         f"{scores.tokens:,} tokens, {scores.loss_tokens:,} of them carry loss",
