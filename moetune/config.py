@@ -48,6 +48,19 @@ def parse_ids(value: object) -> object:
     return tuple(sorted(ids))
 
 
+def check_expert_memory(value: object) -> object:
+    """Passes a size, 0 or `auto`, as it is written.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value == 0 and not isinstance(value, bool):
+        return "0"
+    if value in ("0", "auto") or (isinstance(value, str) and (parse_size(value) or -1) > 0):
+        return value
+    raise ValueError(f"{value!r} is neither a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}")
+
+
 def check_memory(value: object) -> object:
     """Passes a size above zero, or `none`, as it is written.
 
@@ -224,6 +237,7 @@ class TrainConfig(Section):
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
     router_z_loss: Annotated[float, Field(ge=0)] = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
+    expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
     report_to: tuple[str, ...] = ()
 
     @property

@@ -189,6 +189,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     numbers = ("max_grad_norm", "max_grad_value", "router_aux_loss", "router_z_loss")  # those that are 0 do nothing
     kind["train"] = {"checkpointing": config.train.checkpointing} | {key: bool(kind["train"][key]) for key in numbers}
     kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
+    kind["train"]["expert_memory"] = run.expert_memory
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.data is None or config.data.packing}
     kind["settings"] = run.model.settings.to_dict()
