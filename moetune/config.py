@@ -78,6 +78,19 @@ def parse_expert_ids(value: object) -> object:
     return dict(sorted(by_layer.items()))
 
 
+def check_expert_memory(value: object) -> object:
+    """Passes a size, 0 or `auto`, as it is written.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value == 0 and not isinstance(value, bool):
+        return "0"
+    if value in ("0", "auto") or (isinstance(value, str) and (parse_size(value) or -1) > 0):
+        return value
+    raise ValueError(f"{value!r} is neither a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}")
+
+
 def check_memory(value: object) -> object:
     """Passes a size above zero, or `none`, as it is written.
 
@@ -376,6 +389,7 @@ class TrainConfig(Section):
     router_aux_scope: Literal["model", "layer"] = "model"
     router_z_loss: Strength = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
+    expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
     neftune_alpha: Strength = 0.0
     report_to: tuple[Text, ...] = ()
 

@@ -85,6 +85,19 @@ def test_wrong_loss_memory(written: object) -> None:
         TrainConfig(loss_memory=written)
 
 
+@pytest.mark.parametrize(("written", "kept"), [("auto", "auto"), (0, "0"), ("0", "0"), ("64MiB", "64MiB")])
+def test_expert_memory(written: object, kept: str) -> None:
+    config = TrainConfig(expert_memory=written)
+    assert config.expert_memory == kept
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("written", [False, 256, "256", "-1GiB", "all", None])
+def test_wrong_expert_memory(written: object) -> None:
+    with pytest.raises(ValueError, match="is neither a size nor 0 nor auto"):
+        TrainConfig(expert_memory=written)
+
+
 @given(st.sets(st.integers(0, 99), min_size=1))
 def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
     runs = [list(run) for _, run in itertools.groupby(sorted(ids), key=lambda i: i - sorted(ids).index(i))]

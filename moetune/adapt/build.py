@@ -105,7 +105,14 @@ def build(
     attention = attention_for(config, run.model.settings, type(run.model.plain), device, capability)
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
-    links = bank_links(config.model, selection, ranks, device, keep_rows=config.train.checkpointing == "none")
+    links = bank_links(
+        config.model,
+        selection,
+        ranks,
+        device,
+        keep_rows=config.train.checkpointing == "none",
+        expert_memory=run.expert_memory,
+    )
 
     set_seed(config.train.seed)
     is_read = device.type != "meta" and config.model.weights == "pretrained"

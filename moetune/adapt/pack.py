@@ -36,7 +36,13 @@ def has_values(path: str) -> None:
 
 
 def bank_links(
-    config: ModelConfig, selection: Selection, ranks: Ranks, device: torch.device, *, keep_rows: bool
+    config: ModelConfig,
+    selection: Selection,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    keep_rows: bool = False,
+    expert_memory: int = 0,
 ) -> BankLinks:
     """What the banks of a model on `device` are given from outside."""
     exchange = None
@@ -44,7 +50,7 @@ def bank_links(
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
         exchange = TokenExchange(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if config.experts_on == "host" else None
-    return BankLinks(keep_rows, prefetcher, exchange)
+    return BankLinks(expert_memory, keep_rows, prefetcher, exchange)
 
 
 def fill_bank(model: PreTrainedModel, layer: MoeLayer, bank: ExpertBank, fill: Fill = has_values) -> None:

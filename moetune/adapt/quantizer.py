@@ -123,7 +123,7 @@ class MoetuneQuantizer(HfQuantizer):
         self.layers = {layer.experts: layer for layer in self.anatomy.moe_layers}
         self.banks: dict[str, ExpertBank] = {}
         config = self.quantization_config
-        self.links = config.links or bank_links(config.model, selection, SINGLE_RANK, device, keep_rows=False)
+        self.links = config.links or bank_links(config.model, selection, SINGLE_RANK, device)
         self.missing = {
             path: {(name, expert) for name in stacks(layer) for expert in range(layer.shape.num_experts)}
             for path, layer in self.layers.items()

@@ -7,8 +7,9 @@ model's own layout; how gate and up lie in the rows of gate_up (one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Literal, cast
 
 import torch
@@ -19,6 +20,8 @@ from moetune.experts.links import BankLinks
 from moetune.experts.mlp import Routing, expert_mlp
 from moetune.experts.packed import PackedStack, Storage
 from moetune.experts.projection import FullProjection, LowRank, Projection
+
+_MOST_AT_ONCE = 2**31 - 1  # weights: bitsandbytes counts them in 32 bits
 
 Part = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 
@@ -41,10 +44,10 @@ class BankPlan:
     lora: LoraPlan | None = None
 
     def of(self, held: Sequence[int]) -> BankPlan:
-        """The share of a bank that holds these experts only."""
-        lora = None if self.lora is None else tuple(expert for expert in self.lora.ids if expert in held)
+        """The share of a bank that holds these experts only, in their order."""
+        lora = None if self.lora is None else tuple(expert for expert in held if expert in self.lora.ids)
         return BankPlan(
-            tuple(expert for expert in self.trained if expert in held),
+            tuple(expert for expert in held if expert in self.trained),
             replace(self.lora, ids=lora) if self.lora is not None and lora else None,
         )
 
@@ -85,21 +88,20 @@ class ExpertLora(nn.Module):
         self.down_A, self.down_B = factor(1, rank, shape.intermediate), factor(1, shape.hidden, rank)
         for A in (self.gate_up_A, self.down_A):
             bound = 1 / math.sqrt(A.shape[-1])  # kaiming_uniform_(a=√5) of one [r, in] factor, as PEFT draws it
-            if count == len(here):
+            if here == list(range(count)):
                 nn.init.uniform_(A, -bound, bound)
             else:
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
-    def of(self, expert: int) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
-        """The low-rank terms of (gate_up, down)."""
-        slot = self.slots.get(expert)
-        if slot is None:
-            return (), ()
+    def of(self, experts: Sequence[int], dtype: torch.dtype) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
+        """The low-rank terms of (gate_up, down) of neighbours."""
+        first = self.slots[experts[0]]
+        slots = slice(first, first + len(experts))
         gate_up = tuple(
-            LowRank(self.gate_up_A, self.gate_up_B, slot, part, rows, self.scale)
-            for part, rows in enumerate(self.gate_up_rows)
+            LowRank(self.gate_up_A, self.gate_up_B, slots, part, columns, self.scale, dtype)
+            for part, columns in enumerate(self.gate_up_rows)
         )
-        return gate_up, (LowRank(self.down_A, self.down_B, slot, 0, slice(None), self.scale),)
+        return gate_up, (LowRank(self.down_A, self.down_B, slots, 0, slice(None), self.scale, dtype),)
 
 
 def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
@@ -107,6 +109,10 @@ def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
     if shape.is_concatenated:
         return slice(0, shape.intermediate), slice(shape.intermediate, None)
     return slice(0, None, 2), slice(1, None, 2)
+
+
+def _trained(full: FullProjection, dtype: torch.dtype) -> Projection:
+    return Projection(lambda: full.weight.to(dtype)[None], None if full.bias is None else full.bias[None], full)
 
 
 class ExpertBank(nn.Module):
@@ -198,21 +204,38 @@ class ExpertBank(nn.Module):
         else:
             getattr(self, name).pack_(self.frozen_slots[expert], tensor)
 
-    def projections(self, expert: int, dtype: torch.dtype) -> tuple[Projection, Projection]:
-        """(gate_up, down) of one expert, computing in `dtype`."""
-        gate_up_lora, down_lora = ((), ()) if self.lora is None else self.lora.of(expert)
+    def groups(self, dtype: torch.dtype) -> Iterator[range]:
+        """Neighbouring slots, whose experts are unpacked and multiplied together: of one kind, and as many as have
+        room in `expert_memory`, one at least. An expert that trains in full is alone, because its weights lie apart
+        and its gradients leave alone."""
+        largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
+        most = max(1, min(self.links.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
+        for kind, run in groupby(range(self.num_experts), key=lambda slot: self._kind(self.held[slot])):
+            slots = list(run)
+            parts = len(slots) if kind == "trained" else -(-len(slots) // most)
+            ends = [slots[0] + len(slots) * part // parts for part in range(parts + 1)]
+            yield from (range(*pair) for pair in pairwise(ends))
+
+    def _kind(self, expert: int) -> Literal["trained", "lora", "frozen"]:
         if expert not in self.frozen_slots:
-            full = cast(FullExpert, self.trained[str(expert)])
-            return (
-                Projection(lambda: full.gate_up.weight.to(dtype), full.gate_up.bias, full.gate_up, gate_up_lora),
-                Projection(lambda: full.down.weight.to(dtype), full.down.bias, full.down, down_lora),
-            )
-        slot = self.frozen_slots[expert]
-        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[slot]
-        down_bias = None if self.down_bias is None else self.down_bias[slot]
+            return "trained"
+        return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"
+
+    def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
+        """(gate_up, down) of a group, computing in `dtype`."""
+        experts = self.held[slots.start : slots.stop]
+        kind = self._kind(experts[0])
+        if kind == "trained":
+            full = cast(FullExpert, self.trained[str(experts[0])])
+            return _trained(full.gate_up, dtype), _trained(full.down, dtype)
+        first = self.frozen_slots[experts[0]]
+        which = slice(first, first + len(experts))
+        gate_up_lora, down_lora = self.lora.of(experts, dtype) if kind == "lora" and self.lora is not None else ((), ())
+        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[which]
+        down_bias = None if self.down_bias is None else self.down_bias[which]
         return (
-            Projection(lambda: self.gate_up.matrix(slot, dtype), gate_up_bias, None, gate_up_lora),
-            Projection(lambda: self.down.matrix(slot, dtype), down_bias, None, down_lora),
+            Projection(lambda: self.gate_up.matrices(which, dtype), gate_up_bias, None, gate_up_lora),
+            Projection(lambda: self.down.matrices(which, dtype), down_bias, None, down_lora),
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CountRows = Callable[[int, Tensor, int], list[int]]
 """(a layer's index, its chosen experts [T, K], E) -> the rows of each of its E experts, which sum to T·K."""
+
+ExpertWatch = Callable[[Sequence[int]], None]
 
 GradientHook = Callable[[nn.Parameter, Tensor], None]
 """(a parameter, its gradient)"""
@@ -50,6 +52,8 @@ class BankLinks:
     They are fields, because autograd runs a GPU's backward pass on a thread of its own, which sees no context variable.
 
     Attributes:
+        expert_memory: bytes that a group's unpacked matrices may take, one of each expert at a time; a group has one
+            expert at least.
         keep_rows: whether forward keeps the gate_up rows [T·K, O] that backward would compute again.
         prefetcher: brings packed experts from the host; None where they are on the device.
         exchange: None where every rank holds all experts.
@@ -57,15 +61,16 @@ class BankLinks:
             ids, unless there is an assumption in their place, or a recorder.
         eager_gradient_hook: takes each gradient of a fully trained matrix in backward, as soon as it is there; None
             leaves them to autograd, which keeps all of a layer's until its backward is through.
-        expert_watch: is told which expert's rows are computed next, in forward and in backward; None: no one's.
+        expert_watch: is told which experts' rows are computed next, in forward and in backward; none: no one's.
     """
 
+    expert_memory: int = 0
     keep_rows: bool = False
     prefetcher: ExpertPrefetcher | None = None
     exchange: Exchange | None = None
     count_rows: CountRows = read_rows
     eager_gradient_hook: GradientHook | None = None
-    expert_watch: Callable[[int | None], None] | None = None
+    expert_watch: ExpertWatch | None = None
 
     @contextmanager
     def counting_by(self, count_rows: CountRows) -> Iterator[None]:
@@ -87,8 +92,8 @@ class BankLinks:
             self.eager_gradient_hook = None
 
     @contextmanager
-    def watching_experts(self, watch: Callable[[int | None], None]) -> Iterator[None]:
-        """Inside, `watch` is told of each expert."""
+    def watching_experts(self, watch: ExpertWatch) -> Iterator[None]:
+        """Inside, `watch` is told of each group."""
         self.expert_watch = watch
         try:
             yield

@@ -6,26 +6,29 @@ For a token row x sent to expert e with routing weight w:
 
 and each W may carry low-rank factors: W·x + s·B·(A·x).
 
-What backward needs is recomputed, one expert at a time, from x and the packed weights: no dequantized weight and no row
-of act is kept, and rows of gate_up only if the bank's links say so (`keep_rows`), which spares backward a product. The
-down projection does not run again: with dact = W_dᵀ·dy (which backward needs anyway),
+Experts are worked on in groups of neighbours (`ExpertBank.groups`). What backward needs is recomputed, one group at a
+time, from x and the packed weights: no dequantized weight and no row of act is kept, and rows of gate_up only if the
+bank's links say so (`keep_rows`), which spares backward a product. The down projection does not run again: with
+dact = W_dᵀ·dy (which backward needs anyway),
 
     ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
 
 Shapes: T tokens, K experts a token, E experts, H model dim, I expert dim, O = rows of gate_up (2I, or I without gate),
-N the rows of one expert.
+C experts of a group, N their rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from moetune.experts.grouped import Rows
 from moetune.experts.projection import Gradients, Projection
 
 if TYPE_CHECKING:
@@ -46,16 +49,68 @@ class Routing:
         """Of the chosen slots, of which each is chosen `counts` times."""
         return cls(torch.argsort(ids_TK.flatten(), stable=True), counts, ids_TK.shape[-1])
 
-    def groups(self, bank: ExpertBank) -> Iterator[tuple[int, Tensor]]:
-        """(expert, its flat positions [N]) for every expert of a bank that receives a token."""
+    def groups(self, bank: ExpertBank, weights_TK: Tensor, dtype: torch.dtype) -> Iterator[Group]:
+        """The groups of a bank that receive a token."""
         watch = bank.links.expert_watch
-        for slot, flat_N in enumerate(self.order.split(self.counts)):
-            if self.counts[slot]:
-                if watch is not None:
-                    watch(bank.held[slot])
-                yield bank.held[slot], flat_N
+        groups = [slots for slots in bank.groups(dtype) if any(self.counts[slots.start : slots.stop])]
+        ends = self._ends(groups)
+        starts = [0, *accumulate(self.counts)]
+        token_S, weight_S = self.order // self.top_k, weights_TK.flatten()[self.order].to(dtype)
+        for slots in groups:
+            if watch is not None:
+                watch(bank.held[slots.start : slots.stop])
+            own, of_group = slice(slots.start, slots.stop), slice(starts[slots.start], starts[slots.stop])
+            rows = Rows(self.counts[own], None if len(slots) == 1 or ends is None else ends[own])
+            yield Group(slots, rows, self.order[of_group], token_S[of_group], weight_S[of_group, None])
         if watch is not None:
-            watch(None)
+            watch(())
+
+    def _ends(self, groups: list[range]) -> Tensor | None:
+        """[E] int32 on the device: where the rows of each expert end among its group's; None if each is alone."""
+        if all(len(slots) == 1 for slots in groups):
+            return None
+        ends = [0] * len(self.counts)
+        for slots in groups:
+            ends[slots.start : slots.stop] = accumulate(self.counts[slots.start : slots.stop])
+        is_cuda = self.order.is_cuda
+        return torch.tensor(ends, dtype=torch.int32, pin_memory=is_cuda).to(self.order.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring experts and what they receive: flat positions [N], tokens [N], weights [N, 1]."""
+
+    slots: range
+    rows: Rows
+    flat_N: Tensor
+    token_N: Tensor
+    weight_N1: Tensor
+
+
+class TokenSum:
+    """Adds up the rows of groups for each token, into `out` [T, H].
+
+    An expert has one row of a token at most, and alone is added at once. In a larger group a token may have several,
+    and a GPU adds those at equal indices in any order: there all T·K rows wait in a tensor of their own, and each
+    token's are summed in the end.
+    """
+
+    def __init__(self, out_TH: Tensor, routing: Routing, groups: list[range]) -> None:
+        self.out_TH, self._top_k = out_TH, routing.top_k
+        waits = self._top_k > 1 and any(len(slots) > 1 for slots in groups)
+        self._rows = out_TH.new_empty(len(routing.order), out_TH.shape[1]) if waits else None
+        if self._rows is None:
+            out_TH.zero_()
+
+    def add(self, group: Group, rows_NH: Tensor) -> None:
+        if self._rows is None:
+            self.out_TH.index_add_(0, group.token_N, rows_NH)
+        else:
+            self._rows.index_copy_(0, group.flat_N, rows_NH)
+
+    def finish(self) -> None:
+        if self._rows is not None:
+            torch.sum(self._rows.view(-1, self._top_k, self._rows.shape[1]), 1, out=self.out_TH)
 
 
 def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
@@ -81,29 +136,21 @@ def _fill(
     y_TH: Tensor,
     rows: list[Tensor] | None = None,
 ) -> None:
-    """Adds up y; `rows` is given the gate_up rows [N, O] of each expert."""
-    y_TH.zero_()
-    weights = weights_TK.flatten()
-    for expert, flat_N in routing.groups(bank):
-        _add_expert(bank, expert, flat_N // routing.top_k, x_TH, weights[flat_N, None], y_TH, rows)
+    """Adds up y; `rows` is given the gate_up rows [N, O] of each group."""
+    total = TokenSum(y_TH, routing, list(bank.groups(x_TH.dtype)))
+    for group in routing.groups(bank, weights_TK, x_TH.dtype):
+        _add_group(bank, group, x_TH, total, rows)
+    total.finish()
 
 
-def _add_expert(
-    bank: ExpertBank,
-    expert: int,
-    token_N: Tensor,
-    x_TH: Tensor,
-    weights_N1: Tensor,
-    y_TH: Tensor,
-    rows: list[Tensor] | None,
-) -> None:
-    gate_up, down = bank.projections(expert, x_TH.dtype)
-    gate_up_NO = gate_up.forward(x_TH[token_N])
+def _add_group(bank: ExpertBank, group: Group, x_TH: Tensor, total: TokenSum, kept: list[Tensor] | None) -> None:
+    gate_up, down = bank.projections(group.slots, x_TH.dtype)
+    gate_up_NO = gate_up.forward(x_TH[group.token_N], group.rows)
     act_NI = bank.activation(gate_up_NO)
-    if rows is not None:
-        rows.append(gate_up_NO)
-    del gate_up_NO
-    y_TH.index_add_(0, token_N, down.forward(act_NI).mul_(weights_N1.to(x_TH.dtype)))
+    if kept is not None:
+        kept.append(gate_up_NO)
+    del gate_up_NO, gate_up
+    total.add(group, down.forward(act_NI, group.rows).mul_(group.weight_N1))
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -127,24 +174,25 @@ class _ExpertMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weights_TK, order, *rows = ctx.saved_tensors
+        x_TH, weights_TK, order, *kept = ctx.saved_tensors
         bank, routing = ctx.bank, Routing(order, ctx.counts, ctx.top_k)
         _, _, _, need_x, need_weights, *_ = ctx.needs_input_grad
-        dx_TH = torch.zeros_like(x_TH) if need_x else None
-        weights = weights_TK.flatten()
-        dweights = torch.zeros_like(weights) if need_weights else None
+        dx = TokenSum(torch.empty_like(x_TH), routing, list(bank.groups(x_TH.dtype))) if need_x else None
+        dweights = torch.zeros_like(weights_TK.flatten()) if need_weights else None
         grads: Gradients = {}
 
-        def add_expert(expert: int, flat_N: Tensor, kept_NO: Tensor | None) -> None:
-            """One expert's share. What it unpacks and recomputes is gone when it returns, before the next one's."""
-            token_N = flat_N // routing.top_k
-            weight_N1 = weights[flat_N, None].to(x_TH.dtype)
-            gate_up, down = bank.projections(expert, x_TH.dtype)
-            dy_NH = dy_TH[token_N]
-            dact_NI = down.grad_input(dy_NH)  # before gate_up is unpacked: one unpacked matrix at a time
+        def add_group(group: Group, kept_NO: Tensor | None) -> None:
+            """One group's share. What it unpacks and recomputes is gone when it returns, before the next one's."""
+            rows = group.rows
+            gate_up, down = bank.projections(group.slots, x_TH.dtype)
+            dy_NH = dy_TH[group.token_N]
+            dact_NI = down.grad_input(dy_NH, rows)  # before gate_up is unpacked: one group of matrices at a time
 
-            unpacked = gate_up.weight() if kept_NO is None else None
-            gate_up_NO = gate_up.forward(x_TH[token_N], unpacked) if kept_NO is None else kept_NO.detach()
+            unpacked = gate_up.weights() if kept_NO is None else None
+            if kept_NO is None:
+                gate_up_NO = gate_up.forward(x_TH[group.token_N], rows, unpacked)
+            else:
+                gate_up_NO = kept_NO.detach()
             gate_up_NO.requires_grad_()
             with torch.enable_grad():
                 act_NI = bank.activation(gate_up_NO)
@@ -152,24 +200,27 @@ class _ExpertMlp(torch.autograd.Function):
             if dweights is not None:
                 dweight_N = torch.einsum("ni,ni->n", dact_NI, act_NI)
                 if down.bias is not None:
-                    dweight_N += dy_NH @ down.bias.to(dy_NH.dtype)
-                dweights[flat_N] = dweight_N.to(dweights.dtype)
+                    dweight_N += rows.dot(dy_NH, down.bias.to(dy_NH.dtype))
+                dweights.index_copy_(0, group.flat_N, dweight_N.to(dweights.dtype))
             if down.trains:
-                down.add_gradients(grads, act_NI, dy_NH * weight_N1)
+                down.add_gradients(grads, act_NI, dy_NH, rows, group.weight_N1)
                 _to_hook(bank, down, grads)
-            if dx_TH is None and not gate_up.trains:
+            if dx is None and not gate_up.trains:
                 return
-            del act_NI, dy_NH
-            (dgate_up_NO,) = torch.autograd.grad(edge, gate_up_NO, dact_NI.mul_(weight_N1))
+            del act_NI, dy_NH, down
+            (dgate_up_NO,) = torch.autograd.grad(edge, gate_up_NO, dact_NI.mul_(group.weight_N1))
             del edge, dact_NI, gate_up_NO
-            if dx_TH is not None:
-                dx_TH.index_add_(0, token_N, gate_up.grad_input(dgate_up_NO, unpacked))
+            if dx is not None:
+                dx.add(group, gate_up.grad_input(dgate_up_NO, rows, unpacked))
             if gate_up.trains:
-                gate_up.add_gradients(grads, x_TH[token_N], dgate_up_NO)
+                gate_up.add_gradients(grads, x_TH[group.token_N], dgate_up_NO, rows)
                 _to_hook(bank, gate_up, grads)  # last: it may change the weight that was used above
 
-        for number, (expert, flat_N) in enumerate(routing.groups(bank)):
-            add_expert(expert, flat_N, rows[number] if rows else None)
+        for number, group in enumerate(routing.groups(bank, weights_TK, x_TH.dtype)):
+            add_group(group, kept[number] if kept else None)
+        if dx is not None:
+            dx.finish()
+        dx_TH = None if dx is None else dx.out_TH
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
         return None, None, None, dx_TH, dweights_TK, *_of_parameters(bank, routing, grads)
 

@@ -1,11 +1,11 @@
-"""Frozen weight matrices, stored small and handed out one at a time.
+"""Frozen weight matrices, stored small and handed out one at a time, or neighbours together.
 
 Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blocks of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import bitsandbytes.functional as bnb
@@ -121,22 +121,40 @@ class PackedStack(nn.Module):
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
         """Matrix `index` [R, C] in `dtype`: a fresh tensor, or the stored one where it has that dtype already."""
+        return self.matrices(slice(index, index + 1), dtype)[0]
+
+    def matrices(self, which: slice, dtype: torch.dtype) -> Tensor:
+        """Neighbouring matrices [n, R, C], as one tensor; each as `matrix` gives it, bit for bit."""
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
-        data = buffers["data"][index]
+        data = buffers["data"][which]
         match self.storage:
             case "nf4":
-                ops = torch.ops.bitsandbytes
-                absmax = buffers["absmax"][index]
-                if self.double_quant:
-                    absmax = ops.dequantize_blockwise(
-                        absmax, buffers["nested_absmax"][index], buffers["nested_code"], NESTED_BLOCK, torch.float32
-                    )
-                    absmax = absmax + buffers["offset"][index]
-                return ops.dequantize_4bit(data.unsqueeze(1), absmax, BLOCK, "nf4", self.shape, dtype)
+                return self._unpack_nf4(data, which, buffers, dtype)
             case "int8":
-                return _dequantize_int8(data, buffers["absmax"][index], dtype)
+                absmax = buffers["absmax"][which]
+                return _dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
             case _:
                 return data.to(dtype)
+
+    def _unpack_nf4(self, data: Tensor, which: slice, buffers: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """All matrices together where each is made of whole blocks, and so are their scales; else one by one."""
+        ops, count, (rows, columns) = torch.ops.bitsandbytes, len(data), self.shape
+        absmax = buffers["absmax"][which]
+        if self.double_quant:
+            together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
+            nested, code = buffers["nested_absmax"][which], buffers["nested_code"]
+            absmax = _joined(
+                ops.dequantize_blockwise(scales.flatten(), of_scales.flatten(), code, NESTED_BLOCK, torch.float32)
+                for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
+            ).view(absmax.shape)
+            absmax.add_(buffers["offset"][which, None])
+        together = 1 if rows * columns % BLOCK == 0 else count
+        return _joined(
+            ops.dequantize_4bit(
+                packed.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(packed) * rows, columns), dtype
+            )
+            for packed, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
+        ).view(count, rows, columns)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
         return self if self.on_host else super()._apply(fn, recurse)
@@ -144,6 +162,11 @@ class PackedStack(nn.Module):
     def extra_repr(self) -> str:
         quantized = ", double_quant" if self.double_quant else ""
         return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}{', on the host' if self.on_host else ''}"
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    first, *others = parts
+    return torch.cat([first, *others]) if others else first
 
 
 def int8_at_once(weights: int, columns: int) -> int:

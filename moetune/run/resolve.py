@@ -23,6 +23,11 @@ from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
 from moetune.run.linears import linears_to_pack
 from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts, read_load
+from moetune.sizes import parse_size
+
+_EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
+"""What `train.expert_memory: auto` is: on a GPU a few launches for a layer of small experts, on a CPU what its caches
+do not lose (docs/concepts/expert-bank.md)."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,12 @@ class ResolvedRun:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def expert_memory(self) -> int:
+        """What the unpacked matrices of experts that are worked on together may take, in bytes."""
+        asked = self.config.train.expert_memory
+        return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
     @cached_property
     def packed_linears(self) -> tuple[str, ...]:

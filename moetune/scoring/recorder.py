@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 from moetune.adapt.build import Adapted
 from moetune.anatomy.moe import MoeLayer
 from moetune.experts.bank import ExpertBank
+from moetune.experts.links import read_rows
+from moetune.experts.mlp import Routing
 from moetune.run.scores import SCOPES, LayerScores, Statistics
 from moetune.step.batch import Batch
 from moetune.step.loss import IGNORED
@@ -219,12 +221,12 @@ class _Tokens:
 
 @torch.no_grad()
 def output_norms(bank: ExpertBank, x_TH: Tensor, ids_TK: Tensor) -> Tensor:
-    """‖expert output‖₂ of each choice, [T, K] in float32, before it is weighted. Each expert computes its rows once
-    more; one expert's are alive at a time."""
-    norms_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x_TH.device)
-    for expert in ids_TK.unique().tolist():
-        token_N, choice_N = (ids_TK == expert).nonzero(as_tuple=True)
-        gate_up, down = bank.projections(expert, x_TH.dtype)
-        output_NH = down.forward(bank.activation(gate_up.forward(x_TH[token_N])))
-        norms_TK[token_N, choice_N] = output_NH.float().norm(dim=-1)
+    """‖expert output‖₂ of each choice, [T, K] in float32, before it is weighted. Each group of experts computes its rows
+    once more; one group's are alive at a time."""
+    norms_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=x_TH.device)
+    routing = Routing.of(ids_TK, read_rows(bank.layer, ids_TK, bank.num_experts))
+    for group in routing.groups(bank, norms_TK, x_TH.dtype):
+        gate_up, down = bank.projections(group.slots, x_TH.dtype)
+        act_NI = bank.activation(gate_up.forward(x_TH[group.token_N], group.rows))
+        norms_TK.view(-1).index_copy_(0, group.flat_N, down.forward(act_NI, group.rows).float().norm(dim=-1))
     return norms_TK

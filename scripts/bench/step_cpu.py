@@ -1,5 +1,7 @@
 """One training step on a CPU: LoRA on all experts, moetune beside stock PEFT `target_parameters`.
 
+Three models: few large experts, as Mixtral's, many small ones, as Qwen3-30B-A3B's, and some in between.
+
     python scripts/bench/step_cpu.py --json docs/benchmarks/step_cpu.json
 
 Both sides load one random float32 Mixtral, hold equal factors, and take the same steps: forward, backward, fused
@@ -57,8 +59,8 @@ TOLERANCE = 1e-5  # relative: of the loss, and of each gradient in Frobenius nor
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, the factors and the batch. `intermediate` is 3.5 × hidden, as in Mixtral-8x7B; the vocabulary is
-    small, so that the experts and not the head are what is measured."""
+    """The model, the factors and the batch. By default `intermediate` is 3.5 × hidden, as in Mixtral-8x7B. Vocabularies
+    are small, so that the experts and not the head are what is measured."""
 
     hidden: int = 512
     intermediate: int = 1792
@@ -70,6 +72,13 @@ class Sizes:
     vocabulary: int = 1000
     rank: int = 16
     tokens: int = 512
+
+
+SHAPES = {
+    "8 experts": Sizes(),
+    "64 experts": Sizes(hidden=384, intermediate=192, experts=64, top_k=8),
+    "128 experts": Sizes(hidden=256, intermediate=96, experts=128, top_k=8),
+}
 
 
 @dataclass(frozen=True)
@@ -283,24 +292,27 @@ def tensors_of(side: Side, batch: Batch) -> Iterator[Tensor]:
 # --- The report ---------------------------------------------------------------------------------------------
 
 
-def run(sizes: Sizes, repetitions: int, warm_up: int = 3) -> dict[str, Any]:
+def run(shapes: dict[str, Sizes], repetitions: int, warm_up: int = 3) -> dict[str, Any]:
     """Everything that the JSON holds."""
-    batch = make_batch(sizes)
-    results = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_model(sizes, folder)
-        for checkpointing in CHECKPOINTING:
-            results[checkpointing] = measure(folder, sizes, batch, checkpointing, repetitions, warm_up)
+    results: dict[str, Any] = {}
+    for shape, sizes in shapes.items():
+        batch = make_batch(sizes)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            save_model(sizes, folder)
+            of_shape = {
+                checkpointing: measure(folder, sizes, batch, checkpointing, repetitions, warm_up)
+                for checkpointing in CHECKPOINTING
+            }
+        results[shape] = {"sizes": asdict(sizes), "checkpointing": of_shape}
     return {
-        "schema": 1,
+        "schema": 2,
         "benchmark": "step_cpu",
         "versions": versions("moetune", "torch", "transformers", "peft"),
         "device": {"name": cpu_name(), "threads": torch.get_num_threads()},
         "commit": commit(),
-        "sizes": asdict(sizes),
         "repetitions": repetitions,
-        "checkpointing": results,
+        "shapes": results,
     }
 
 
@@ -334,18 +346,22 @@ def measure(
 def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     lines = [
-        "| checkpointing | side | step, median | before | peak | above before |",
-        "|---|---|---:|---:|---:|---:|",
+        "| model | checkpointing | side | step, median | before | peak | above before |",
+        "|---|---|---|---:|---:|---:|---:|",
     ]
-    for checkpointing, result in report["checkpointing"].items():
-        for side in SIDES:
-            memory = " | ".join(f"{result['bytes'][side][key] / MiB:.1f} MiB" for key in ("before", "peak", "above"))
-            lines.append(f"| {checkpointing} | {side} | {result['seconds'][side]['median']:.3f} s | {memory} |")
-        ratios = result["ratios"]
-        speed = "{median:.2f}× faster ({min:.2f} to {max:.2f})".format(**ratios["speed"])
-        lines.append(
-            f"| {checkpointing} | **ratio** | **{speed}** | | **{ratios['peak']:.2f}×** | **{ratios['above']:.2f}×** |"
-        )
+    for shape, of_shape in report["shapes"].items():
+        for checkpointing, result in of_shape["checkpointing"].items():
+            row = f"| {shape} | {checkpointing}"
+            for side in SIDES:
+                memory = " | ".join(
+                    f"{result['bytes'][side][key] / MiB:.1f} MiB" for key in ("before", "peak", "above")
+                )
+                lines.append(f"{row} | {side} | {result['seconds'][side]['median']:.3f} s | {memory} |")
+            ratios = result["ratios"]
+            speed = "{median:.2f}× faster ({min:.2f} to {max:.2f})".format(**ratios["speed"])
+            lines.append(
+                f"{row} | **ratio** | **{speed}** | | **{ratios['peak']:.2f}×** | **{ratios['above']:.2f}×** |"
+            )
     return "\n".join(lines)
 
 
@@ -354,9 +370,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument("--repetitions", type=int, default=15, help="timed steps of each side")
     parser.add_argument("--threads", type=int, default=1, help="threads of one operation")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES], help="which models; by default all")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    report = run(Sizes(), options.repetitions)
+    report = run({shape: SHAPES[shape] for shape in options.shapes}, options.repetitions)
     print(table(report))
     if options.json is not None:
         write_json(report, options.json)

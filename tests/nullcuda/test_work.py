@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from moetune.adapt.build import build
+from moetune.catalog import find_model
 from moetune.config import RunConfig
+from moetune.memory.trace.steps import batches_of
+from moetune.optim.optimizers import make_optimizer
+from moetune.run.resolve import resolve
+from moetune.step.step import count_loss_tokens, token_loss
 from tests.nullcuda import device, runs
 from tests.resolved import measure
 
@@ -16,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 from predict_vs_measured import shrunk
 
 BOUNDS = {  # of a step of two micro-batches
-    "mixtral-8x7b": {"launches": 5954, "synchronizations": 23, "copies": 111},
-    "qwen3-30b-a3b": {"launches": 8458, "synchronizations": 22, "copies": 127},
-    "deepseek-v2-lite": {"launches": 9100, "synchronizations": 22, "copies": 97},
+    "mixtral-8x7b": {"launches": 4754, "synchronizations": 23, "copies": 127},
+    "qwen3-30b-a3b": {"launches": 5474, "synchronizations": 22, "copies": 143},
+    "deepseek-v2-lite": {"launches": 5476, "synchronizations": 22, "copies": 115},
 }
 
 
@@ -32,6 +40,53 @@ def test_a_step_asks_no_more_of_the_device(model: str, tmp_path: Path) -> None:
     asked = {"launches": step.launches, "synchronizations": step.synchronizations, "copies": step.copies}
     assert all(asked[what] <= bound for what, bound in BOUNDS[model].items()), asked
     assert step.registrations == 0
+
+
+LAYER_BOUNDS = {  # of a layer at full width and one micro-step: launches forward, backward
+    ("mixtral-8x7b", "0"): (265, 595),
+    ("qwen3-30b-a3b", "256MiB"): (229, 514),
+}
+
+
+@pytest.mark.parametrize(("model", "expert_memory"), LAYER_BOUNDS)
+@pytest.mark.skipif(device.is_present() and torch.cuda.get_device_capability() < (9, 0), reason="one kernel a group")
+def test_a_layer_of_full_width_asks_no_more_of_the_device(model: str, expert_memory: str, tmp_path: Path) -> None:
+    """LoRA on attention and all experts, full checkpointing, 2 × 2048 tokens; of two layers and one the difference."""
+    entry = find_model(model)
+    assert entry is not None
+    asked = []
+    for layers in (1, 2):
+        (tmp_path / "config.json").write_text(json.dumps(entry.config | {"num_hidden_layers": layers}))
+        lora = {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}
+        train = {"sequence_length": 2048, "expert_memory": expert_memory}
+        config = runs.toy_run(tmp_path, "lora", adapt={"lora": lora}, train=train)
+        asked.append(asked_in_a_micro_step(config))
+    forward, backward, update = (two - one for one, two in zip(*asked, strict=True))
+    most_forward, most_backward = LAYER_BOUNDS[model, expert_memory]
+    assert forward.launches <= most_forward, forward
+    assert backward.launches <= most_backward, backward
+    assert forward.synchronizations + backward.synchronizations <= 2
+    assert update.synchronizations == 0
+
+
+def asked_in_a_micro_step(config: RunConfig) -> tuple[device.Asked, device.Asked, device.Asked]:
+    """By the forward pass, the backward pass and the update, of the second step."""
+    adapted = build(resolve(config, "cuda"), "cuda")
+    adapted.model.train()
+    optimizer = make_optimizer(adapted)
+    batch = batches_of(adapted)(2)
+    batch |= {name: value.cuda() for name, value in batch.items() if torch.is_tensor(value)}
+    for _ in range(2):
+        marks = [device.asked()]
+        loss = token_loss(adapted.model, batch) / count_loss_tokens(batch)
+        marks.append(device.asked())
+        loss.backward()
+        marks.append(device.asked())
+        optimizer.step()
+        marks.append(device.asked())
+        optimizer.zero_grad()
+    forward, backward, update = (after - before for before, after in pairwise(marks))
+    return forward, backward, update
 
 
 def asked_in(config: RunConfig, steps: int) -> device.Asked:

@@ -193,6 +193,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
         unlike = {"dropout": lora.dropout > 0, "lr_ratio": lora.lr_ratio != 1}
         kind["adapt"]["lora"] |= unlike | {"alpha": None, "rslora": None}
     kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
+    kind["train"]["expert_memory"] = run.expert_memory
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.data is None or config.data.packing}
     kind["settings"] = run.model.settings.to_dict()

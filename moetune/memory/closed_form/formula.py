@@ -33,7 +33,8 @@ def evaluate(record: Record, sizes: Sizes, rows: Rows) -> Peak:
     for counts, which in ((rows.trained, ~record.held_out), (rows.held_out, record.held_out)):
         goes = which & (record.experts >= 0)
         if goes.any():
-            values[goes] *= np.asarray(counts, dtype=np.int64)[record.experts[goes]]
+            of_groups = [sum(counts[expert] for expert in group) for group in record.groups]
+            values[goes] *= np.asarray(of_groups, dtype=np.int64)[record.experts[goes]]
     on_host = np.array([kind.on_host for kind in record.named])[record.kinds]
     here, there = np.where(on_host, 0, values), np.where(on_host, values, 0)
     alive = most = host_alive = host_most = 0

@@ -83,10 +83,11 @@ class Record:
     Attributes:
         coefficients: [blocks] bytes are this times the monomial, and times the rows of `experts`.
         monomials: [blocks] numbers into `powers`.
-        experts: [blocks] the expert whose rows the bytes go with; -1 for none.
+        experts: [blocks] numbers into `groups`, with whose rows the bytes go; -1 for none.
         held_out: [blocks] whether these are the rows of a held-out batch.
         kinds: [blocks] numbers into `named`.
         copies: for each group of layers that stands for others, the layers of each.
+        groups: experts whose rows are computed together.
     """
 
     coefficients: np.ndarray
@@ -98,6 +99,7 @@ class Record:
     named: tuple[Kind, ...]
     pieces: tuple[Piece, ...]
     copies: tuple[tuple[tuple[int, ...], ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,9 @@ class Rows:
     held_out: Sequence[int] = ()
 
     def of(self, block: Block) -> int:
-        """The rows of the expert that a block was made for; 0 if it was for none."""
-        if block.expert is None:
-            return 0
-        return (self.held_out if block.phase == "evaluation" else self.trained)[block.expert]
+        """The rows of the experts that a block was made for; 0 if it was for none."""
+        counts = self.held_out if block.phase == "evaluation" else self.trained
+        return sum(counts[expert] for expert in block.experts)
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,9 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
     kinds = [Kind(b.part, b.phase, b.module, b.op, b.on_host, b.managed) for b in log.blocks]
     named = list(dict.fromkeys(kinds))
     places = {kind: number for number, kind in enumerate(named)}
-    goes = [
-        block.expert if goes and block.expert is not None else -1
-        for block, (_, goes, _) in zip(log.blocks, found, strict=True)
-    ]
+    groups = list(dict.fromkeys(block.experts for block in log.blocks if block.experts))
+    of_group = {group: number for number, group in enumerate(groups)}
+    goes = [of_group[block.experts] if goes else -1 for block, (_, goes, _) in zip(log.blocks, found, strict=True)]
     return Record(
         np.array([coefficient for coefficient, *_ in found], dtype=np.int64),
         np.array([numbers[power] for *_, power in found], dtype=np.int64),
@@ -220,6 +220,7 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
         tuple(named),
         tuple(pieces(log, short)),
         tuple(unit.copies for unit in short.units),
+        tuple(groups),
     )
 
 

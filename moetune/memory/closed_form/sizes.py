@@ -5,7 +5,7 @@
 | B, S | rows of a micro-batch, and their tokens |
 | 2B+1 | borders of packed documents, two a row; in an evaluation 2E+1 |
 | S↑n, S+256 | S rounded up to a multiple of n, and with 128 rows for each document, as attention kernels pad |
-| n | tokens that the expert at work receives; in an evaluation E rows, and m |
+| n | tokens that the experts at work receive; in an evaluation E rows, and m |
 | r0, r1, … | tokens that go to the experts of each `ep` rank; in an evaluation q0, q1, … |
 | c, c′ | tokens of a chunk of the loss, and of the last one; of an evaluation d, d′ |
 | b′, b″ | tokens of the last float32 block of a chunk, and of the last chunk; b of the others |
@@ -159,10 +159,10 @@ class Monomials:
         self.values = sorted(((value, name) for value, name in first.items()), reverse=True)
 
     def of(self, nbytes: int, rows: int = 0) -> tuple[int, bool, Powers]:
-        """(coefficient, whether the number goes with the rows of an expert, monomial of all else).
+        """(coefficient, whether the number goes with the rows of experts, monomial of all else).
 
         Args:
-            rows: of the expert at work; 0 if there is none.
+            rows: of the experts at work; 0 if there are none.
         """
         powers: dict[str, int] = {}
         rest, goes_with_rows = nbytes, bool(rows and nbytes and nbytes % rows == 0)

@@ -84,6 +84,7 @@ def write(form: ClosedForm) -> None:
             "named": [list(asdict(kind).values()) for kind in record.named],
             "pieces": [[piece.unit, piece.backward, piece.phase, piece.micro_step] for piece in record.pieces],
             "copies": record.copies,
+            "groups": record.groups,
         }
         arrays |= {f"{prefix}{name}": array for name, array in _arrays(record)}
     try:
@@ -123,6 +124,7 @@ def _record(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Record:
         named=tuple(Kind(*kind) for kind in said["named"]),
         pieces=pieces,
         copies=copies,
+        groups=tuple(tuple(group) for group in said["groups"]),
     )
 
 

@@ -21,8 +21,8 @@ class Block:
     only when the trace ends: a gradient is known as one after its birth. `on_host` says that it is the host's memory,
     which counts apart, `managed` that the driver may have it on either side, which counts there too, and `fetched` that
     it is a copy of the host's on the device. `layer` is the decoder layer of
-    what belongs to one whenever it is born: weights, and states of its optimizer; `expert` the one of that layer whose
-    rows were being computed."""
+    what belongs to one whenever it is born: weights, and states of its optimizer; `experts` those of that layer
+    whose rows were being computed together."""
 
     bytes: int
     part: PartName
@@ -35,7 +35,7 @@ class Block:
     fetched: bool = False
     managed: bool = False
     layer: int | None = None
-    expert: int | None = None
+    experts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class Steps:
             for tensor in (*tensors_of(layer), *gradients):
                 tracker.belongs(tensor, number)
         self._say_whose_states(tracker)
-        watching = self.adapted.links.watching_experts(tracker.enter_expert)
+        watching = self.adapted.links.watching_experts(tracker.enter_experts)
         tracked = tracker if tracking else nullcontext()
         kernels = kernels_of(self.gpu, tracker)
         with tracker.following(self.trained), self._cutting(tracker), watching, tracked, kernels:

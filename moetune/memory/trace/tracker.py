@@ -91,7 +91,7 @@ class Tracker(TorchDispatchMode):
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
         self.module = ""
-        self.expert: int | None = None
+        self.experts: tuple[int, ...] = ()
         self._modules = modules
         self._stack: list[tuple[str, Phase]] = []
         self._alive: dict[int, int] = {}  # id of a storage -> its block
@@ -126,7 +126,7 @@ class Tracker(TorchDispatchMode):
     def birth(self, size: int, part: PartName, op: str) -> int:
         """Notes that `size` bytes are alive from now on; returns the number of their block."""
         born = len(self.log.entries)
-        block = Block(size, part, self.phase, self.module, op, born, expert=self.expert)
+        block = Block(size, part, self.phase, self.module, op, born, experts=self.experts)
         self.log.blocks.append(block)
         self.log.entries.append(len(self.log.blocks) - 1)
         return len(self.log.blocks) - 1
@@ -259,9 +259,9 @@ class Tracker(TorchDispatchMode):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
-    def enter_expert(self, expert: int | None) -> None:
+    def enter_experts(self, experts: Sequence[int]) -> None:
         """Says whose rows are computed next."""
-        self.expert = expert
+        self.experts = tuple(experts)
 
     def cut(self, layer: int, *, backward: bool) -> None:
         """Notes that a layer's forward ends here, or its backward begins."""

@@ -128,3 +128,17 @@ def test_a_product_with_a_4_bit_layer_unpacks_it_first(double_quant: bool) -> No
         torch.ops.bitsandbytes.gemm_4bit(x, packed, (out, into), scales, 64, "nf4", **nested)
 
     assert inside("l40s", run) == [4 * blocks] * (2 if double_quant else 0) + [2 * out * into]
+
+
+@pytest.mark.parametrize(("experts", "expected"), [(2, 68096), (16, 68608), (33, 69632), (128, 75264)])
+def test_a_grouped_product_on_hopper(experts: int, expected: int) -> None:
+    """Rounded up to 512 bytes each, as torch 2.11's allocator counted them."""
+
+    def run() -> None:
+        ends = torch.empty(experts, dtype=torch.int32)
+        torch.ops.moetune.grouped_mm(
+            torch.empty(1024, 64, dtype=BF16), torch.empty(experts, 64, 32, dtype=BF16), ends, [1] * experts
+        )
+
+    assert sum(-(-size // 512) * 512 for size in inside("h100", run)) == expected
+    assert inside("a6000", run) == []
