@@ -221,8 +221,8 @@ class _Tokens:
 
 @torch.no_grad()
 def output_norms(bank: ExpertBank, x_TH: Tensor, ids_TK: Tensor) -> Tensor:
-    """‖expert output‖₂ of each choice, [T, K] in float32, before it is weighted. Each group of experts computes its rows
-    once more; one group's are alive at a time."""
+    """‖expert output‖₂ of each choice, [T, K] in float32, before it is weighted. Each group of experts computes its
+    rows once more; one group's are alive at a time."""
     norms_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=x_TH.device)
     routing = Routing.of(ids_TK, read_rows(bank.layer, ids_TK, bank.num_experts))
     for group in routing.groups(bank, norms_TK, x_TH.dtype):

@@ -127,7 +127,7 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
         ('{"optimizer": {"type": "Adam"}}', "optimizer: leave it out; optimizer: of the run file says it"),
         ('{"zero_optimization": {"offload_param": {}}}', "zero_optimization.offload_param: leave it out"),
         ("[1]", "is not a JSON object"),
-        ("{", "is not JSON"),
+        ("{", "cannot be read: Expecting property name"),
     ],
 )
 def test_a_users_json_that_says_otherwise(text: str, problem: str, tmp_path: Path) -> None:
