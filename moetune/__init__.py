@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from moetune.memory.verify import verify
     from moetune.run.resolve import resolve
     from moetune.run_file import load_run_config
+    from moetune.scoring.budget import within_budget
+    from moetune.scoring.drift import drift
+    from moetune.scoring.score import score
     from moetune.training.run import train
 
 __version__ = "0.1.0"
@@ -37,12 +40,15 @@ __all__ = [
     "apply_delta",
     "build",
     "count",
+    "drift",
     "export",
     "load_run_config",
     "predict",
     "resolve",
+    "score",
     "train",
     "verify",
+    "within_budget",
 ]
 
 _HOMES = {
@@ -53,12 +59,15 @@ _HOMES = {
     "apply_delta": "exporting.apply",
     "build": "adapt.build",
     "count": "adapt.count",
+    "drift": "scoring.drift",
     "export": "exporting.export",
     "load_run_config": "run_file",
     "predict": "memory.predict",
     "resolve": "run.resolve",
+    "score": "scoring.score",
     "train": "training.run",
     "verify": "memory.verify",
+    "within_budget": "scoring.budget",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,10 +18,15 @@ from pydantic import (
     model_validator,
 )
 
+from moetune.errors import shown
+from moetune.files import check_path
 from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
+_LARGEST_ID = 2**16
 IdSet = Literal["all", "none"] | tuple[int, ...]
 """Layer or expert numbers: every one, no one, or those listed."""
+IdsByLayer = dict[int, tuple[int, ...]]
+"""Expert numbers of each layer that is named."""
 
 
 def parse_ids(value: object) -> object:
@@ -32,16 +38,19 @@ def parse_ids(value: object) -> object:
     if value in ("all", "none"):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, str, list, tuple)):
-        raise ValueError(f'{value!r} is not a list of numbers; write all, none, 3, [0, 1] or "0-5,8"')
-    words = value if isinstance(value, (list, tuple)) else str(value).split(",")
+        raise ValueError(f'{shown(value)} is not a list of numbers; write all, none, 3, [0, 1] or "0-5,8"')
+    words = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
     ids: set[int] = set()
     for word in words:
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", str(word))
+        text = word if isinstance(word, str) else shown(word)
+        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", text, re.ASCII)
         if match is None:
-            raise ValueError(f'{str(word).strip()!r} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
+            raise ValueError(f'{shown(text.strip())} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
         first, last = int(match[1]), int(match[2] or match[1])
+        if last > _LARGEST_ID:
+            raise ValueError(f"{last} is no layer and no expert of any model")
         if last < first:
-            raise ValueError(f'range {word!r} runs backwards; write "{last}-{first}"')
+            raise ValueError(f'range {text!r} runs backwards; write "{last}-{first}"')
         ids.update(range(first, last + 1))
     if not ids:
         raise ValueError("the list is empty; write none to choose nothing")
@@ -61,6 +70,27 @@ def check_expert_memory(value: object) -> object:
     raise ValueError(f"{value!r} is neither a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}")
 
 
+def parse_expert_ids(value: object) -> object:
+    """As `parse_ids`, or a mapping of layers to such lists, in the order of layers.
+
+    Raises:
+        ValueError: a layer is no number, a list is none, or nothing is listed.
+    """
+    if not isinstance(value, dict):
+        return parse_ids(value)
+    by_layer: IdsByLayer = {}
+    for layer, ids in value.items():
+        if not str(layer).isdecimal():
+            raise ValueError(f"{layer!r} is not the number of a layer; write {{0: [1, 2], 3: [0]}}")
+        parsed = parse_ids(ids)
+        if not isinstance(parsed, tuple):
+            raise ValueError(f"layer {layer}: {ids!r} does not list experts; write {{{layer}: [0, 1]}}")
+        by_layer[int(layer)] = parsed
+    if not by_layer:
+        raise ValueError("no layer is listed; write none to choose nothing")
+    return dict(sorted(by_layer.items()))
+
+
 def check_memory(value: object) -> object:
     """Passes a size above zero, or `none`, as it is written.
 
@@ -69,12 +99,32 @@ def check_memory(value: object) -> object:
     """
     if value == "none" or (isinstance(value, str) and (parse_size(value) or 0) > 0):
         return value
-    raise ValueError(f"{value!r} is neither a size above zero nor none. {HOW_TO_WRITE_A_SIZE}")
+    raise ValueError(f"{shown(value)} is neither a size above zero nor none. {HOW_TO_WRITE_A_SIZE}")
+
+
+def check_text(text: str) -> str:
+    """Raises `ValueError` for what cannot be written to a file in UTF-8, or printed."""
+    if not text.isprintable():
+        raise ValueError("it holds a character that cannot be printed")
+    return text
+
+
+def check_written_path(text: str) -> str:
+    """Raises `ValueError` where no file can be called that. The path stays as it is written."""
+    check_path(text)
+    return check_text(text)
 
 
 Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_text)]
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(check_written_path)]
+Positive = Annotated[int, Field(gt=0, le=2**31)]
+Count = Annotated[int, Field(ge=0, le=2**31)]
+Size = Annotated[int, Field(gt=0, le=2**16)]
+"""Of one axis of a tensor, or of a mesh: products of them still fit into 64 bits."""
+Strength = Annotated[float, Field(ge=0, le=1e18)]
+"""What a loss, a gradient or a weight is multiplied by, or bounded with: float32 holds its square."""
+ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(parse_expert_ids)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -85,7 +135,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model, and how what stays frozen is stored."""
 
-    path: str = Field(min_length=1)
+    path: FilePath
     weights: Literal["pretrained", "random"] = "pretrained"
     base: Literal["nf4", "int8", "bf16", "fp32"] = "nf4"
     double_quant: bool = True
@@ -94,32 +144,126 @@ class ModelConfig(Section):
     experts_on: Literal["gpu", "host"] = "gpu"
 
 
+Rule = Literal["tokens", "gate", "reap", "foreground", "random", "least"]
+SIZES = ("p", "k", "experts", "parameters", "budget")
+"""How many experts a choice takes: one of these says it."""
+
+
+def _check_budget(value: object) -> object:
+    if isinstance(value, str):
+        return check_memory(value) if value != "none" else _refuse_budget(value)
+    return value if isinstance(value, (int, float)) and 0 < value < 1 else _refuse_budget(value)
+
+
+def _refuse_budget(value: object) -> object:
+    raise ValueError(f"{value!r} is neither memory, such as 44GiB, nor a share of each layer's experts, such as 0.25")
+
+
+class ChoiceConfig(Section):
+    """Experts that recorded scores choose, in each layer by itself. docs/concepts/choosing-experts.md has the rules.
+
+    How many is said by one of: `p`, the smallest prefix of the ranking whose share reaches it; `k` of each layer; at
+    most so many `experts`, or their `parameters`, in all; `budget`, a share of each layer's experts, or the memory that
+    the run shall fit. But for `p`, each layer has equally many.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+
+    from_: str = Field(alias="from", min_length=1)
+    rule: Rule = "tokens"
+    p: Annotated[float, Field(gt=0, le=1)] | None = None
+    k: Positive | None = None
+    experts: Positive | None = None
+    parameters: Positive | None = None
+    budget: Annotated[str | float | None, BeforeValidator(lambda v: v if v is None else _check_budget(v))] = None
+    background: str | None = Field(default=None, min_length=1)
+    layers: Ids = "all"
+    seed: Count = 0
+
+    @model_validator(mode="after")
+    def _one_size(self) -> ChoiceConfig:
+        given = [name for name in SIZES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"says how many experts {'by ' + ' and '.join(given) if given else 'in no way'}; set one of "
+                f"{', '.join(SIZES)}"
+            )
+        if self.p is not None and self.rule not in ("tokens", "gate"):
+            raise ValueError(f"p: is a share of tokens or of gate weight, and {self.rule} ranks by another; set k")
+        if (self.background is not None) != (self.rule == "foreground"):
+            raise ValueError("rule: foreground compares with background: FILE, and no other rule does")
+        return self
+
+
+def _ids_or_choice(raw: Any) -> str:
+    chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
+    return "a choice" if chosen else "ids or layers"
+
+
 class ExpertsConfig(Section):
-    """Whole experts that train in full precision: `ids` of each of `layers`."""
+    """Whole experts that train in full precision: `ids` of each of `layers`, or those of each layer by its number."""
 
     layers: Ids = "all"
-    ids: Ids = "all"
+    ids: ExpertIds = "all"
+
+    @model_validator(mode="after")
+    def _layers_once(self) -> ExpertsConfig:
+        if isinstance(self.ids, dict) and self.layers != "all":
+            raise ValueError("ids: names the layers already; leave layers out")
+        return self
+
+
+ExpertsOrChoice = Annotated[
+    Annotated[ExpertsConfig, Tag("ids or layers")] | Annotated[ChoiceConfig, Tag("a choice")],
+    Discriminator(_ids_or_choice),
+]
+IdsOrChoice = Annotated[
+    Annotated[ExpertIds, Tag("ids or layers")] | Annotated[ChoiceConfig, Tag("a choice")], Discriminator(_ids_or_choice)
+]
 
 
 class LoraConfig(Section):
-    """Low-rank factors. `gate_up` says whether an expert's gate and up projections share one A or have one each."""
+    """Low-rank factors. `gate_up` says whether an expert's gate and up projections share one A or have one each.
 
-    rank: Positive
-    alpha: Annotated[float, Field(gt=0)]
-    targets: tuple[str, ...] = Field(default=("attention", "experts"), min_length=1)
+    `rslora` divides alpha by the root of the rank (arXiv 2312.03732); `lr_ratio` is how many times A's learning rate B
+    has (LoRA+, arXiv 2402.12354); `dropout` is of the input of linear layers.
+    """
+
+    rank: Size
+    alpha: Annotated[float, Field(ge=1e-6, le=1e6)]
+    rslora: bool = False
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lr_ratio: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    targets: tuple[Text, ...] = Field(default=("attention", "experts"), min_length=1)
     layers: Ids = "all"
-    ids: Ids = "all"
+    ids: IdsOrChoice = "all"
     gate_up: Literal["fused", "split"] = "fused"
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha that LoRA without `rslora` has with the same scale."""
+        return self.alpha * self.rank**0.5 if self.rslora else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied with."""
+        return self.plain_alpha / self.rank
 
 
 class AdaptConfig(Section):
     """Which parts of the model train, and how. `start_from` is a folder with an adapter or a delta of these parts."""
 
     router: Ids = "none"
-    experts: ExpertsConfig | None = None
+    experts: ExpertsOrChoice | None = None
     lora: LoraConfig | None = None
-    also: tuple[str, ...] = ()
-    start_from: str | None = Field(default=None, min_length=1)
+    also: tuple[Text, ...] = ()
+    start_from: FilePath | None = None
+
+    @property
+    def has_memory_budget(self) -> bool:
+        """Whether how many experts are chosen takes predictions of the run (scoring/budget.py)."""
+        of_lora = None if self.lora is None else self.lora.ids
+        return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
 
 
 OptimizerName = Literal[
@@ -151,10 +295,10 @@ class OptimizerConfig(Section):
     """
 
     name: OptimizerName = "adamw8bit"
-    lr: Annotated[float, Field(gt=0)] = 1e-4
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-4
+    weight_decay: Strength = 0.0
     betas: tuple[Decay, ...] | None = None
-    eps: Annotated[float, Field(gt=0)] | None = None
+    eps: Annotated[float, Field(gt=0, le=1)] | None = None
     momentum: Decay | None = None
     master_weights: Literal["none", "fp32", "stochastic"] = "none"
     fused_backward: bool = False
@@ -217,28 +361,49 @@ OneOrByPart = Annotated[
 ]
 
 
+def _check_coefficient(value: object) -> object:
+    if value == "auto" or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1e6):
+        return value
+    raise ValueError(f"{value!r} is neither a number from 0 to 1e6 nor auto")
+
+
 class TrainConfig(Section):
-    micro_batch: Positive = 1
-    accumulate: Positive = 8
-    sequence_length: Annotated[int, Field(ge=2)] = 2048
+    micro_batch: Size = 1
+    accumulate: Size = 8
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
     steps: Positive = 200
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
     eval_every: Positive = 50
     save_every: Positive = 50
     keep_checkpoints: Positive = 3
-    eval_micro_batch: Positive | None = None
+    eval_micro_batch: Size | None = None
     warmup: Count = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    max_grad_value: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Strength = 1.0
+    max_grad_value: Strength = 0.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    router_aux_loss: Annotated[float | str, BeforeValidator(_check_coefficient)] = 0.0
+    router_aux_scope: Literal["model", "layer"] = "model"
+    router_z_loss: Strength = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
-    report_to: tuple[str, ...] = ()
+    neftune_alpha: Strength = 0.0
+    report_to: tuple[Text, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("steps and epochs both say how long to train; leave one out")
+        return self
+
+    @property
+    def balance_coefficient(self) -> float:
+        """Of the balance loss, of a run that is resolved."""
+        assert not isinstance(self.router_aux_loss, str)
+        return self.router_aux_loss
 
     @property
     def loss_bytes(self) -> int | None:
@@ -246,13 +411,55 @@ class TrainConfig(Section):
         return None if self.loss_memory == "none" else parse_size(self.loss_memory)
 
 
-class DataConfig(Section):
-    """Where examples come from: files, `catalog` data sets, or hub data sets as `org/name` or `org/name:split`."""
+class WeightedData(Section):
+    """One of several data sets: an epoch has each of its records `weight` times, 0.5 being a random half of them."""
 
-    train: str = Field(min_length=1)
-    eval: str | None = None
-    format: Literal["auto", "text", "prompt", "chat"] = "auto"
+    path: FilePath
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+
+
+OneOrSeveral = Annotated[
+    Annotated[FilePath, Tag("one")]
+    | Annotated[
+        tuple[
+            Annotated[
+                Annotated[FilePath, Tag("one")] | Annotated[WeightedData, Tag("weighted")],
+                Discriminator(lambda raw: "one" if isinstance(raw, str) else "weighted"),
+            ],
+            ...,
+        ],
+        Field(min_length=1),
+        Tag("several"),
+    ],
+    Discriminator(lambda raw: "several" if isinstance(raw, (list, tuple)) else "one"),
+]
+
+
+class DataConfig(Section):
+    """Where examples come from: files, folders, `catalog` data sets, or hub data sets (`org/name:config:split`).
+
+    `chat_template` is a file, or a model whose template is taken. `too_long` says what becomes of a prompt or chat that
+    does not fit a sequence. `validation` is the share of the training records that are held out where `eval` is not
+    given.
+    """
+
+    train: OneOrSeveral
+    eval: OneOrSeveral | None = None
+    format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
     packing: bool = True
+    chat_template: FilePath | None = None
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _held_out_once(self) -> DataConfig:
+        if self.eval is not None and self.validation is not None:
+            raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")
+        return self
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval is not None or self.validation is not None
 
 
 class ParallelConfig(Section):
@@ -271,16 +478,16 @@ class ParallelConfig(Section):
     """
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
-    fsdp: Positive = 1
-    ep: Positive = 1
-    tp: Positive = 1
-    pp: Positive = 1
-    replicate: Positive = 1
+    fsdp: Size = 1
+    ep: Size = 1
+    tp: Size = 1
+    pp: Size = 1
+    replicate: Size = 1
     zero: Literal[1, 2, 3] = 3
     reshard: bool = True
-    deepspeed: str | None = None
+    deepspeed: FilePath | None = None
     offload: Literal["none", "optimizer"] = "none"
-    load: str | None = None
+    load: FilePath | None = None
     timeout: Positive = 600
 
     @property
@@ -305,10 +512,10 @@ class ParallelConfig(Section):
 
 
 class HardwareConfig(Section):
-    """`gpu` is a name of the catalog or a size such as 44GiB; `count` is how many of them."""
+    """`gpu` is a name of the catalog or a size such as 44GiB; `count` is how many of them, by default one a rank."""
 
-    gpu: str | None = None
-    count: Positive = 1
+    gpu: Text | None = None
+    count: Size = 1
 
 
 class RunConfig(Section):
@@ -321,7 +528,7 @@ class RunConfig(Section):
     data: DataConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     hardware: HardwareConfig = HardwareConfig()
-    output: str | None = None
+    output: FilePath | None = None
 
     @property
     def optimizers(self) -> dict[Part, OptimizerConfig]:
@@ -344,6 +551,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> RunConfig:
+        if "count" not in self.hardware.model_fields_set:
+            hardware = self.hardware.model_copy()
+            hardware.__dict__["count"] = self.parallel.ranks
+            self.__dict__["hardware"] = hardware
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(
                 f"parallel: asks for {self.parallel.ranks} ranks and hardware.count is {self.hardware.count}; "
@@ -353,4 +564,5 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The resolved run file: every value spelled out, so that it reads back equal."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        one_length = {"train": {"steps"}} if self.train.epochs is not None else None
+        return yaml.safe_dump(self.model_dump(mode="json", exclude=one_length), sort_keys=False, allow_unicode=True)

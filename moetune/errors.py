@@ -1,23 +1,63 @@
-"""The one exception a user is meant to see, and the hint that goes into its message."""
+"""The one exception a user is meant to see, the boundary that makes it of bad input, and what goes into its message."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+_MOST_BYTES = 4000
+_LONGEST_WORD = 100  # that could be a name misspelled
 
 
 class UserError(Exception):
     """Bad input. The message names the value that is wrong and the remedy; the command line exits with 2.
 
-    A message may hold several lines, one problem each, so that a user mends a file in one go.
+    A message may hold several lines, one problem each, so that a user mends a file in one go. It is cut where it would
+    fill a screen many times, and can be printed whatever is quoted in it.
     """
+
+    def __init__(self, message: str) -> None:
+        text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in message)
+        written = text.encode()
+        if len(written) > _MOST_BYTES:
+            kept = written[: _MOST_BYTES - 50].decode(errors="ignore")
+            text = f"{kept} … {len(written) - _MOST_BYTES + 50:,} more bytes"
+        super().__init__(text)
+
+
+@contextmanager
+def reading(what: str, remedy: str = "") -> Iterator[None]:
+    """The boundary around what a user or a file gives: whatever fails in it becomes a `UserError` that names it.
+
+    Readers of others raise what they like, tokenizers in Rust even what is no `Exception`. So the body should read, and
+    do nothing else: an error of ours in it would be taken for the user's. The cause is kept, for `--debug`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # Ctrl-C
+        raise UserError(f"{what} cannot be read: {one_line(error)}{remedy and '; '}{remedy}") from error
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the known word nearest to `word`, or `""` if none is near."""
     spelled = {name.lower(): name for name in known}
-    nearest = difflib.get_close_matches(word.lower(), spelled, n=1)
+    nearest = difflib.get_close_matches(word.lower(), spelled, n=1) if len(word) <= _LONGEST_WORD else []
     return f" Did you mean {spelled[nearest[0]]!r}?" if nearest else ""
 
 
 def one_line(error: BaseException) -> str:
     """The first line of what an error says, or what it is."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = getattr(error, "strerror", None) if isinstance(error, OSError) else None
+    return (str(said or error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as Python writes it, cut to be read; of what cannot be written its type."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of five thousand digits, a list in itself
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 3]}..."

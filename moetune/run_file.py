@@ -9,18 +9,41 @@ import re
 import types
 import typing
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from moetune.config import PartOptimizers, RunConfig
-from moetune.errors import UserError, suggest
+from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
+from moetune.errors import UserError, reading, shown, suggest
+from moetune.files import expanded
+from moetune.other_names import OTHER_NAMES
+
+_MOST_BYTES = 2**16
+_MOST_VALUES = 10_000
+"""Of a run file, and in it once aliases are written out: a few lines of them can stand for more than memory holds."""
+_DEEPEST = 50
+"""Sections in sections; PyYAML takes a time that grows with the square of it."""
+_MOST_PROBLEMS = 20
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key written twice; plain YAML keeps the last one and says nothing."""
+    """YAML that refuses a key written twice, where plain YAML keeps the last one and says nothing, and bottomless
+    nesting."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        self._refuse_depth(self.flow_level)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def add_indent(self, column: int) -> bool:
+        self._refuse_depth(len(self.indents))
+        return super().add_indent(column)
+
+    def _refuse_depth(self, depth: int) -> None:
+        if depth >= _DEEPEST:
+            raise yaml.scanner.ScannerError(None, None, f"more than {_DEEPEST} levels", self.get_mark())
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -32,13 +55,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 continue  # refused by what is called below
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is written twice", key_node.start_mark
+                    None, None, f"key {shown(key)} is written twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
-
-
-_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: a date such as 2025-02-30
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -47,74 +67,197 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     Raises:
         UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"run file {str(path)!r} cannot be read: {reason}") from None
-    try:
-        raw = yaml.load(text, Loader=_UniqueKeyLoader)
-    except _YAML_ERRORS as error:
-        reason = str(error).replace('"<unicode string>", ', "")
-        raise UserError(f"run file {str(path)!r} is not valid YAML: {reason}") from None
+    path = expanded(path)
+    what = f"run file {str(path)!r}"
+    with reading(what), path.open("rb") as file:
+        text = file.read(_MOST_BYTES + 1).decode("utf-8")
+    raw = parse(text, what)
     if not isinstance(raw, dict):
-        raise UserError(f"run file {str(path)!r} must hold a mapping with model: and adapt:")
+        raise UserError(f"{what} must hold a mapping with model: and adapt:")
+    _find_beside(raw, path)
+    return read_run_config(raw, overrides, what)
+
+
+def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
+    """Validates what a run file holds, `a.b=value` overrides applied; `what` says where it is from.
+
+    Raises:
+        UserError: it does not validate; every problem is listed.
+    """
     for override in overrides:
         _apply_override(raw, override)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems = "\n".join(f"  {line}" for line in _explain(error))
-        raise UserError(f"run file {str(path)!r}:\n{problems}") from None
+        lines = list(islice(_explain(error), _MOST_PROBLEMS))
+        if error.error_count() > len(lines):
+            lines.append(f"and {error.error_count() - len(lines):,} more")
+        raise UserError(f"{what}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def parse(text: str, what: str) -> Any:
+    """What a piece of YAML stands for.
+
+    Raises:
+        UserError: it is not YAML, or stands for more than a run file holds.
+    """
+    if len(text) > _MOST_BYTES:
+        raise UserError(f"{what} is larger than any run file: more than {_MOST_BYTES:,} bytes")
+    try:
+        loader = _UniqueKeyLoader(text)
+        node = loader.get_single_node()
+        if node is not None and _values_in(node, {}) > _MOST_VALUES:
+            raise UserError(f"{what} holds more than {_MOST_VALUES:,} values, aliases written out")
+        return None if node is None else loader.construct_document(node)
+    except UserError:
+        raise
+    except Exception as error:  # a constructor of PyYAML raises what its Python type does
+        known = isinstance(error, (yaml.YAMLError, ValueError))  # others say nothing without their type
+        reason = (str(error) if known else shown(error, 200)).replace('"<unicode string>", ', "")
+        raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
+
+
+def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; one that holds itself stands for infinitely many."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES + 1
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
+        known[id(node)] = 1 + sum(_values_in(part, known) for part in parts)
+    return known[id(node)]
+
+
+_PATHS = (
+    ("model", "path"), ("adapt", "start_from"), ("data", "train"), ("data", "eval"), ("data", "chat_template"),
+    ("parallel", "load"), ("parallel", "deepspeed"), ("adapt", "experts", "from"), ("adapt", "experts", "background"),
+    ("adapt", "lora", "ids", "from"), ("adapt", "lora", "ids", "background"),
+)  # fmt: skip
+"""What a run file may name by a path: relative to its own folder, else to the working directory."""
+_FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
+
+
+def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
+    """Makes paths that exist relative to the run file's folder absolute."""
+
+    def found(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [found(key, one) for one in value]
+        if isinstance(value, dict) and isinstance(value.get("path"), str):
+            return value | {"path": found(key, value["path"])}
+        if not isinstance(value, str) or not value:
+            return value
+        place = run_file.absolute().parent / value
+        try:
+            is_there = (place / "config.json").is_file() if key == "path" else place.exists()
+        except (OSError, ValueError):  # no name that a file can have
+            is_there = False
+        return str(place) if is_there else value
+
+    for *sections, key in _PATHS:
+        holder: Any = raw
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and key in holder:
+            holder[key] = found(key, holder[key])
+
+
+def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
+    """Raises `UserError` for a file of data that is nowhere; other names are looked up when they are read."""
+    data = config.data
+    if data is None:
+        return
+    problems = []
+    for value in (data.train, data.eval, data.chat_template):
+        for one in () if value is None else (value,) if isinstance(value, str) else value:
+            name = one if isinstance(one, str) else one.path
+            path = expanded(name)
+            if path.is_absolute() or path.exists() or not _FILE_NAME.fullmatch(name):
+                continue
+            beside = expanded(run_file).absolute().parent / name
+            places = list(dict.fromkeys((beside, path.absolute())))
+            neighbours = [f.name for place in places if place.parent.is_dir() for f in place.parent.iterdir()]
+            where = (
+                f", neither beside the run file ({str(beside)!r}) nor in the working directory ({str(places[-1])!r})"
+            )
+            problems.append(
+                f"no such file: {name!r}{where if len(places) > 1 else ''}.{suggest(path.name, neighbours)}"
+            )
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def refuse_existing_run(output: Path) -> None:
+    """Raises `UserError` if a folder holds a run."""
+    output = output.expanduser()
+    if (output / "run.yaml").is_file() and (output / "checkpoints").is_dir():
+        raise UserError(
+            f"output {str(output)!r} already holds a run; continue it with --resume auto, replace it with "
+            "--overwrite, or choose another output"
+        )
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise UserError(f"--set {override!r}: write it as section.key=value, for example train.steps=100")
-    try:
-        value = yaml.load(text, Loader=_UniqueKeyLoader)
-    except _YAML_ERRORS:
-        raise UserError(f"--set {override!r}: the value {text!r} is not valid YAML") from None
+        raise UserError(f"--set {shown(override)}: write it as section.key=value, for example train.steps=100")
+    value = parse(text, f"--set {shown(override)}: the value {shown(text)}")
     node = raw
     for depth, part in enumerate(parts[:-1]):
         if node.get(part) is None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise UserError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} holds a value, not a section")
+            raise UserError(
+                f"--set {shown(override)}: {'.'.join(parts[: depth + 1])[:80]} holds a value, not a section"
+            )
     node[parts[-1]] = value
 
 
 def _explain(error: ValidationError) -> Iterable[str]:
     """One line a problem: where, what was written, what would be valid."""
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"] if part not in _UNION_TAGS)
+        where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
+        value = shown(item["input"])
+        bare = value.strip("'")
         match item["type"]:
             case "extra_forbidden":
                 known = _fields_at(item["loc"][:-1])
+                ours = OTHER_NAMES.get(str(item["loc"][-1]))
                 hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+                if ours is not None and ours != where:
+                    hint = f" Here it is {ours}."
                 yield f"{where}: unknown key.{hint}"
             case "missing":
                 yield f"{where}: missing, and required"
             case "literal_error":
                 expected = item["ctx"]["expected"]
-                hint = suggest(str(item["input"]), re.findall(r"'([^']*)'", expected))
-                yield f"{where}: {item['input']!r} is not valid; it may be {expected}.{hint}"
+                hint = suggest(bare, re.findall(r"'([^']*)'", expected))
+                yield f"{where}: {value} is not valid; it may be {expected}.{hint}"
             case "model_type":
                 keys = ", ".join(_fields_at(item["loc"]))
-                yield f"{where}: {item['input']!r} is not a section; write keys under it. Keys: {keys}"
+                yield f"{where}: {value} is not a section; write keys under it. Keys: {keys}"
             case "tuple_type":
-                yield f"{where}: {item['input']!r} is not a list; write [{item['input']}]"
+                yield f"{where}: {value} is not a list; write [{bare}]"
             case "value_error":
                 yield f"{where}: {item['ctx']['error']}" if where else f"{item['ctx']['error']}"
             case _:
-                yield f"{where}: {item['input']!r} is not valid: {item['msg']}"
+                yield f"{where}: {value} is not valid: {item['msg'][:300]}"
 
 
-_UNION_TAGS = frozenset({"literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part"})
+_UNION_TAGS = frozenset(
+    {
+        "literal['all','none']",
+        "tuple[int, ...]",
+        "tuple[int,...]",
+        "one",
+        "by_part",
+        "several",
+        "weighted",
+        "a choice",
+        "ids or layers",
+    }
+)
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
@@ -123,14 +266,16 @@ def _fields_at(location: Iterable[int | str]) -> list[str]:
     for part in location:
         if part == "by_part":
             section = PartOptimizers
-        elif part not in _UNION_TAGS:
+        elif part == "a choice":
+            section = ChoiceConfig
+        elif part not in _UNION_TAGS and not isinstance(part, int):
             section = next(t for t in _leaves(section.model_fields[str(part)].annotation) if issubclass(t, BaseModel))
-    return list(section.model_fields)
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _leaves(annotation: Any) -> list[type]:
     """The types in an annotation, whatever unions and annotations are around them."""
     inner = typing.get_args(annotation)
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated, tuple):
         return [leaf for option in inner for leaf in _leaves(option)]
     return [annotation] if isinstance(annotation, type) else []

@@ -53,7 +53,9 @@ def result(output: Path) -> dict[str, object]:
     """Losses by step, and the bytes of what the last checkpoint holds."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     last = output / "checkpoints" / f"step-{STEPS}"
-    files = {name: (last / name).read_bytes() for name in ("trained.safetensors", "optimizer.pt", "expert_load.json")}
+    names = ["trained.safetensors", "optimizer.json", "expert_load.json", "generators/0.safetensors"]
+    names += sorted(str(file.relative_to(last)) for file in (last / "optimizer").glob("*"))
+    files = {name: (last / name).read_bytes() for name in names}
     return {"losses": [(x["step"], x.get("loss"), x.get("eval_loss")) for x in lines], **files}
 
 

@@ -5,13 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=${1:-}
 
-python=
-for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
-  if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    python=$candidate
-    break
-  fi
-done
+. scripts/find_python.sh
+python=$(find_python "sys.version_info >= (3, 11)" "${PYTHON:-python3}" python3.13 python3.12 python3.11)
 if [ -z "$python" ]; then
   echo "moetune needs Python 3.11 or newer; set PYTHON to one" >&2
   exit 1

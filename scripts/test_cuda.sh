@@ -26,13 +26,9 @@ if [ -z "${CUDA_VENV:-}" ]; then
   wanted=$(cat pyproject.toml scripts/constraints.txt; echo "torch: 2.11.0")
   stamp=$venv/installed
   if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-    python=
-    for candidate in "${PYTHON_CUDA:-python3.12}" python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
-      if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
-        python=$candidate
-        break
-      fi
-    done
+    . scripts/find_python.sh
+    python=$(find_python "sys.version_info[:2] == (3, 12)" \
+      "${PYTHON_CUDA:-python3.12}" python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python)
     if [ -z "$python" ]; then
       echo "test_cuda.sh: there is no Python 3.12; install it, or set PYTHON_CUDA to one" >&2
       exit 1

@@ -14,8 +14,8 @@ from moetune.errors import UserError
 from moetune.training.run import train
 
 CONTRACT = [
-    "MemoryReport", "MoetuneConfig", "RunConfig", "UserError", "apply_delta", "build", "count", "export",
-    "load_run_config", "predict", "resolve", "train", "verify",
+    "MemoryReport", "MoetuneConfig", "RunConfig", "UserError", "apply_delta", "build", "count", "drift", "export",
+    "load_run_config", "predict", "resolve", "score", "train", "verify", "within_budget",
 ]  # fmt: skip
 
 

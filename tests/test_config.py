@@ -11,10 +11,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from moetune.config import RunConfig, TrainConfig, parse_ids
 from moetune.errors import UserError, suggest
-from moetune.run_file import load_run_config
+from moetune.other_names import OTHER_NAMES
+from moetune.run_file import _fields_at, load_run_config, refuse_missing_files
 
 BASE = "model: {path: tiny-mixtral}\nadapt: {router: all}\n"
 
@@ -136,7 +138,8 @@ sheduler: cosine
         "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",
         "train.report_to: 'wandb' is not a list; write [wandb]",
-        "data: 5 is not a section; write keys under it. Keys: train, eval, format, packing",
+        "data: 5 is not a section; write keys under it. Keys: train, eval, format, packing, chat_template, "
+        "too_long, validation",
         "hardware: None is not a section; write keys under it. Keys: gpu, count",
         "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
     ]
@@ -247,3 +250,77 @@ def test_any_mapping_gives_a_run_or_a_user_error(run: dict[str, Any], tmp_path_f
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
     with contextlib.suppress(UserError):
         load_run_config(file)
+
+
+def test_cards_follow_from_ranks() -> None:
+    raw: dict[str, Any] = {"model": {"path": "x"}, "adapt": {}, "parallel": {"fsdp": 2, "replicate": 2}}
+    assert RunConfig.model_validate(raw).hardware.count == 4
+    assert RunConfig.model_validate(raw | {"hardware": {"gpu": "l40s"}}).hardware.count == 4
+    with pytest.raises(ValidationError, match=r"set hardware\.count: 4"):
+        RunConfig.model_validate(raw | {"hardware": {"count": 1}})
+
+
+def test_problems_of_several_data_sets_are_named(tmp_path: Path) -> None:
+    text = """
+model: {path: tiny-mixtral}
+adapt: {router: all}
+data: {train: [a.jsonl, {path: b.jsonl, wieght: 2}, {weight: 0}], eval: []}
+"""
+    assert sorted(line.strip() for line in problems(tmp_path, text).splitlines()[1:]) == [
+        "data.eval: [] is not valid: Tuple should have at least 1 item after validation, not 0",
+        "data.train.1.wieght: unknown key. Did you mean 'weight'?",
+        "data.train.2.path: missing, and required",
+        "data.train.2.weight: 0 is not valid: Input should be greater than 0",
+    ]
+
+
+def test_paths_are_looked_for_beside_the_run_file_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, here = tmp_path / "runs", tmp_path / "here"
+    for folder in (beside, here):
+        folder.mkdir()
+        (folder / "both.jsonl").write_text("")
+    (beside / "beside.jsonl").write_text("")
+    (here / "here.jsonl").write_text("")
+    (beside / "tiny-mixtral").mkdir()  # no model
+    monkeypatch.chdir(here)
+    (beside / "run.yaml").write_text(
+        "model: {path: tiny-mixtral}\nadapt: {router: all}\n"
+        "data: {train: [both.jsonl, {path: beside.jsonl}], eval: here.jsonl, chat_template: none.jinja}\n"
+    )
+    config = load_run_config(beside / "run.yaml")
+    assert config.data is not None
+    first, second = config.data.train
+    assert (first, second.path) == (str(beside / "both.jsonl"), str(beside / "beside.jsonl"))
+    assert (config.data.eval, config.model.path) == ("here.jsonl", "tiny-mixtral")
+    overridden = load_run_config(beside / "run.yaml", ["data.train=both.jsonl"])  # typed here, so it is meant here
+    assert overridden.data is not None
+    assert overridden.data.train == "both.jsonl"
+    with pytest.raises(UserError) as caught:
+        refuse_missing_files(config, beside / "run.yaml")
+    assert str(caught.value) == (
+        f"no such file: 'none.jinja', neither beside the run file ({str(beside / 'none.jinja')!r}) nor in the working "
+        f"directory ({str(here / 'none.jinja')!r})."
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("train: {lr: 1}", "train.lr: unknown key. Here it is optimizer.lr."),
+        ("learning_rate: 1", "learning_rate: unknown key. Here it is optimizer.lr."),
+        ("epochs: 3", "epochs: unknown key. Here it is train.epochs."),
+        ("adapt: {lora: {rank: 1, alpha: 1, r: 8}}", "adapt.lora.r: unknown key. Here it is adapt.lora.rank."),
+        ("lora_alpha: 16", "lora_alpha: unknown key. Here it is adapt.lora.alpha."),
+    ],
+)
+def test_keys_of_other_tools_are_named(written: str, said: str, tmp_path: Path) -> None:
+    text = (
+        f"model: {{path: tiny-mixtral}}\n{'' if written.startswith('adapt') else 'adapt: {router: all}'}\n{written}\n"
+    )
+    assert problems(tmp_path, text).splitlines()[1:] == [f"  {said}"]
+
+
+def test_every_name_of_another_tool_leads_to_a_key() -> None:
+    for ours in OTHER_NAMES.values():
+        *section, key = ours.split(".")
+        assert key in _fields_at(section), ours

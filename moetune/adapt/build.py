@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.integrations.neftune import activate_neftune
 from transformers.utils import logging as transformers_logging
 
 from moetune.adapt import packed_base
@@ -35,8 +36,10 @@ from moetune.adapt.quantizer import MoetuneConfig
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
 from moetune.config import Part
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, reading
 from moetune.experts.links import BankLinks
+from moetune.hub.snapshot import download
+from moetune.hub.tensor_files import weight_files
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.placement import Placement
@@ -143,6 +146,8 @@ def build(
         add_lora(model, selection.lora_linears, selection.lora)  # PEFT freezes all but its own factors
     for parameter in trained:
         parameter.requires_grad_()
+    if config.train.neftune_alpha:
+        activate_neftune(model, config.train.neftune_alpha)
     for layer in anatomy.moe_layers:
         model.get_submodule(layer.experts).requires_grad_()
     refuse_unpacked(model, run)
@@ -193,22 +198,20 @@ def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.
     source = model.source
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights to load; use model.weights=random")
-    try:
-        with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.folder,
-                config=model.settings,
-                dtype=model.dtype,
-                quantization_config=packing,
-                device_map={"": device},
-                use_safetensors=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # reported below, by name
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = one_line(error)
-        raise UserError(f"the weights of {source.name!r} cannot be loaded from {source.folder!r}: {reason}") from error
+    folder = Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
+    weight_files(folder)  # an index that names a pickle is refused before anybody opens it
+    with reading(f"the weights of {source.name!r} in {str(folder)!r}"), no_progress_bars():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=model.settings,
+            dtype=model.dtype,
+            quantization_config=packing,
+            device_map={"": device},
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
     built, info = loaded
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
     wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]

@@ -42,6 +42,20 @@ class SharedInput:
         self._latest = None
 
 
+class Dropout(nn.Module):
+    """Dropout by the operator that a GPU runs, on a CPU too, so that a trace keeps its mask of one byte an element.
+
+    torch's own keeps a float mask on a CPU.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, self.p, True)[0] if self.training else x
+
+
 def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -> None:
     """Wraps each linear module in `paths` with PEFT's LoRA, in place. Factors are float32, as PEFT keeps them.
 
@@ -50,7 +64,7 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
     """
     targets = [f"model.{path}" for path in paths]
     alpha: Any = lora.alpha  # PEFT takes floats, and is typed without
-    config = PeftLoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    config = PeftLoraConfig(r=lora.rank, lora_alpha=alpha, use_rslora=lora.rslora, target_modules=targets)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     # Handed a transformers model, PEFT takes any gate_proj or w1 for an expert's and moves its factors there.
     inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=on_meta)
@@ -61,6 +75,9 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
                 f"PEFT put no LoRA on {path!r} ({type(module).__name__}); leave it out of adapt.lora.targets"
             )
         module.lora_A.float(), module.lora_B.float()
+        if lora.dropout:
+            dropouts: Any = module.lora_dropout
+            dropouts["default"] = Dropout(lora.dropout)
     for parent in {path.rpartition(".")[0]: None for path in paths}:
         share = SharedInput(model.get_submodule(parent))
         for path in paths:

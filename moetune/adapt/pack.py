@@ -79,7 +79,7 @@ def make_bank(
     lora = None
     if lora_ids and selection.lora is not None:
         settings = selection.lora
-        lora = LoraPlan(lora_ids, settings.rank, settings.alpha, split=settings.gate_up == "split")
+        lora = LoraPlan(lora_ids, settings.rank, settings.plain_alpha, split=settings.gate_up == "split")
     return ExpertBank(
         layer.shape,
         BankPlan(selection.experts.get(layer.index, ()), lora),

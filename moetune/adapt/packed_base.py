@@ -8,8 +8,6 @@ While a base is read its files are digested by other threads, and one that was c
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,12 +24,14 @@ from moetune.adapt.materialize import realize
 from moetune.adapt.pack import fill_bank, make_bank, pack_linear
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
 from moetune.experts.links import BankLinks
-from moetune.hub.delta_folder import MANIFEST as EXPORT_MANIFEST
+from moetune.files import WriterLock, aside_of, check_path, settle, write_whole
 from moetune.hub.fingerprint import Base, Fingerprint, digesting
+from moetune.hub.snapshot import copy_small_file, small_files
+from moetune.hub.tensor_files import is_name_of_weights
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
 
@@ -79,12 +79,14 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
         fingerprint = Fingerprint.from_json(raw["fingerprint"])
-        source = Path(raw["source"])
+        if outside := [name for name in files if not is_name_of_weights(name)]:
+            raise ValueError(f"{outside[0]} is no file of the folder")
+        source = check_path(raw["source"])
         return Manifest(raw["base"], raw["double_quant"], source, Base(source.name, fingerprint), files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+    except Exception as error:
         raise UserError(
             f"{str(file)!r} is damaged, or of an earlier version of moetune; pack the base anew with moetune quantize"
-        ) from None
+        ) from error
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------
@@ -126,7 +128,9 @@ def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Pat
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
     }
     begun = folder / _BEGUN
-    there = [file for file in folder.iterdir() if file != _aside(begun)]  # that of a start that was killed
+    there = [
+        file for file in folder.iterdir() if file.name not in (aside_of(begun).name, WriterLock.NAME)
+    ]  # that of a start that was killed
     if (folder / MANIFEST).exists() or (there and not begun.is_file()):
         raise UserError(f"--out {str(folder)!r} is not empty; choose another")
     if begun.is_file() and _read_begun(folder) != plan:
@@ -134,11 +138,9 @@ def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Pat
             f"--out {str(folder)!r} was begun for another model or precision, or the model changed; choose another"
         )
     if not begun.is_file():
-        _write_text(begun, json.dumps(plan))
-    for file in sorted(source.iterdir()):
-        of_weights = ".index." in file.name or file.name == EXPORT_MANIFEST  # they speak of files that are not copied
-        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and not of_weights:
-            shutil.copyfile(file, folder / file.name)
+        write_whole(begun, json.dumps(plan))
+    for file in small_files(source):
+        copy_small_file(file, source, folder)
 
 
 def finish(folder: Path, packed: Fingerprint) -> dict[str, int]:
@@ -149,7 +151,7 @@ def finish(folder: Path, packed: Fingerprint) -> dict[str, int]:
     plan = _read_begun(folder)
     del plan["source_files"]
     manifest = {**plan, "fingerprint": packed.to_json(), "files": entries}
-    _write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     (folder / _BEGUN).unlink()
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
@@ -158,7 +160,7 @@ def _read_begun(folder: Path) -> dict[str, Any]:
     file = folder / _BEGUN
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except Exception:  # whatever is wrong with it
         plan = None
     if not isinstance(plan, dict):
         raise UserError(
@@ -182,25 +184,9 @@ def _rest(model: PreTrainedModel, experts: tuple[str, ...]) -> Iterator[tuple[st
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, _aside(file), metadata={"format": "pt"})
-    _take_place(file)
-
-
-def _write_text(file: Path, text: str) -> None:
-    _aside(file).write_text(text, encoding="utf-8")
-    _take_place(file)
-
-
-def _aside(file: Path) -> Path:
-    """Where a file is written before it is whole."""
-    return file.with_name(f".{file.name}")
-
-
-def _take_place(file: Path) -> None:
-    """Gives what was written aside its name, once it would survive a power cut."""
-    with _aside(file).open("rb") as written:
-        os.fsync(written.fileno())
-    _aside(file).replace(file)
+    save_file(contiguous, aside_of(file), metadata={"format": "pt"})
+    settle(aside_of(file))
+    aside_of(file).rename(file)
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
@@ -278,8 +264,8 @@ def _fill(
     files = [folder / name for name in sorted(manifest.files)]
     size, done = sum(file.stat().st_size for file in files), 0
     stated: dict[str, dict[str, Tensor]] = {}
-    try:
-        for file in files:
+    for file in files:
+        with reading(repr(str(file)), remedy="write it again with moetune quantize"):
             with safe_open(file, "pt", device="cpu") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no dict)
                     expected.discard(name)
@@ -292,11 +278,9 @@ def _fill(
             done += file.stat().st_size
             if on_read is not None:
                 on_read(done / size)
-    except (SafetensorError, AttributeError, RuntimeError) as error:
-        reason = one_line(error)
-        raise UserError(f"{str(file)!r} cannot be read: {reason}; write it again with moetune quantize") from error
-    for path, state_dict in stated.items():
-        _put_4bit(cast(Linear4bit, model.get_submodule(path)), state_dict, dtype, device)
+    with reading(f"the packed linear layers in {str(folder)!r}", remedy="write it again with moetune quantize"):
+        for path, state_dict in stated.items():
+            _put_4bit(cast(Linear4bit, model.get_submodule(path)), state_dict, dtype, device)
     model.tie_weights()
     _complete(model, expected, folder, device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from moetune.adapt.build import load_pretrained
 from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.quantizer import MoetuneConfig
 from moetune.errors import UserError
+from moetune.files import WriterLock, expanded
 from moetune.hub.fingerprint import taking_fingerprint
 from moetune.hub.tensor_files import weight_files
 from moetune.run.dtypes import this_device
@@ -38,23 +40,29 @@ def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] |
         raise UserError(f"model {path!r} is packed already")
     folder = checkpoint_of(model.source)
     model = replace(model, source=replace(model.source, folder=str(folder)))
-    weights = weight_files(folder)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        packed_base.begin(out, model.config, folder, weights)
-        paths = [layer.experts for layer in model.anatomy.moe_layers]
-        packing = MoetuneConfig(
-            model.config.base,
-            model.config.double_quant,
-            on_read=on_read,
-            on_bank=lambda experts, bank: packed_base.write_bank(out, experts, bank),
-            done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
-            anatomy=model.anatomy,
-        )
-        with taking_fingerprint(folder) as taken:
-            loaded = load_pretrained(model, packing, torch.device(this_device()))
-            packed_base.write_rest(out, loaded, paths)
-            fingerprint = taken()
-        return packed_base.finish(out, fingerprint)
-    except OSError as error:
-        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
+    out = expanded(out)
+    with closing(WriterLock(out)) as writer:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            writer.take(f"--out {str(out)!r}", create=True)
+            return _quantize(model, folder, out, on_read)
+        except OSError as error:
+            raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[float], None] | None) -> dict[str, Any]:
+    packed_base.begin(out, model.config, folder, weight_files(folder))
+    paths = [layer.experts for layer in model.anatomy.moe_layers]
+    packing = MoetuneConfig(
+        model.config.base,
+        model.config.double_quant,
+        on_read=on_read,
+        on_bank=lambda experts, bank: packed_base.write_bank(out, experts, bank),
+        done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
+        anatomy=model.anatomy,
+    )
+    with taking_fingerprint(folder) as taken:
+        loaded = load_pretrained(model, packing, torch.device(this_device()))
+        packed_base.write_rest(out, loaded, paths)
+        fingerprint = taken()
+    return packed_base.finish(out, fingerprint)

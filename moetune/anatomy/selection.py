@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moetune.anatomy.anatomy import COMPONENTS, Anatomy
-from moetune.config import AdaptConfig, ExpertsConfig, IdSet, LoraConfig
+from moetune.config import AdaptConfig, ChoiceConfig, ExpertsOrChoice, IdsByLayer, IdSet, LoraConfig
 from moetune.errors import UserError, suggest
 
 ExpertIds = Mapping[int, tuple[int, ...]]
@@ -42,6 +42,10 @@ class Selection:
             tuple(path for path in self.lora_linears if path in rest.linears()),
             self.lora,
         )
+
+
+NOTHING = Selection(frozenset(), {}, {}, (), None)
+"""Of a run whose choice could not be made."""
 
 
 def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
@@ -87,8 +91,8 @@ class _Resolver:
         chosen = set(self._layers("adapt.router", layers, self.moe_layers, "has no router"))
         return {part.name for part in self.anatomy.parts_of("router") if part.layer in chosen}
 
-    def experts(self, config: ExpertsConfig | None) -> dict[int, tuple[int, ...]]:
-        if config is None:
+    def experts(self, config: ExpertsOrChoice | None) -> dict[int, tuple[int, ...]]:
+        if config is None or isinstance(config, ChoiceConfig):  # a choice that could not be made is reported as such
             return {}
         return self._expert_ids("adapt.experts", config.layers, config.ids)
 
@@ -119,6 +123,7 @@ class _Resolver:
         if config is None:
             return (), {}
         every_layer = range(self.anatomy.num_layers)
+        chosen: IdSet | IdsByLayer = "none" if isinstance(config.ids, ChoiceConfig) else config.ids
         if not isinstance(config.ids, str) and "experts" not in config.targets:
             self.problems.append("adapt.lora.ids: chooses experts, and adapt.lora.targets has no experts")
         layers = set(self._layers("adapt.lora.layers", config.layers, every_layer, "does not exist"))
@@ -128,7 +133,7 @@ class _Resolver:
             where = f"adapt.lora.targets[{index}]"
             if target == "experts":
                 in_layers: IdSet = tuple(sorted(layers & self.moe_layers.keys())) or "none"
-                ids = self._expert_ids("adapt.lora", in_layers, config.ids)
+                ids = self._expert_ids("adapt.lora", in_layers, chosen)
                 experts = {
                     layer: rest
                     for layer in ids
@@ -151,17 +156,22 @@ class _Resolver:
             linears |= dict.fromkeys(found)
         return tuple(linears), experts
 
-    def _expert_ids(self, where: str, layers: IdSet, ids: IdSet) -> dict[int, tuple[int, ...]]:
+    def _expert_ids(self, where: str, layers: IdSet, ids: IdSet | IdsByLayer) -> dict[int, tuple[int, ...]]:
         chosen = {}
-        for index in self._layers(f"{where}.layers", layers, self.moe_layers, "has no experts"):
+        in_layers = self._layers(f"{where}.layers", layers, self.moe_layers, "has no experts")
+        if isinstance(ids, dict):
+            named = self._layers(f"{where}.ids", tuple(ids), self.moe_layers, "has no experts")
+            in_layers = [index for index in named if index in in_layers]
+        for index in in_layers:
             count = self.moe_layers[index].shape.num_experts
-            wrong = [] if isinstance(ids, str) else [expert for expert in ids if expert >= count]
+            here = ids[index] if isinstance(ids, dict) else ids
+            wrong = [] if isinstance(here, str) else [expert for expert in here if expert >= count]
             if wrong:
                 self.problems.append(
                     f"{where}.ids: expert {_numbers(wrong)} does not exist; layer {index} has experts 0-{count - 1}"
                 )
                 break
-            chosen[index] = tuple(range(count)) if ids == "all" else () if ids == "none" else ids
+            chosen[index] = tuple(range(count)) if here == "all" else () if here == "none" else here
         return {index: experts for index, experts in chosen.items() if experts}
 
     def _layers(self, where: str, layers: IdSet, existing: Iterable[int], wrong_how: str) -> list[int]:
@@ -193,15 +203,19 @@ def _matches(path: str, target: str) -> bool:
     return fnmatchcase(path, target) or path.endswith(f".{target}") or path == target
 
 
-def _numbers(values: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` as "0-2, 5"."""
+def ranges(values: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as a run file has it: "0-2,5"."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return ranges(values).replace(",", ", ")
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:

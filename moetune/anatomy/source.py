@@ -6,14 +6,15 @@ import copy
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.anatomy.anatomy import require_causal_lm
 from moetune.catalog import CatalogModel, find_model, model_names
-from moetune.errors import UserError, suggest
+from moetune.errors import UserError, reading, suggest
+from moetune.files import expanded
+from moetune.hub.reach import hub_is_reachable
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -42,10 +43,11 @@ def find_model_source(path: str) -> ModelSource:
         UserError: no such model, or its configuration is broken or describes no causal language model.
     """
     entry = find_model(path)
-    is_folder = (Path(path).expanduser() / "config.json").is_file()
+    folder = expanded(path)
+    is_folder = (folder / "config.json").is_file()
     if entry is not None and not is_folder:
         source = _from_catalog(entry)
-    elif path.strip() and Path(path).expanduser().exists():
+    elif path.strip() and folder.exists():
         source = _from_folder(path)
     elif _HUB_ID.fullmatch(path):
         source = _from_hub(path)
@@ -69,14 +71,12 @@ def _from_catalog(entry: CatalogModel) -> ModelSource:
 
 
 def _from_folder(path: str) -> ModelSource:
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
-    try:
+    with reading(f"model {path!r}: config.json"):
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {path!r}: config.json cannot be read: {error}") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise UserError(f"model {path!r}: config.json has no model_type")
     if raw["model_type"] not in CONFIG_MAPPING:
@@ -93,12 +93,15 @@ def _from_folder(path: str) -> ModelSource:
 
 
 def _from_hub(path: str) -> ModelSource:
+    reachable = hub_is_reachable()
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
     except Exception as error:  # no network, no such repository, gated, broken config, remote code: all end here
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
+        why = _one_line(error) if reachable else "The hub cannot be reached, and nothing was downloaded before."
         raise UserError(
-            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {_one_line(error)}"
+            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {why} Where the model "
+            f"asks for access: hf auth login. Without network here: hf download {path} elsewhere, and give the folder."
         ) from None
     return ModelSource(path, config, path)
 

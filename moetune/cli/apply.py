@@ -41,7 +41,7 @@ def apply(
         from moetune.exporting.apply import apply_delta
         from moetune.training.progress import reading
 
-    with reading(Console(stderr=True), to, passes=2) as on_read:
+    with reading(Console(stderr=True, markup=False), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)

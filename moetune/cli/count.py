@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,11 +42,10 @@ def count(
         from moetune.adapt.count import count as count_parameters
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
-        from moetune.run_file import load_run_config
 
     if run is not None:
         overrides = list(set_ or ())
-        config = load_run_config(run, [*overrides, f"model.path={json.dumps(model)}"] if model else overrides)
+        config = read_run(run, [*overrides, f"model.path={json.dumps(model)}"] if model else overrides)
         found = count_parameters(resolve(config, this_device()))
     else:
         assert model is not None
@@ -57,7 +56,7 @@ def count(
 
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)
     console.print(_components_table(found.model, found.census))
     for line in _facts(found.census):
         console.print(line, highlight=False)

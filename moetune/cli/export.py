@@ -18,6 +18,7 @@ class Format(StrEnum):
     delta = "delta"
     peft = "peft"
     merged = "merged"
+    vllm = "vllm"
 
 
 def export(
@@ -26,22 +27,31 @@ def export(
         Format,
         typer.Option(
             "--format",
-            help="Changed tensors only, a PEFT adapter, or a whole checkpoint.",
+            help="Changed tensors only, a PEFT adapter, a whole checkpoint, or an adapter for vLLM.",
             show_default=False,
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new or empty folder.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is in DIR.")] = False,
     check: Annotated[
-        int, typer.Option(min=0, metavar="N", help="With merged: compare N prompts' logits with the trained model's.")
+        int,
+        typer.Option(
+            min=0, max=1000, metavar="N", help="Compare the loss on N held-out records with the trained model's."
+        ),
     ] = 0,
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Also upload it to the hub, private, with a model card.")
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """Write what the newest checkpoint of a run holds as a delta, a PEFT adapter or a merged checkpoint."""
+    """Write what the newest checkpoint of a run holds as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""
     from moetune.errors import UserError
 
-    if check and format_ is not Format.merged:
-        raise UserError(f"--check compares a merged checkpoint; with --format {format_.value} there is none")
+    if check and format_ in (Format.delta, Format.vllm):
+        raise UserError(
+            f"--check computes with stock transformers and PEFT, which do not read --format {format_.value}; check "
+            "merged or peft"
+        )
 
     import json
     import sys
@@ -49,13 +59,26 @@ def export(
     with heavy_imports():
         from moetune.exporting.export import export as export_trained
 
-    result = export_trained(run, format_.value, out, overwrite=overwrite, check=check)
+    result = export_trained(run, format_.value, out, overwrite=overwrite)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
+    checked = None
+    if check:
+        with heavy_imports():
+            from moetune.inference.check import check_export
+
+        checked = check_export(run, out, check)
+    address = None
+    if push is not None:
+        from moetune.exporting.push import push as push_to_hub
+
+        address = push_to_hub(run, out, format_.value, push)
     if json_:
-        print(json.dumps(result.to_json()))
+        print(json.dumps({**result.to_json(), "check": checked and checked.to_json(), "pushed": address}))
         return
     print(f"{result.format} of step {result.step}: {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")
-    if result.check is not None:
-        found = f"largest relative difference {result.check.max_relative_difference:.1e}"
-        print(f"logits of {result.check.prompts} prompts of {result.check.of}: {found}")
+    if checked is not None:
+        losses = f"{checked.trained_loss:.4f} trained, {checked.exported_loss:.4f} exported"
+        print(f"loss on {checked.rows} records of {checked.of}, {checked.tokens:,} tokens: {losses}")
+    if address is not None:
+        print(f"pushed to {address}")

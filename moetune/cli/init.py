@@ -7,18 +7,29 @@ from typing import Annotated
 
 import typer
 
-from moetune.cli.options import Json
+from moetune.cli.imports import heavy_imports
+from moetune.cli.options import Json, Overrides
 
 
 def init(
     recipe: Annotated[
-        str, typer.Argument(help="Recipe name; `moetune init --list` shows them.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODEL",
+            help="Recipe name; `moetune init --list` shows them. Or a model.",
+            show_default=False,
+        ),
     ] = "",
+    gpu: Annotated[
+        str | None, typer.Option(help="Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
+    ] = None,
+    goal: Annotated[str, typer.Option(metavar="router|experts|lora", help="Of a MODEL: what shall train.")] = "lora",
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
     list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
+    set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Write a commented run file to start from."""
+    """Write a commented run file to start from: a recipe, or the best that a plan finds for a model and a card."""
     import json
 
     from moetune.catalog import read_recipe, recipes
@@ -32,13 +43,19 @@ def init(
             for name, summary in known.items():
                 print(f"{name:24} {summary}")
         return
-    if recipe not in known:
-        hint = suggest(recipe, known) or f" There are: {', '.join(known)}."
-        raise UserError(f"recipe {recipe!r} does not exist.{hint}" if recipe else f"init needs a recipe.{hint}")
     if out.exists():
         raise UserError(f"{str(out)!r} exists; choose another file with --out")
-    # the command in its header is that of the repository; a user's is this file's
-    text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
+    if recipe in known:
+        # the command in its header is that of the repository; a user's is this file's
+        text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
+        text = _with_settings(text, set_) if set_ else text
+    elif gpu is None:
+        hint = suggest(recipe, known) or f" There are: {', '.join(known)}."
+        beside = " For a model give --gpu too."
+        raise UserError(f"recipe {recipe!r} does not exist.{hint}{beside}" if recipe else f"init needs a recipe.{hint}")
+    else:
+        text = _planned(recipe, gpu, goal, out)
+        text = _with_settings(text, set_) if set_ else text
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -47,3 +64,35 @@ def init(
         print(json.dumps({"schema": 1, "recipe": recipe, "file": str(out)}))
     else:
         print(f"{out} written; next: moetune train {out}")
+
+
+def _with_settings(text: str, settings: list[str]) -> str:
+    """The run file with other values, under the same header; comments between its lines are lost."""
+    import yaml
+
+    from moetune.planning.from_options import as_yaml
+    from moetune.run_file import read_run_config
+
+    lines = text.splitlines(keepends=True)
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    raw = yaml.safe_load(text)
+    read_run_config(raw, settings, "the run file with --set")
+    return "".join(lines[:end]) + as_yaml(raw)
+
+
+def _planned(model: str, gpu: str, goal: str, out: Path) -> str:
+    from typing import Any
+
+    from moetune.errors import UserError
+
+    chosen: Any = goal
+    if goal not in ("router", "experts", "lora"):
+        raise UserError(f"--goal {goal!r}: it is router, experts or lora")
+    with heavy_imports():
+        from moetune.planning.files import run_text
+        from moetune.planning.plan import plan
+
+    found = plan(model, gpu, goals=[chosen])
+    if not found.candidates:
+        raise UserError(f"{goal} of {model} does not fit {gpu}; moetune plan {model} --gpu {gpu} says what would")
+    return run_text(found.candidates[0], out)

@@ -6,32 +6,88 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Annotated
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import typer
 
+from moetune import __version__
 from moetune.cli.apply import apply
+from moetune.cli.compare import compare
 from moetune.cli.count import count
+from moetune.cli.data import data
+from moetune.cli.doctor import doctor
+from moetune.cli.drift import drift
+from moetune.cli.eval import eval_
 from moetune.cli.export import export
+from moetune.cli.generate import chat, generate
 from moetune.cli.init import init
 from moetune.cli.models import models
+from moetune.cli.plan import plan
 from moetune.cli.predict import predict
 from moetune.cli.quantize import quantize
+from moetune.cli.report import report
+from moetune.cli.score import score
+from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import UserError
+
+_debug = False  # as the last command was told
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"moetune {__version__}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="moetune",
     help="Fine-tune a mixture-of-experts model on one GPU, and know before starting that it fits.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (count, predict, verify, train, quantize, export, apply, models, init):
-    app.command()(command)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Before a command: say where bad input was noticed.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+_EXAMPLES: dict[Callable[..., None], str] = {
+    count: "moetune count mixtral-8x7b",
+    plan: "moetune plan mixtral-8x7b --gpu 44GiB --goal lora",
+    score: "moetune score run.yaml --out scores.json",
+    select: "moetune select scores.json --budget 0.1",
+    predict: "moetune predict run.yaml --gpu 44GiB --method formula",
+    compare: "moetune compare run.yaml",
+    verify: "moetune verify run.yaml --steps 2",
+    data: "moetune data run.yaml --html data.html",
+    train: "moetune train run.yaml --set train.epochs=3",
+    report: "moetune report runs/first --watch 30",
+    eval_: "moetune eval runs/first --data heldout.jsonl",
+    drift: "moetune drift runs/first",
+    generate: 'moetune generate runs/first --prompt "Once upon a time"',
+    chat: "moetune chat runs/first",
+    export: "moetune export runs/first --format merged --out out/merged --check 8",
+    apply: "moetune apply out/delta --to mixtral-8x7b --out out/applied",
+    quantize: "moetune quantize mixtral-8x7b --out models/mixtral-nf4",
+    models: "moetune models",
+    init: "moetune init mixtral-8x7b-lora --out run.yaml",
+    doctor: "moetune doctor",
+}
+for command, example in _EXAMPLES.items():
+    app.command(name=command.__name__.rstrip("_"), epilog=f"Example: {example}")(command)
 
 
 def main() -> None:
@@ -40,6 +96,8 @@ def main() -> None:
     try:
         app()
     except UserError as error:
+        if _debug:
+            traceback.print_exc()
         if not _note_failure(str(error)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

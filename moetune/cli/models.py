@@ -37,4 +37,4 @@ def models(json_: Json = False) -> None:
     for entry in entries:
         weights = "embedded" if entry.folder is not None else entry.hub_id or "none"
         table.add_row(entry.name, f"{entry.published['total']:,}", weights)
-    Console().print(table)
+    Console(markup=False).print(table)

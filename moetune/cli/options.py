@@ -1,13 +1,79 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how they read a run file."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
+
+from moetune.cli.imports import heavy_imports
+from moetune.config import DataConfig, RunConfig
+from moetune.errors import UserError, suggest
+from moetune.run_file import load_run_config
 
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
 ]
+Router = Annotated[
+    str | None, typer.Option(metavar="LAYERS", help="Of a MODEL: routers of these layers train, such as all or 0-5.")
+]
+Experts = Annotated[
+    str | None,
+    typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, such as 0-5:0,1."),
+]
+Lora = Annotated[
+    int | None, typer.Option(metavar="RANK", min=1, help="Of a MODEL: LoRA on attention and experts trains.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Opens = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_DIR|MODEL",
+        help="A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id.",
+        show_default=False,
+    ),
+]
+KeepPacked = Annotated[
+    str | None,
+    typer.Option("--base", metavar="nf4|int8", help="Keep a model packed; a run is as in training."),
+]
+
+
+def checked_base(base: str | None) -> Literal["nf4", "int8"] | None:
+    """Raises `UserError` for a precision that nothing is packed in."""
+    if base is None:
+        return None
+    if base in ("nf4", "int8"):
+        return "nf4" if base == "nf4" else "int8"
+    raise UserError(f"--base {base!r}: it is nf4 or int8, or left out for the checkpoint as it is")
+
+
+def checked_format(format: str | None) -> None:
+    """Raises `UserError` for a format that no data have."""
+    known = typing.get_args(DataConfig.model_fields["format"].annotation)
+    if format is not None and format not in known:
+        raise UserError(f"--format {format!r}: it may be {', '.join(known)}.{suggest(format, known)}")
+
+
+def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
+    """The run file, with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    return within_memory(load_run_config(path, overrides or ()))
+
+
+def within_memory(config: RunConfig) -> RunConfig:
+    """The run with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    if not config.adapt.has_memory_budget:
+        return config
+    with heavy_imports():
+        from moetune.scoring.budget import within_budget
+
+    def tried(k: int, fits: bool) -> None:
+        print(f"{k} experts of each layer {'fit' if fits else 'do not fit'}", file=sys.stderr)
+
+    return within_budget(config, tried)

@@ -8,11 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Verbose, within_memory
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN.yaml|MODEL", help="A run file; or a model, and what of it trains.", show_default=False
+        ),
+    ],
+    router: Router = None,
+    experts: Experts = None,
+    lora: Lora = None,
     gpu: Annotated[
         str | None, typer.Option(help="A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.")
     ] = None,
@@ -30,6 +38,7 @@ def predict(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.")] = None,
     figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.")] = None,
     set_: Overrides = None,
+    verbose: Verbose = False,
     json_: Json = False,
 ) -> None:
     """Predict the peak memory of a run, without loading a weight, and whether it fits. Exit code 1: no."""
@@ -41,35 +50,49 @@ def predict(
         raise UserError(f"--allocator {allocator!r}: it is default or expandable")
 
     import json
+    import sys
+    from dataclasses import replace
+
+    from moetune.catalog.gpus import find_gpu
+    from moetune.planning.from_options import as_yaml, config_of
+
+    config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
+    config = within_memory(config)
+    if gpu is not None:
+        find_gpu(gpu)  # before what takes seconds
 
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
         from moetune.run.resolve import resolve
-        from moetune.run_file import load_run_config
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format
 
         refuse_unknown_format(figure)
-    config = load_run_config(run, set_ or ())
     chosen: Any = {"method": method, "allocator": allocator}
     report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
+    source = [("run file", run)] if stands_for is None else []
+    report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
     if html is not None:
         from moetune.report.page import write_page
 
         write_page(report, html)
+        print(f"{html} written", file=sys.stderr)
     if figure is not None:
         from moetune.report.figures import save_figure
 
         save_figure(report, figure)
+        print(f"{figure} written", file=sys.stderr)
     if json_:
-        print(json.dumps(report.to_json(), indent=2))
+        print(json.dumps({**report.to_json(), "run": config.model_dump(mode="json")}, indent=2))
     else:
+        if stands_for is not None:
+            print(f"# the run file that this stands for\n{as_yaml(stands_for)}")
         from rich.console import Console
 
         from moetune.report.terminal import print_report
 
-        print_report(report, Console())
+        print_report(report, Console(markup=False), verbose=verbose)
     if report.fits is False:
         raise typer.Exit(1)

@@ -37,7 +37,7 @@ def quantize(
     # neither the dtype of compute nor attention is in what is written
     how = {"path": model, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}
     resolved = resolve_model(ModelConfig.model_validate(how))
-    with reading(Console(stderr=True), model) as on_read:
+    with reading(Console(stderr=True, markup=False), model) as on_read:
         written = pack(resolved, out, on_read)
     if json_:
         print(json.dumps({"schema": 1, "out": str(out), **written}))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def train(
@@ -30,10 +30,16 @@ def train(
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout."""
     import sys
 
+    from moetune.catalog.gpus import find_gpu
     from moetune.parallel.launch import is_quiet, start_ranks, was_launched
-    from moetune.run_file import load_run_config
+    from moetune.run_file import refuse_existing_run, refuse_missing_files
 
-    config = load_run_config(run, set_ or ())
+    config = read_run(run, set_)
+    refuse_missing_files(config, run)
+    if config.hardware.gpu is not None:
+        find_gpu(config.hardware.gpu)
+    if config.output is not None and resume == "never" and not overwrite and not was_launched():
+        refuse_existing_run(Path(config.output))
     interrupted = "interrupted; --resume auto goes on from the last checkpoint"
     if config.parallel.ranks > 1 and not dry_run and not was_launched():
         with heavy_imports():
@@ -79,3 +85,7 @@ def train(
     print(f"{result.steps} steps, {result.trainable['total']:,} trained parameters, in {result.output}")
     if result.eval_loss_before is not None and result.eval_loss_after is not None:
         print(f"held-out loss {result.eval_loss_before:.4f} -> {result.eval_loss_after:.4f}")
+    from moetune.training.ending import ending
+
+    for line in ending(Path(result.output)):
+        print(line)

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, read_run
 
 
 def verify(
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps; states appear in the first.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, max=10_000, help="Optimizer steps; states appear in the first.")] = 3,
     routing: Annotated[
         str,
         typer.Option(
@@ -24,9 +24,8 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Take real steps with random weights and print predicted beside measured. Exit code 1: more than 5 % apart."""
-    from moetune.run_file import load_run_config
 
-    config = load_run_config(run, set_ or ())
+    config = read_run(run, set_)
 
     import json
 
@@ -54,7 +53,7 @@ def verify(
             before, after = outcome.predicted[name], outcome.measured[name]
             if before is not None and after is not None:
                 table.add_row(name.replace("_", " "), gib(before), gib(after), f"{100 * (before / after - 1):+.2f} %")
-        console = Console()
+        console = Console(markup=False)
         console.print(table)
         console.print(f"{outcome.tokens_per_second:,.0f} tokens/s; routing: {outcome.routing}", highlight=False)
     if not outcome.holds:

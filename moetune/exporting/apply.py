@@ -13,6 +13,7 @@ from moetune.anatomy.source import find_model_source
 from moetune.errors import UserError
 from moetune.exporting.base_copy import copy_checkpoint
 from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_manifest
+from moetune.files import expanded
 from moetune.hub.delta_folder import Delta, read_delta
 from moetune.hub.fingerprint import Base, take_fingerprint
 from moetune.hub.tensor_files import Stored, read_checkpoint
@@ -62,7 +63,7 @@ def apply_delta(
             not, or not so shaped; `out` is occupied, or its disk too small; or the base changed while it was copied.
             Nothing has been written then.
     """
-    delta, out = Path(delta).expanduser(), Path(out)
+    delta, out = expanded(delta), Path(out)
     if not delta.is_dir():
         raise UserError(f"delta {str(delta)!r} does not exist")
     base, name = _find_base(str(to))
@@ -132,7 +133,7 @@ def _refuse_misfits(delta: Delta, places: dict[str, Stored], base: Path) -> None
 
 def _find_base(to: str) -> tuple[Path, str]:
     """The folder of the base, and its name."""
-    base = Path(to).expanduser()
+    base = expanded(to)
     if not base.is_dir():
         source = find_model_source(to)
         if folder_of(source) is None:

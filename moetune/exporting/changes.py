@@ -72,7 +72,7 @@ def _of_linear_lora(run: FinishedRun, path: str) -> Change:
     """W + scale·B·A of a linear layer, some output rows at a time."""
     A, B = (run.trained[name] for name in linear_factors(path).values())
     assert run.adapted.selection.lora is not None
-    scale = run.adapted.selection.lora.alpha / run.adapted.selection.lora.rank
+    scale = run.adapted.selection.lora.scale
 
     def new(base: Tensor | None, start: int, stop: int) -> Tensor:
         assert base is not None

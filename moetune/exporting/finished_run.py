@@ -11,6 +11,7 @@ from moetune.adapt.base import checkpoint_of
 from moetune.adapt.build import Adapted, build
 from moetune.config import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
+from moetune.files import expanded
 from moetune.hub.fingerprint import Base, Fingerprint, headers
 from moetune.hub.tensor_files import DTYPES, Held, Stored, read_header
 from moetune.run.resolve import resolve
@@ -29,6 +30,7 @@ class FinishedRun:
         adapted: the trained model, of a run folder on the meta device: its parts, its names, what was selected.
         trained: name in a checkpoint -> the tensor that trained.
         base: what training noted of the checkpoint that it started from; None where nothing was noted.
+        folder: keeps a run that goes on from removing the checkpoint.
     """
 
     path: Path | None
@@ -37,7 +39,12 @@ class FinishedRun:
     adapted: Adapted
     trained: Mapping[str, Stored | Held]
     base: Base | None
-    damaged: tuple[str, ...] = ()
+    folder: RunFolder | None = None
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Checkpoints that were passed over, each with what is wrong with it."""
+        return () if self.folder is None else tuple(self.folder.damaged)
 
     def __str__(self) -> str:
         return "the model" if self.path is None else f"the run in {str(self.path)!r}"
@@ -61,14 +68,14 @@ def open_run(path: Path) -> FinishedRun:
     Raises:
         UserError: no such folder, no run or no checkpoint in it, or a checkpoint that is damaged or of another run.
     """
-    path = path.expanduser()
+    path = expanded(path)
     if not path.is_dir():
         raise UserError(f"run folder {str(path)!r} does not exist")
     if not (path / RUN_FILE).is_file():
         raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
     config = load_run_config(path / RUN_FILE)
     folder = RunFolder(path)
-    checkpoint = folder.newest_whole()
+    checkpoint = folder.newest_whole(hold=True)
     if checkpoint is None:
         raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
     base = folder.base() if config.model.weights == "pretrained" else None
@@ -95,7 +102,7 @@ def open_run(path: Path) -> FinishedRun:
             )
         if trained[name].dtype not in DTYPES:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
-    return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, tuple(folder.damaged))
+    return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, folder)
 
 
 def base_folder(run: FinishedRun) -> Path:

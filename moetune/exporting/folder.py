@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-import re
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moetune.errors import UserError
+from moetune.files import expanded, lock, settle, sync
 from moetune.hub.delta_folder import MANIFEST, read_manifest
-from moetune.training.run_folder import sync
 
 _FORMATS = ("delta", "merged", "applied")
+_OURS, _MARKER, _NEW, _OLD = ".moetune-export-", ".moetune", "new", "old"
+"""A folder beside `out`, as long as it is written: what says whose it is, what is written, and what that replaces."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,10 @@ class Exported:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
-    """Yields an empty folder beside `out`, which takes its name at the end; if anything fails, nothing is left.
+    """Yields an empty folder that takes the place of `out` at the end; if anything fails, nothing is left.
 
-    What a process that is no more left aside goes first; what it had just moved away from `out` goes back there.
+    It is in a folder of ours beside `out`, which a marker in it tells from others' and a lock on the marker from those
+    of exports that run. What a killed one left goes first; what it had just moved away from `out` goes back there.
 
     Args:
         overwrite: replace what is in `out`, if an export wrote it.
@@ -44,25 +48,31 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     Raises:
         UserError: `out` is occupied, cannot be written, or its disk is too small; or another file failed meanwhile.
     """
-    out = out.expanduser().absolute()
-    _clear_leftovers(out)
-    refuse_unfit(out, overwrite, needed)
-    aside, old = out.with_name(f".{out.name}-{os.getpid()}"), out.with_name(f".{out.name}-{os.getpid()}-old")
+    out = expanded(out).absolute()
+    _refuse_occupied(out, overwrite)
+    ours = out.with_name(f"{_OURS}{secrets.token_hex(8)}")
     try:
+        _clear_leftovers(out)
+        refuse_unfit(out, overwrite, needed)
         out.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir()
-        yield aside
-        for file in (*aside.rglob("*"), aside):
-            sync(file)
-        _take_place(aside, out, old)
+        ours.mkdir()
+        with (ours / _MARKER).open("xb") as marker:
+            fcntl.flock(marker, fcntl.LOCK_EX)
+            marker.write(_mark(out))
+            marker.flush()
+            (ours / _NEW).mkdir()
+            yield ours / _NEW
+            settle(ours / _NEW)
+            _refuse_occupied(out, overwrite)  # another export may have been faster
+            _take_place(ours, out)
     except OSError as error:
         if error.errno is None:  # transformers raises OSError for what is no input or output
             raise
-        if not _is_about(error, out, aside):
+        if not _is_about(error, out, ours):
             raise UserError(f"{str(error.filename)!r} cannot be read or written: {error.strerror}") from error
         raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _clear(ours, out)
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -72,10 +82,14 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
     """Raises `UserError` if `out` is occupied, or its disk too small for what will be written."""
-    out = out.expanduser().absolute()
+    out = expanded(out).absolute()
+    _refuse_occupied(out, overwrite)
     free = shutil.disk_usage(next(path for path in (out, *out.parents) if path.is_dir())).free
     if free < needed:
         raise UserError(f"--out {str(out)!r}: {needed:,} bytes are needed there and {free:,} are free")
+
+
+def _refuse_occupied(out: Path, overwrite: bool) -> None:
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"--out {str(out)!r} exists and is not a folder")
     if not out.exists() or not any(out.iterdir()):
@@ -86,53 +100,45 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
         raise UserError(f"--out {str(out)!r} holds something that no export wrote; choose another")
 
 
-def _take_place(aside: Path, out: Path, old: Path) -> None:
-    """Gives the folder aside its name. What has that name now is removed last, and has it again if that fails."""
-    replaces = out.exists()
-    if replaces:
-        out.rename(old)
-    try:
-        aside.rename(out)
-    except BaseException:
-        if replaces:
-            old.rename(out)
-        raise
+def _take_place(ours: Path, out: Path) -> None:
+    """Gives the new folder its name. What has that name now has it again if that fails."""
+    if out.exists():
+        out.rename(ours / _OLD)
+    (ours / _NEW).rename(out)
     sync(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Removes what a killed export left beside `out`: half of an export, or the one that it was about to replace."""
-    siblings = sorted(out.parent.iterdir()) if out.parent.is_dir() else []
-    for folder in siblings:
-        named = re.fullmatch(rf"\.{re.escape(out.name)}-(\d+)(-old)?", folder.name)
-        if named is None or _is_running(int(named[1])):
-            continue
-        if named[2] and not out.exists():
-            folder.rename(out)  # killed between the two renames: it is the only whole one
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    """Clears the folders that killed exports to `out` left beside it."""
+    for ours in sorted(out.parent.glob(f"{_OURS}*")) if out.parent.is_dir() else ():
+        with suppress(OSError):  # not ours after all, or somebody else's
+            is_marked = (ours / _MARKER).is_file() and (ours / _MARKER).read_bytes() == _mark(out)
+            if is_marked and not ours.is_symlink() and (marker := lock(ours / _MARKER, "r+b")) is not None:
+                with marker:  # its writer is no more
+                    _clear(ours, out)
 
 
-def _is_running(pid: int) -> bool:
-    """Whether it is another process that runs; this one has only begun."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # somebody else's
-    return True
+def _clear(ours: Path, out: Path) -> None:
+    """Removes a folder of ours, its marker last. What was moved away from `out` goes back, unless `out` is there."""
+    if (ours / _OLD).exists() and not out.exists():
+        (ours / _OLD).rename(out)
+    for name in (_NEW, _OLD):
+        shutil.rmtree(ours / name, ignore_errors=True)
+    with suppress(OSError):
+        (ours / _MARKER).unlink(missing_ok=True)
+        ours.rmdir()
 
 
-def _is_about(error: OSError, out: Path, aside: Path) -> bool:
+def _mark(out: Path) -> bytes:
+    return json.dumps({"schema": 1, "written by": "moetune", "of": out.name}).encode()
+
+
+def _is_about(error: OSError, out: Path, ours: Path) -> bool:
     """Whether it is `out` that cannot be written. A full disk is, though `shutil` then names the file that it read."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str | os.PathLike):
         return True
     file = Path(error.filename).absolute()
-    return file.is_relative_to(aside) or file in (out, *out.parents)
+    return file.is_relative_to(ours) or file in (out, *out.parents)
 
 
 def _is_export(out: Path) -> bool:
@@ -143,7 +149,7 @@ def _is_export(out: Path) -> bool:
 
 def keep_apart(out: Path, doing: str, *kept: Path) -> None:
     """Refuses to write over what is being `doing`, exported say, whatever `--overwrite` says."""
-    target = out.expanduser().resolve()
+    target = expanded(out).resolve()
     for folder in (path.resolve() for path in kept):
         if target == folder or target in folder.parents:
             raise UserError(f"--out {str(out)!r} holds what is being {doing}; choose another")

@@ -65,7 +65,7 @@ def export_peft(run: FinishedRun, out: Path) -> Exported:
     settings = _settings(run.adapted, run.config.adapt.lora, saved)
     settings["base_model_name_or_path"] = source.folder or source.name
     _refuse_lost(copy.deepcopy(run.adapted.run.model.plain), named, settings)
-    _write(out, named, settings)
+    write_adapter(out, named, settings)
     return Exported("peft", run.step, len(named), sum(tensor.nbytes for tensor in named.values()))
 
 
@@ -131,9 +131,9 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
     settings = PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
-        lora_alpha=plain_number(lora.alpha),
+        lora_alpha=plain_number(lora.plain_alpha),
         rank_pattern=ranks,
-        alpha_pattern={pattern: plain_number(lora.alpha * rank / lora.rank) for pattern, rank in ranks.items()},
+        alpha_pattern={pattern: plain_number(lora.scale * rank) for pattern, rank in ranks.items()},
         target_modules=[],  # none means the model type's default ones
         target_parameters=parameters or None,
         modules_to_save=list(saved) or None,
@@ -209,7 +209,8 @@ def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, A
         )
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+def write_adapter(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Writes the two files of an adapter."""
     try:
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     except SafetensorError as error:

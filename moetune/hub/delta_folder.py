@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of an export; None if there is none that could be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except Exception:  # whatever is wrong with it
         return None
     return manifest if isinstance(manifest, dict) else None
 

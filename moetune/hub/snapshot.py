@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -13,6 +14,35 @@ CARRIED = (
     "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 """What belongs to a checkpoint beside its weights."""
+_OF_OTHERS = ("adapter_*", "*.index.json", "manifest.json", "packed.json")
+"""What matches and does not: an adapter's, and what speaks of files by their names."""
+
+
+def small_files(folder: Path) -> list[Path]:
+    """What belongs to a checkpoint beside its weights, in the order of names."""
+    found = {file for pattern in CARRIED for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if not any(file.match(name) for name in _OF_OTHERS))
+
+
+def copy_small_file(file: Path, folder: Path, to: Path) -> None:
+    """Copies a file of a checkpoint's `folder` to the same place in another.
+
+    Raises:
+        UserError: it is a link to a file outside of the folder, which belongs to something else. Links of the hub's
+            snapshots point into their own cache, and are followed.
+    """
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":
+        homes.append(homes[0].parents[1] / "blobs")
+    target = file.resolve()
+    if not any(target.is_relative_to(home) for home in homes):
+        raise UserError(
+            f"{str(file)!r} is a link to {str(target)!r}, outside of the model's folder, and would be copied with it; "
+            "put the file itself there, or remove the link"
+        )
+    copy = to / file.relative_to(folder)
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, copy)
 
 
 def downloaded(hub_id: str) -> Path | None:

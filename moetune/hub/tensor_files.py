@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, reading, shown
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -131,14 +131,21 @@ def weight_files(folder: Path) -> list[Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{str(index)!r} is not a valid index of a checkpoint") from None
+    except Exception as error:
+        raise UserError(f"{str(index)!r} is not a valid index of a checkpoint") from error
+    if not names:
+        raise UserError(f"{str(index)!r} lists no file")
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{str(index)!r} lists {name!r}, which is no safetensors file beside it")
+        if not is_name_of_weights(name):
+            raise UserError(f"{str(index)!r} lists {shown(name)}, which is no safetensors file beside it")
         if not (folder / name).is_file():
             raise UserError(f"{str(index)!r} lists {name!r}, which is missing")
     return [folder / name for name in names]
+
+
+def is_name_of_weights(name: object) -> bool:
+    """Whether it can only be a safetensors file beside the one that names it."""
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name and name.endswith(".safetensors")
 
 
 def read_checkpoint(folder: Path) -> dict[str, Stored]:
@@ -162,20 +169,17 @@ def read_header(file: Path) -> dict[str, Stored]:
     Raises:
         UserError: it cannot be read, is no safetensors file, or is cut short.
     """
-    try:
+    with reading(repr(str(file))):
         with safe_open(file, framework="pt"):  # checks that offsets, shapes and the file's size agree
             pass
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
-    except (OSError, SafetensorError, ValueError) as error:
-        reason = one_line(error)
-        raise UserError(f"{str(file)!r} cannot be read: {reason}") from None
-    return {
-        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+        return {
+            name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
 
 
 def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:

@@ -19,7 +19,7 @@ Event = tuple[int, int]
 WORKSPACES = 2
 """Of cuBLAS, inside the allocator: one for each thread that multiplies, forward's and backward's."""
 
-_BLOCK = 512  # kMinBlockSize
+SMALLEST_BLOCK = 512  # kMinBlockSize
 _LARGEST_SMALL = 1 << 20  # kSmallSize: requests up to here live in the small pool
 _SMALL_PAGE = 2 << 20  # kSmallBuffer
 _LARGE_PAGE = 20 << 20  # large_segment_size_
@@ -78,7 +78,7 @@ def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None 
         if nbytes == 0:
             alive[key] = None
             continue
-        size = _round_up(nbytes, _BLOCK)
+        size = _round_up(nbytes, SMALLEST_BLOCK)
         pool = small if size <= _LARGEST_SMALL else large
         found = pool.best_fit(size) or pool.grow(size)
         if found is None:

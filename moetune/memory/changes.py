@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from moetune.catalog.gpus import Gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.errors import UserError
-from moetune.memory.allocator import WORKSPACES
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.report import Change, MemoryReport, PartName
 from moetune.memory.routing import Routing
+from moetune.memory.terms import beside_of_formula
 from moetune.run.resolve import ResolvedRun, resolve
 
 _EVALUATED = 3
@@ -36,18 +36,18 @@ def best_changes(run: ResolvedRun, report: MemoryReport, routing: Routing, card:
         return []  # the layout decides, and there are others to compare with (docs/guides/parallel.md)
 
     def order(candidate: Candidate) -> tuple[bool, int]:
-        return _is_on_host(candidate), -sum(getattr(fullest.parts, part) for part in candidate.parts)
+        return is_on_host(candidate), -sum(getattr(fullest.parts, part) for part in candidate.parts)
 
     found: list[Change] = []
-    for number, candidate in enumerate(sorted(_candidates(config), key=order)):
+    for number, candidate in enumerate(sorted(candidates(config), key=order)):
         if number >= _EVALUATED and (number >= 2 * _EVALUATED or any(change.fits for change in found)):
             break
         try:
-            changed = resolve(_with(config, candidate.settings), run.device_type, like=run)
+            changed = resolve(with_settings(config, candidate.settings), run.device_type, like=run)
             after = ClosedForm(changed, gpu=card).at(changed.config, routing)
         except (UserError, ValueError):
             continue
-        peak = after.parts.total + WORKSPACES * card.cublas_workspace.value
+        peak = after.parts.total + beside_of_formula(after, card)
         saves = fullest.peak_allocated - peak
         needs = max(peak, after.load.gpu) + fullest.outside_allocator
         if saves > 0:
@@ -59,15 +59,21 @@ def best_changes(run: ResolvedRun, report: MemoryReport, routing: Routing, card:
 _ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
 
 
-def _is_on_host(candidate: Candidate) -> bool:
-    return any(_ON_HOST.get(key) == value for key, value in candidate.settings.items())
+def is_setting_of_host(key: str, value: object) -> bool:
+    """Whether it moves something to the host, which slows every step."""
+    return _ON_HOST.get(key) == value
+
+
+def is_on_host(candidate: Candidate) -> bool:
+    return any(is_setting_of_host(key, value) for key, value in candidate.settings.items())
 
 
 _UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
 _ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")
 
 
-def _candidates(config: RunConfig) -> Iterator[Candidate]:
+def candidates(config: RunConfig) -> Iterator[Candidate]:
+    """Single changes that may save memory."""
     train, model = config.train, config.model
     if isinstance(config.optimizer, OptimizerConfig):
         yield from _other_optimizers(config.optimizer, train.accumulate)
@@ -118,13 +124,20 @@ def _other_optimizers(optimizer: OptimizerConfig, accumulate: int) -> Iterator[C
         yield Candidate({"optimizer.offload": True}, why, ("gradients", *_UPDATED))
 
 
-def _with(config: RunConfig, settings: dict[str, object]) -> RunConfig:
+def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """The run file with other values, by dotted key. An optimizer of another name begins with its own settings.
+
+    Raises:
+        ValueError: it is then no valid run file.
+    """
     raw = config.model_dump(mode="json", exclude_unset=True)
     for key, value in settings.items():
         *path, last = key.split(".")
         node = raw
         for part in path:
-            node = node.setdefault(part, {})
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
         node[last] = value
     if settings.get("optimizer.name"):
         for key in ("betas", "eps", "momentum"):

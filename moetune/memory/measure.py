@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetune.adapt.build import build
 from moetune.experts.links import read_rows
-from moetune.memory.routing import Routing
+from moetune.memory.routing import Replayed
 from moetune.memory.trace import Steps, Trace, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.exchange import TokenExchange, read_arriving
@@ -30,8 +30,8 @@ class Measured:
         trace: on a CPU every storage, as in a prediction; None on CUDA, where counters are read instead.
         peak_reserved, peak_process: None on a CPU, which has no caching allocator. `peak_process` is what the driver
             says is in use on the card at the end, by this process if it has the card to itself.
-        routing: what each layer's experts received in the micro-step in which one of them received most.
-        counts: the rows of each expert, call by call.
+        routing: what each layer's experts received, call by call; its `load` is that of the micro-step in
+            which one of them received most.
         arrived: what arrived from other ranks, call by call.
     """
 
@@ -39,10 +39,14 @@ class Measured:
     peak_reserved: int | None
     peak_process: int | None
     tokens_per_second: float
-    routing: Routing
-    counts: list[list[int]]
+    routing: Replayed
     trace: Trace | None
     arrived: list[list[list[int]]] = field(default_factory=list)
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """The rows of each expert, call by call."""
+        return [list(rows) for rows in self.routing.calls]
 
     @property
     def host_bytes(self) -> int | None:
@@ -104,7 +108,8 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
             torch.cuda.reset_peak_memory_stats(device)
         trace = running.run(tracker, config.train.accumulate, steps=steps, tracking=not on_cuda)
         ended = now()
-    routing = Routing("measured", None, tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(load.items())))
+    fullest = tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(load.items()))
+    routing = Replayed("measured", None, fullest, steps, tuple(map(tuple, counts)))
     timed = max(1, steps - 1)
     tokens = timed * config.train.accumulate * config.train.micro_batch * config.train.sequence_length
     free, total = torch.cuda.mem_get_info(device) if on_cuda else (0, 0)
@@ -114,7 +119,6 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         peak_process=total - free if on_cuda else None,
         tokens_per_second=tokens / (ended - began[steps - timed]),
         routing=routing,
-        counts=counts,
         arrived=arrived,
         trace=None if on_cuda else trace,
     )

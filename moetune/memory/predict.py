@@ -10,16 +10,19 @@ from typing import Any, Literal
 
 from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.config import RunConfig
+from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
 from moetune.memory.changes import best_changes
-from moetune.memory.closed_form.form import ClosedForm, Evaluated
+from moetune.memory.closed_form.depth import Depths
+from moetune.memory.closed_form.form import Evaluated
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.outside import outside_allocator
 from moetune.memory.ranks import by_kind
-from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
+from moetune.memory.report import GpuMemory, MemoryReport, Moment, RankMemory, Term
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.terms import terms_of_formula, terms_of_trace
+from moetune.memory.terms import beside_of_formula, terms_of_formula, terms_of_trace
 from moetune.memory.trace import NotTraceable, Trace, trace
+from moetune.memory.trace.steps import STEPS
 from moetune.run.resolve import ResolvedRun, resolve
 
 Method = Literal["trace", "formula"]
@@ -37,6 +40,8 @@ def predict(
     gpu: str | None = None,
     routing: Routing = BALANCED,
     allocator: Allocator | None = None,
+    depths: Depths | None = None,
+    advise: bool = True,
 ) -> MemoryReport:
     """Predicts the peak of a run, without weights, data or a GPU.
 
@@ -44,6 +49,8 @@ def predict(
         method: by default a trace.
         gpu: name or size, instead of `hardware.gpu`.
         allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
+        depths: what runs that differ in their number of layers share by closed form.
+        advise: where it does not fit, look for changes that would make it.
 
     Raises:
         UserError: as `resolve`; what cannot be trained or predicted; an unknown GPU; DeepSpeed is to be traced and not
@@ -58,6 +65,7 @@ def predict(
     card = find_gpu(name or "l40s")
     common = {
         "model": config.model.path,
+        "about": about(run),
         "gpu": None if name is None else GpuMemory(card.full_name if gpu is None else name, card.memory.value),
         "assumptions": (
             f"routing: {routing.name}",
@@ -67,10 +75,10 @@ def predict(
         ),
     }
     if method == "formula":
-        report = _by_formula(run, card, routing, common)
+        report = _by_formula(run, card, routing, depths or Depths(), common)
     else:
         report = _by_trace(run, card, routing, allocator or allocator_here(), common)
-    if report.fits is not False:
+    if report.fits is not False or not advise:
         return report
     changes = tuple(best_changes(run, report, routing, card))
     notes = () if any(change.fits for change in changes) else ("no single change makes it fit; combine them",)
@@ -111,14 +119,14 @@ def _by_trace(
     return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
 
 
-def _by_formula(run: ResolvedRun, card: Gpu, routing: Routing, common: dict[str, Any]) -> MemoryReport:
-    found: dict[int, Evaluated] = by_kind(
-        run, routing, lambda rank: ClosedForm(run, rank, card).at(run.config, routing)
-    )
+def _by_formula(run: ResolvedRun, card: Gpu, routing: Routing, depths: Depths, common: dict[str, Any]) -> MemoryReport:
+    found: dict[int, Evaluated] = by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing))
     outside = outside_allocator(run.config.parallel, card)
     ranks = [_formula_rank(rank, one, card, outside) for rank, one in found.items()]
     fullest = max(ranks, key=lambda rank: rank.peak_process).rank
-    report = MemoryReport(**common, method="formula", ranks=tuple(ranks), load=found[fullest].load)
+    piece = found[fullest].peak.piece
+    moment = Moment(STEPS - 1, piece.micro_step, piece.phase, "", ())
+    report = MemoryReport(**common, method="formula", ranks=tuple(ranks), load=found[fullest].load, moment=moment)
     return _assuming(report, "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator")
 
 
@@ -174,7 +182,7 @@ def largest_packed(run: ResolvedRun) -> int:
 
 
 def _formula_rank(rank: int, found: Evaluated, card: Gpu, outside: int) -> RankMemory:
-    beside = WORKSPACES * card.cublas_workspace.value
+    beside = beside_of_formula(found, card)
     parts = replace(found.parts, transient_peak=found.parts.transient_peak + beside)
     reserved = -(-parts.total // _PAGE) * _PAGE + _SMALL_PAGE
     terms = (*terms_of_formula(found), _beside(beside))

@@ -147,7 +147,7 @@ class RankMemory:
 class Collective:
     """What one kind of communication moves in one step, in bytes that leave each rank."""
 
-    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "point-to-point"]
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast", "point-to-point"]
     axis: str
     what: str
     calls: int
@@ -183,7 +183,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """A whole prediction. Frozen, and it carries what it assumed."""
+    """A whole prediction. Frozen, and it carries what was predicted (`about`, in words by name) and what it assumed."""
 
     model: str
     method: Literal["trace", "formula"]
@@ -196,6 +196,7 @@ class MemoryReport:
     collectives: tuple[Collective, ...] = ()
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    about: tuple[tuple[str, str], ...] = ()
 
     @property
     def fullest(self) -> RankMemory:
@@ -248,6 +249,7 @@ class MemoryReport:
         return {
             "schema": 1,
             "model": self.model,
+            "about": dict(self.about),
             "method": self.method,
             "gpu": None if self.gpu is None else asdict(self.gpu),
             "fits": self.fits,

@@ -6,11 +6,12 @@ Shapes: T tokens, K experts a token, E experts; a layer's experts receive T·K r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
 from moetune.errors import UserError
+from moetune.experts.links import CountRows
+from moetune.files import expanded
 from moetune.run.placement import read_load
 
 
@@ -48,6 +49,24 @@ class Routing:
 BALANCED = Routing("balanced")
 
 
+@dataclass(frozen=True)
+class Replayed(Routing):
+    """What the experts of real steps received, call by call.
+
+    Attributes:
+        steps: how many steps those are, with all their micro-steps.
+        calls: the rows of each expert, in the order in which the banks asked.
+    """
+
+    steps: int = 0
+    calls: tuple[tuple[int, ...], ...] = ()
+
+    def answers(self) -> CountRows:
+        """What answers in place of `BankLinks.count_rows`, from the first call on."""
+        left = iter(self.calls)
+        return lambda layer, ids, num_experts: list(next(left))
+
+
 def parse_routing(text: str) -> Routing:
     """`balanced`, `skew:S` (the fullest expert receives S times the mean), `worst` (nearly all tokens choose the same
     experts), or a JSON file with `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, as `train` leaves in
@@ -66,7 +85,7 @@ def parse_routing(text: str) -> Routing:
         if not 1 <= skew < float("inf"):
             raise UserError(f"--routing {text!r}: the fullest expert's load over the mean is a number from 1 up")
         return Routing(text, skew)
-    if not Path(text).is_file():
+    if not expanded(text).is_file():
         raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
     return Routing(text, None, tuple(read_load(text, "--routing").items()))
 

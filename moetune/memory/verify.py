@@ -50,7 +50,7 @@ def verify(
 
     Args:
         run: resolved for the kind of `device`.
-        routing: what the prediction assumes; by default what the real steps' fullest experts received.
+        routing: what the prediction assumes; by default what the experts of the real steps received, call by call.
         device: by default the first of the kind that the run is resolved for.
 
     Raises:

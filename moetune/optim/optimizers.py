@@ -17,6 +17,7 @@ from moetune.optim.offload import HostCopies, HostUpdater
 from moetune.optim.updater import Updater
 from moetune.optim.zero import ZeroUpdater
 from moetune.run.deepspeed_json import deepspeed_json
+from moetune.run.names import is_second_factor
 
 _8BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "lion8bit": "Lion8bit",
          "ademamix8bit": "AdEMAMix8bit", "paged_adamw": "PagedAdamW32bit"}  # fmt: skip
@@ -100,7 +101,11 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
         )
     by_config: dict[OptimizerConfig, dict[str, nn.Parameter]] = {}
     for part, parameters in parts.items():
-        by_config.setdefault(adapted.run.optimizers[part], {}).update(parameters)
+        for name, parameter in parameters.items():
+            optimizer, lora = adapted.run.optimizers[part], config.adapt.lora
+            if part == "lora" and lora is not None and is_second_factor(name):
+                optimizer = optimizer.model_copy(update={"lr": optimizer.lr * lora.lr_ratio})
+            by_config.setdefault(optimizer, {})[name] = parameter
     updaters: list[Updater] = []
     copies = HostCopies(adapted.model.device)
     for number, (optimizer, named) in enumerate(by_config.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,9 @@ import torch.distributed as dist
 
 from moetune.patches.torch import process_group
 
-Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
+Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast"]
+NAMESPACES = ("c10d", "_c10d_functional")
+_SENDS_NOTHING = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
 
 
 @dataclass(frozen=True)
@@ -20,17 +23,23 @@ class Message:
         group: torch's name of its process group.
         ranks: how many are in it.
         bytes: that leave this rank, in a ring: (n - 1)/n of the whole tensor, and of an all-reduce twice that; of an
-            all-to-all what is for other ranks.
+            all-to-all what is for other ranks; of a reduce and a broadcast all of it, but of the rank where they end
+            nothing.
     """
 
-    kind: Kind
+    kind: Kind | str
     group: str
     ranks: int
     bytes: int
 
 
+def uncounted(sent: Message) -> bool:
+    """Whether `message` did not know the operation, whose name is then the kind."""
+    return sent.kind not in typing.get_args(Kind)
+
+
 def message(func: Any, args: Any) -> Message | None:
-    """What an operation sends; None if it is none of these collectives."""
+    """What an operation of `NAMESPACES` sends; None if that is nothing."""
     match func._schema.name:
         case "c10d::allreduce_":
             return _ring("all-reduce", sum(tensor.nbytes for tensor in args[0]), args[1])
@@ -48,7 +57,18 @@ def message(func: Any, args: Any) -> Message | None:
             return _ring("reduce-scatter", args[0].nbytes, args[3])
         case "_c10d_functional::all_to_all_single":
             return _all_to_all(args[0], args[2], args[3])
-    return None
+        case "c10d::reduce_":
+            return _chain("reduce", sum(tensor.nbytes for tensor in args[0]), args[1], ends_at=args[3])
+        case "c10d::broadcast_":
+            members = _group(args[1])
+            return _chain("broadcast", sum(t.nbytes for t in args[0]), members, ends_at=(args[2] - 1) % members.size())
+        case name:
+            return None if func._opname in _SENDS_NOTHING else Message(name, "", 2, 0)
+
+
+def _chain(kind: Kind, size: int, group: Any, ends_at: int) -> Message:
+    members = _group(group)
+    return Message(kind, members.group_name, members.size(), 0 if members.rank() == ends_at else size)
 
 
 def _ring(kind: Kind, size: int, group: Any) -> Message:

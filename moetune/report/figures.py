@@ -63,17 +63,17 @@ def save_figure(report: MemoryReport, path: Path) -> None:
         UserError: the suffix is another one, or the file cannot be written.
     """
     refuse_unknown_format(path)
-    with _style():
+    with style():
         figure, _ = _draw(report)
         figure.suptitle(f"{report.model}\n{verdict(report)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
-        write_whole(path, _rendered(figure, _FORMATS[path.suffix.lower()]))
+        write_whole(path, rendered(figure, _FORMATS[path.suffix.lower()]))
 
 
 def inline_svg(report: MemoryReport) -> tuple[str, Box | None]:
     """Both charts as an `<svg>` element without a title, and where in it the timeline lies."""
-    with _style():
+    with style():
         figure, timeline = _draw(report)
-        svg = _rendered(figure, "svg").decode()
+        svg = rendered(figure, "svg").decode()
     box = None
     if timeline is not None:
         place = timeline.get_position()  # settled by the drawing above
@@ -108,8 +108,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
-    style: Any = {
+def style() -> Iterator[None]:
+    settings: Any = {
         "font.size": 9,
         "text.color": INK,
         "axes.labelcolor": INK,
@@ -121,18 +121,19 @@ def _style() -> Iterator[None]:
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": "moetune",  # the same report gives the same file
     }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(settings):
         yield
 
 
 def _draw(report: MemoryReport) -> tuple[Figure, Axes | None]:
     bars = min(len(alike(report.ranks)), _MOST_BARS) + 1
-    heights = [0.9 + 0.42 * bars] + ([4.2] if report.timeline else [])
+    heights = [0.9 + 0.42 * bars] + ([4.2, 2.57] if report.timeline else [])
     figure = Figure(figsize=(10, sum(heights) + 0.9), layout="constrained", facecolor=PAPER)
     axes = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_ranks(axes[0], report)
     if report.timeline:
         _draw_timeline(axes[1], report)
+        _draw_moving(axes[2], report)
     drawn = [rank.parts for rank in report.ranks] + [sample.parts for sample in report.timeline]
     keys = [Patch(color=COLOURS[name], label=named(name)) for name in PART_NAMES if _any(drawn, name)]
     keys += [
@@ -226,6 +227,25 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     _plain(axes)
 
 
+def _draw_moving(axes: Axes, report: MemoryReport) -> None:
+    """The same without what stands still all the time: the least of each part is left out."""
+    points = thinned(report.timeline)
+    least = {name: min(getattr(sample.parts, name) for sample in report.timeline) for name in PART_NAMES}
+    moving = {name: [getattr(sample.parts, name) - least[name] for _, sample in points] for name in PART_NAMES}
+    names = [name for name in PART_NAMES if any(moving[name])] or [PART_NAMES[-1]]
+    unit, size, end = _scale(max(map(sum, zip(*moving.values(), strict=True))), 0)
+    layers = [[count / size for count in moving[name]] for name in names]
+    axes.stackplot([index for index, _ in points], layers, colors=[COLOURS[name] for name in names], linewidth=0)
+    axes.set_xlim(0, max(len(report.timeline) - 1, 1))
+    axes.set_ylim(0, end)
+    axes.set_ylabel(unit)
+    axes.set_xticks([])
+    for _, start in phases(report.timeline):
+        axes.axvline(start, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_title("The same without what stands still", loc="left", fontweight="bold", fontsize=10)
+    _plain(axes)
+
+
 def _scale(largest: int, room: int) -> tuple[str, int, float]:
     """Unit, its bytes, and the end of the axis: past the card, unless that would make the data too small to read."""
     longest = room if largest <= room <= 4 * largest else largest
@@ -250,7 +270,7 @@ def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _rendered(figure: Figure, kind: str) -> bytes:
+def rendered(figure: Figure, kind: str) -> bytes:
     content = io.BytesIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if kind == "svg" else {"Software": None}
     figure.savefig(content, format=kind, dpi=150, facecolor=PAPER, metadata=metadata)

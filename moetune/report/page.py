@@ -23,7 +23,8 @@ def write_page(report: MemoryReport, path: Path) -> None:
     write_whole(path, render_page(report).encode())
 
 
-def render_page(report: MemoryReport) -> str:
+def render(template: str, **values: Any) -> str:
+    """A page of one of the templates beside this file, with the style that they share."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -31,9 +32,14 @@ def render_page(report: MemoryReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"gib": gib, "percent": percent, "named": terminal.named}
+    environment.filters |= {"gib": gib, "percent": percent, "named": terminal.named, "grouped": "{:,}".format}
+    return environment.get_template(template).render(**values)
+
+
+def render_page(report: MemoryReport) -> str:
     svg, box = inline_svg(report)
-    return environment.get_template("page.html.j2").render(
+    return render(
+        "page.html.j2",
         report=report,
         rank=report.fullest,
         words=terminal,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moetune.anatomy.selection import ranges
 from moetune.memory.report import (
     PART_NAMES,
     Change,
@@ -40,9 +40,13 @@ _PHASES = {
 }
 
 
-def print_report(report: MemoryReport, console: Console) -> None:
-    """Prints the whole report; the changes that would help only where it does not fit."""
-    for renderable in _sections(report):
+def print_report(report: MemoryReport, console: Console, *, verbose: bool = False) -> None:
+    """Prints the report, verdict first and last; the changes that would help only where it does not fit.
+
+    Args:
+        verbose: formulas, single allocations and assumptions as well; else what fits on a screen.
+    """
+    for renderable in _sections(report, verbose):
         console.print(renderable, highlight=False)
 
 
@@ -110,7 +114,7 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
     groups: dict[tuple[object, ...], list[RankMemory]] = {}
     for rank in ranks:
         groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes), []).append(rank)
-    return [(_ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
+    return [(ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
 
 
 def biggest(changes: Iterable[Change]) -> list[Change]:
@@ -145,42 +149,52 @@ def folded(terms: Iterable[Term]) -> list[Term]:
     return shown
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    runs = []
-    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return ",".join(runs)
-
-
 # --- Sections -----------------------------------------------------------------------------------------------------
 # Names and formulas hold square brackets, which rich would read as markup in a str: they go in as Text.
 
 
-def _sections(report: MemoryReport) -> Iterator[RenderableType]:
+def _sections(report: MemoryReport, verbose: bool) -> Iterator[RenderableType]:
     colour = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "bold"}[report.verdict]
     yield Text(verdict(report), style=colour)
     yield Text(most(report))
     if said := on_host(report):
         yield Text(said)
-    yield Text(f"{report.model}; {METHODS[report.method]}", style="dim")
+    yield _about(report)
     if report.fits is False and report.changes:
         changes = [f"{flags(change)}\n{effect(change)}; {change.why}" for change in biggest(report.changes)]
         yield _titled("what would save most", _list(changes))
     yield _titled(peak(report), _parts(report.fullest))
+    if len(report.ranks) > 1:
+        yield _titled(f"{len(report.ranks)} ranks", _ranks(report))
+    if verbose:
+        yield from _details(report)
+    if report.notes:
+        yield _titled("notes", _list(report.notes))
+    if not verbose:
+        yield Text("\n--verbose: formulas, single allocations, loading, what is assumed", style="dim")
+    yield Text(verdict(report), style=colour)
+
+
+def _details(report: MemoryReport) -> Iterator[RenderableType]:
     if report.moment is not None and report.moment.largest:
         yield _titled("largest allocations alive at the peak", _largest(report.moment))
     if report.terms:
         yield _titled("formula terms", _terms(report.terms))
     yield _titled("loading, before the first step", _list(loading(report.load)))
-    if len(report.ranks) > 1:
-        yield _titled(f"{len(report.ranks)} ranks", _ranks(report))
     if report.collectives:
         yield _titled("communication of one step, leaving each rank", _collectives(report.collectives))
     if report.assumptions:
         yield _titled("assumed", _list(report.assumptions))
-    if report.notes:
-        yield _titled("notes", _list(report.notes))
+
+
+def _about(report: MemoryReport) -> Table:
+    """What was predicted, and how."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, said in (("model", report.model), *report.about, ("method", METHODS[report.method])):
+        grid.add_row(Text(name), Text(said))
+    return grid
 
 
 def _parts(rank: RankMemory) -> Table:

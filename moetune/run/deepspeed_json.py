@@ -6,11 +6,11 @@ Nothing here imports torch or deepspeed, so that a run file is refused before an
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from moetune.config import ParallelConfig, RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, reading
+from moetune.files import expanded
 
 _BUCKET = 2**26
 """Gradients that are sent at a time. DeepSpeed allocates as many numbers in advance, and by itself 5·10⁸ of them: 2 GB
@@ -128,6 +128,8 @@ def _refuse(config: RunConfig) -> None:
             "adapt.lora beside whole weights in bf16: DeepSpeed wants one dtype of all that trains, and low-rank "
             "factors are float32; train one of them, set model.dtype: fp32, or use engine: fsdp2"
         )
+    if adapt.lora is not None and adapt.lora.lr_ratio != 1:
+        problems.append("adapt.lora.lr_ratio: DeepSpeed has one optimizer for all; set it to 1, or use engine: fsdp2")
     problems += _of_optimizers(config)
     if problems:
         raise UserError("\n".join(f"parallel.engine: deepspeed and {problem}" for problem in problems))
@@ -156,12 +158,8 @@ def _of_optimizers(config: RunConfig) -> list[str]:
 
 
 def _read(file: str) -> dict[str, Any]:
-    try:
-        given = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"parallel.deepspeed: {file!r} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UserError(f"parallel.deepspeed: {file!r} is not JSON: {error}") from None
+    with reading(f"parallel.deepspeed: {file!r}"):
+        given = json.loads(expanded(file).read_text(encoding="utf-8"))
     if not isinstance(given, dict):
         raise UserError(f"parallel.deepspeed: {file!r} is not a JSON object")
     return given

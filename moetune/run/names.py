@@ -51,6 +51,11 @@ def linear_factors(path: str) -> dict[str, str]:
     return {factor: f"{path}.lora_{factor}.default.weight" for factor in "AB"}
 
 
+def is_second_factor(name: str) -> bool:
+    """Whether a parameter of the part `lora` is a B."""
+    return name.endswith((".lora_B.default.weight", "_B"))
+
+
 def stacks(layer: MoeLayer) -> list[str]:
     """Names of the parameters that hold a layer's experts in transformers."""
     names = ["gate_up_proj" if layer.shape.has_gate else "up_proj", "down_proj"]

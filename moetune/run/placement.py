@@ -11,12 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
+from moetune.files import expanded
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def read_load(file: str, what: str) -> dict[int, tuple[float, ...]]:
         UserError: the file, which `what` names in the message, does not hold that.
     """
     try:
-        load = json.loads(Path(file).read_text(encoding="utf-8"))["expert_load"]
+        load = json.loads(expanded(file).read_text(encoding="utf-8"))["expert_load"]
         parsed = {int(layer): tuple(float(count) for count in counts) for layer, counts in load.items()}
         if not parsed or not all(min(counts) >= 0 and 0 < sum(counts) < inf for counts in parsed.values()):
             raise ValueError("a layer's counts are numbers from 0 up, and not all 0")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever is wrong with it
         raise UserError(
-            f"{what} {file!r}: does not hold {{'expert_load': {{layer: [tokens of each expert]}}}}: {error}"
-        ) from None
+            f"{what} {file!r}: does not hold {{'expert_load': {{layer: [tokens of each expert]}}}}: {one_line(error)}"
+        ) from error
     return parsed
 
 

@@ -79,6 +79,11 @@ def of_lora(plain: PreTrainedModel, selection: Selection) -> Iterator[str]:
             f"adapt.lora: the model reads the weight of {', '.join(inert)} without calling the layer, so LoRA there "
             "would have no effect; name the other layers in adapt.lora.targets"
         )
+    if selection.lora is not None and selection.lora.dropout and selection.lora_experts:
+        yield (
+            "adapt.lora.dropout: PEFT has none for the factors of experts; set it to 0, or leave experts out of "
+            "adapt.lora.targets"
+        )
 
 
 def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:
@@ -87,6 +92,14 @@ def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:
             f"train.router_aux_loss / router_z_loss: {anatomy.model_type!r} is a dense model without routers; set both "
             "to 0"
         )
+
+
+def of_auto_coefficient(model_type: str) -> Iterator[str]:
+    """An architecture without a coefficient of its own."""
+    yield (
+        f"train.router_aux_loss: auto is the architecture's own coefficient, and the configuration of {model_type!r} "
+        "names none (router_aux_loss_coef); set a number such as 0.001"
+    )
 
 
 def of_checkpointing(config: RunConfig, plain: PreTrainedModel) -> Iterator[str]:

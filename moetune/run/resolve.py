@@ -11,12 +11,13 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
-from moetune.anatomy.selection import Selection, examine_selection
+from moetune.anatomy.selection import NOTHING, Selection, examine_selection
 from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.anatomy.stack import leave_out
 from moetune.config import ModelConfig, OptimizerConfig, Part, RunConfig
 from moetune.errors import UserError
 from moetune.run import refusals
+from moetune.run.choice import settle
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
 from moetune.run.linears import linears_to_pack
@@ -58,7 +59,7 @@ class ResolvedRun:
     """What a run file comes to on its model.
 
     Attributes:
-        config: the run file with `model.dtype` spelled out.
+        config: the run file with `model.dtype` and the experts that are chosen from scores spelled out.
         device_type: what it is resolved for.
         model: what it begins with.
         selection: what trains.
@@ -162,7 +163,16 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     config = config.model_copy(update={"model": _with_dtype(config.model, device_type)})
     model, problems = _examine_model(config.model, None if like is None else like.model)
     anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
-    selection, wrong = examine_selection(config.adapt, anatomy)
+    try:
+        config = config.model_copy(update={"adapt": settle(config.adapt, anatomy)})
+        selection, wrong = examine_selection(config.adapt, anatomy)
+    except UserError as error:
+        selection, wrong = NOTHING, [str(error)]
+    if config.train.router_aux_loss == "auto":
+        coefficient = getattr(model.settings.get_text_config(), "router_aux_loss_coef", None)
+        problems += [] if coefficient else refusals.of_auto_coefficient(anatomy.model_type)
+        train = config.train.model_copy(update={"router_aux_loss": coefficient or 0.0})
+        config = config.model_copy(update={"train": train})
     parts = parts_of(anatomy, selection)
     trains = frozenset(parts.values())
     optimizers = {part: optimizer for part, optimizer in config.optimizers.items() if part in trains}

@@ -1,13 +1,15 @@
 """What routers do during a training step: expert load for the metrics, and two losses that shape it.
 
-For one layer with E experts, K of them a token, over the T tokens that are not padding:
+With E experts, K of them a token, over the T tokens that are not padding:
 
-    load f_e = (tokens that chose e) / (T·K)        mean probability P_e = mean over tokens of softmax(logits)_e
-    balance  = E · Σ_e f_e · P_e                    Switch Transformer (arXiv 2101.03961, eq. 4), 1 when balanced
-    z        = mean over tokens of logsumexp(logits)²      ST-MoE (arXiv 2202.08906, eq. 5)
+    load f_e = (tokens that chose e) / T            mean probability P_e = mean over tokens of softmax(logits)_e
+    balance  = E · Σ_e mean_l(f_e) · mean_l(P_e)    Switch Transformer (arXiv 2101.03961, eq. 4), K when balanced
+    z        = mean over layers and tokens of logsumexp(logits)²      ST-MoE (arXiv 2202.08906, eq. 5)
 
-Both are averaged over layers. transformers' own balancing loss pools all layers before it multiplies f and P, and lets
-f sum to K; it is not used, because it exists for some architectures only.
+The balance loss is transformers' own (`load_balancing_loss_func`), which has the means over layers l before the
+product: so an architecture's own coefficient means the same here. What is balanced is then the sum over layers. Per
+layer it is mean_l(E · Σ_e f_e · P_e), which balances each. It is computed from what the routers gave, for architectures
+too whose code has none.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class RouterWatch:
     def _watch(self, model: nn.Module, layer: MoeLayer) -> None:
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
             if self._current is not None and self._keep_logits:
-                logits = _find_logits(output, layer.shape.num_experts)
+                logits = find_logits(output, layer.shape.num_experts)
                 if logits is not None:
                     self._current.logits[layer.index] = logits
 
@@ -66,8 +68,8 @@ class RouterWatch:
                 ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
                 self._current.load[layer.index] = _tokens(ids.detach(), layer.shape.num_experts, self._current.mask)
 
-        router, bank = model.get_submodule(layer.router), model.get_submodule(layer.experts)
-        self._hooks.append(router.register_forward_hook(saw_logits))
+        bank = model.get_submodule(layer.experts)
+        self._hooks.append(logits_module(model, layer).register_forward_hook(saw_logits))
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
 
     def remove(self) -> None:
@@ -88,8 +90,11 @@ class RouterWatch:
         finally:
             self._current = None
 
-    def losses(self, routed: Routed) -> tuple[Tensor, Tensor]:
-        """(balance, z), each averaged over layers.
+    def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
+        """(balance, z) over all layers; layers with another number of experts have a balance loss of their own.
+
+        Args:
+            per_layer: each layer is balanced, instead of their sum.
 
         Raises:
             UserError: a layer's router does not give its logits away.
@@ -100,16 +105,21 @@ class RouterWatch:
                 f"train.router_aux_loss / router_z_loss: the router of layer {silent[0]} "
                 f"({self.layers[silent[0]].router}) returns no logits; set both to 0 for this model"
             )
-        balance, z = [], []
+        of_size: dict[int, list[tuple[Tensor, Tensor]]] = {}  # number of experts -> f and P of each layer
+        z = []
         for index, logits_TE in routed.logits.items():
             logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
             mask = routed.mask
             weight_T = torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
-            weight_T = weight_T / weight_T.sum()
-            load_E = routed.load[index]
-            probability_E = weight_T @ logits_TE.softmax(-1)
-            balance.append(len(load_E) * (load_E / load_E.sum()) @ probability_E)
+            load_E, count = routed.load[index], weight_T.sum()
+            weight_T = weight_T / count
+            of_size.setdefault(len(load_E), []).append((load_E / count, weight_T @ logits_TE.softmax(-1)))
             z.append(weight_T @ logits_TE.logsumexp(-1).square())
+        balance = []
+        for size, of_layers in of_size.items():
+            f_LE, p_LE = (torch.stack(values) for values in zip(*of_layers, strict=True))
+            pooled = size * f_LE.mean(0) @ p_LE.mean(0)
+            balance.append(size * (f_LE * p_LE).sum(-1).mean() if per_layer else pooled)
         return torch.stack(balance).mean(), torch.stack(z).mean()
 
 
@@ -134,7 +144,15 @@ def refuse_silent_routers(adapted: Adapted) -> None:
     watch.remove()
 
 
-def _find_logits(output: Any, num_experts: int) -> Tensor | None:
+def logits_module(model: nn.Module, layer: MoeLayer) -> nn.Module:
+    """What gives a layer's router logits away (`find_logits`): the linear layer inside the router, if it has one with
+    an output an expert, because Gemma 4's router itself gives probabilities; else the router."""
+    router = model.get_submodule(layer.router)
+    inside = (module for module in router.modules() if module is not router and isinstance(module, nn.Linear))
+    return next((linear for linear in inside if linear.out_features == layer.shape.num_experts), router)
+
+
+def find_logits(output: Any, num_experts: int) -> Tensor | None:
     """The first float tensor of a router's output with a value for every expert."""
     candidates = output if isinstance(output, (tuple, list)) else (output,)
     for value in candidates:

@@ -77,9 +77,9 @@ def micro_step(
         loss = token_loss(model, batch, total_tokens, memory)
     router_loss = None
     if shape_routing:
-        balance, z = watch.losses(routed)
+        balance, z = watch.losses(routed, per_layer=config.router_aux_scope == "layer")
         share = count_loss_tokens(batch) / total_tokens
-        router_loss = share * (config.router_aux_loss * balance + config.router_z_loss * z)
+        router_loss = share * (config.balance_coefficient * balance + config.router_z_loss * z)
     load = routed.load
     del routed
     backward(loss if router_loss is None else loss + router_loss)

@@ -14,6 +14,7 @@ import torch
 
 from moetune.adapt.attention import borders, wants_borders
 from moetune.errors import UserError
+from moetune.training.notices import refuse_broken_weights
 
 DOCUMENT_TOKENS = 6
 CUDA_DOCUMENT_TOKENS = 64
@@ -59,7 +60,9 @@ def refuse_leaky_packing(model: torch.nn.Module, micro_batch: int) -> None:
     finally:
         hook.remove()
         model.train(was_training)
-    if gradient[:, :length].any():
+    if not gradient.isfinite().all():
+        refuse_broken_weights(model)
+    elif gradient[:, :length].any():
         config = wrapped.config
         raise UserError(
             f"data.packing: true, but {config.model_type} with attention {config._attn_implementation} and "

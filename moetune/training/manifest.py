@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moetune.errors import one_line
+
 MANIFEST = "manifest.json"
 _BLOCK = 2**24  # bytes read at a time
 
@@ -29,14 +31,23 @@ def files_in(folder: Path) -> list[Path]:
 def damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder, naming the file; None if every byte is as it was written."""
     try:
+        return _damage(folder)
+    except Exception as error:  # names that no file has, files that cannot be read
+        return f"it cannot be read: {one_line(error)}"
+
+
+def _damage(folder: Path) -> str | None:
+    try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest: dict[str, Any] = json.loads(text)
         expected = {str(n): (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
         if text != _text(manifest["step"], manifest["files"]):
             return f"{MANIFEST} was changed after it was written"
+        if folder.name != f"step-{manifest['step']}":
+            return f"it is of step {manifest['step']}, and its name says otherwise"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except Exception:  # whatever is wrong with it
         return f"{MANIFEST} cannot be read"
     for name, (size, digest) in expected.items():
         file = folder / name

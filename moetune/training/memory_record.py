@@ -14,8 +14,10 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
 from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.errors import UserError
+from moetune.experts.links import read_rows
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.verify import TOLERANCE, catalog_name
@@ -35,10 +37,13 @@ class MemoryRecord(TrainerCallback):
         self.adapted, self.folder, self.console = adapted, folder, console
         self.device = adapted.model.device
         card = find_gpu(catalog_name(self.device)) if self.device.type == "cuda" else None
-        self.predicted = predicted_peak(adapted.run, adapted.ranks, card)
+        self._what = adapted.run, adapted.ranks, card
+        self.predicted = predicted_peak(*self._what)
+        self._as_routed: int | None = None
         self.load: dict[int, Tensor] = {}
         self._tracker = Tracker(named_modules(adapted))
         self._tracking = ExitStack()
+        self._fullest: dict[int, list[int]] = {}  # by layer, the rows of the call in which an expert received most
         self._steps = 0
         self._measured: dict[str, int | None] | None = None
 
@@ -47,6 +52,7 @@ class MemoryRecord(TrainerCallback):
     ) -> None:
         if self._steps:
             return
+        self._tracking.enter_context(self.adapted.links.counting_by(self._count_rows))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -57,6 +63,11 @@ class MemoryRecord(TrainerCallback):
         for tensor in (*optimizer.masters(), *optimizer.states()):  # states are there if the run was resumed
             self._tracker.add(tensor)
         self._tracking.enter_context(self._tracker)
+
+    def _count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
+        rows = read_rows(layer, ids, num_experts)
+        self._fullest[layer] = max(self._fullest.get(layer, rows), rows, key=max)
+        return rows
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._steps += 1
@@ -74,45 +85,51 @@ class MemoryRecord(TrainerCallback):
                 "peak_allocated": torch.cuda.max_memory_allocated(self.device) if on_cuda else self._tracker.peak_bytes,
                 "peak_reserved": torch.cuda.max_memory_reserved(self.device) if on_cuda else None,
             }
+            load = tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(self._fullest.items()))
+            routing = Routing("measured", None, load) if load else BALANCED
+            self._as_routed = None if self.predicted is None else predicted_peak(*self._what, routing)
         self.folder.write_memory(
             {
                 "schema": 1,
                 "device": torch.cuda.get_device_name(self.device) if on_cuda else "cpu",
                 "steps": min(self._steps, MEASURED_STEPS),
-                "predicted": {"peak_allocated": self.predicted},
+                "predicted": {"peak_allocated": self.predicted, "as_routed": self._as_routed},
                 "measured": self._measured,
                 "expert_load": {str(layer): load.tolist() for layer, load in self.load.items()},
             }
         )
-        measured = self._measured["peak_allocated"]
-        if not self.predicted or not measured or not is_first or self._steps < MEASURED_STEPS:
+        measured, predicted = self._measured["peak_allocated"], self._as_routed or self.predicted
+        if not predicted or not measured or not is_first or self._steps < MEASURED_STEPS:
             return
-        if abs(self.predicted / measured - 1) > TOLERANCE:
+        if abs(predicted / measured - 1) > TOLERANCE:
             self.console.print(
-                f"memory: predicted {gib(self.predicted)}, measured {gib(measured)}; the prediction assumes full "
-                "sequences and that every expert receives as many tokens as the others",
+                f"memory: predicted {gib(predicted)} of the tokens that each expert received, measured "
+                f"{gib(measured)}; the prediction assumes full sequences",
                 highlight=False,
                 soft_wrap=True,
             )
 
 
-def predicted_peak(run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None) -> int | None:
+def predicted_peak(
+    run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: Routing = BALANCED
+) -> int | None:
     """The peak of what this rank allocates, by closed form, or by a trace if there is none.
 
     One of several ranks cannot record a step while it runs: None, unless it was recorded before (`record_ahead`).
 
     Args:
         card: whose kernels run, and whose workspaces are allocated; None for the CPU's.
+        routing: what the experts receive.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
     try:
-        found = ClosedForm(run, ranks.rank, card).at(run.config, may_record=ranks.is_single)
+        found = ClosedForm(run, ranks.rank, card).at(run.config, routing, may_record=ranks.is_single)
         return None if found is None else found.parts.total + workspaces
     except UserError:
         if not ranks.is_single:
             return None
     try:
-        traced = trace(run, gpu=card)
+        traced = trace(run, routing, gpu=card)
     except UserError:
         return None
     return traced.parts(traced.peak).total + workspaces

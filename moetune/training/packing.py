@@ -30,8 +30,8 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
     Returns:
         Columns `input_ids`, `labels`, `position_ids` and `is_token` (1, or 0 for padding), each int32 [length] a row.
     """
-    divisible = documents[0].divisible
-    sequences = _pack_stream(documents, length) if divisible else _pack_whole(documents, length)
+    sequences = _pack_stream((one for one in documents if one.divisible), length)
+    sequences += _pack_whole((one for one in documents if not one.divisible), length)
     shape = (len(sequences), length)
     ids = np.full(shape, pad_token_id, dtype=np.int32)
     labels = np.full(shape, IGNORED, dtype=np.int32)

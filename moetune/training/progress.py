@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from moetune.report.units import gib
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[C
 
 
 class ProgressBar(TrainerCallback):
-    """A rich progress bar; where stderr is no terminal, a line at every evaluation."""
+    """A rich progress bar; where stderr is no terminal, a line for each that is logged."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -45,6 +49,7 @@ class ProgressBar(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._began, self._first_step = time.monotonic(), state.global_step
         if self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("step"),
@@ -70,13 +75,27 @@ class ProgressBar(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         logs = logs or {}
-        if self.bar is not None and "loss" in logs:
-            news = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
-            self.bar.update(self.task, news=news)
+        if "loss" in logs:
+            self._note_step(state, logs)
         if "eval_loss" in logs:
             self.console.print(
                 f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False, soft_wrap=True
             )
+
+    def _note_step(self, state: TrainerState, logs: dict[str, float]) -> None:
+        news = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.update(self.task, news=news)
+            return
+        done, left = state.global_step - self._first_step, state.max_steps - state.global_step
+        seconds = round((time.monotonic() - self._began) / max(done, 1) * left)
+        memory = f"  {gib(int(logs['peak_allocated']))}" if "peak_allocated" in logs else ""
+        self.console.print(
+            f"step {state.global_step}/{state.max_steps}: {news}  lr {logs['learning_rate']:.3g}{memory}  "
+            f"{timedelta(seconds=seconds)} left",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def stop(self) -> None:
         """Gives the terminal back, cursor included; to be called however training ends."""

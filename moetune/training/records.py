@@ -3,6 +3,7 @@
     {"text": "..."}                              every token trains
     {"prompt": "...", "completion": "..."}       the completion and the end-of-sequence token train
     {"messages": [{"role": .., "content": ..}]}  what the chat template writes for the assistant trains
+    Alpaca, ShareGPT                             become one of these (chats.py)
 
 Labels stand under their own token, as transformers expects: the model's loss shifts them by one.
 """
@@ -10,34 +11,48 @@ Labels stand under their own token, as transformers expects: the model's loss sh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line, reading
 from moetune.step.loss import IGNORED
+from moetune.training.bounded import bounded_memory
+from moetune.training.chats import (
+    MalformedError,
+    alpaca_chat,
+    alpaca_prompt,
+    checked_messages,
+    checked_text,
+    checked_tools,
+    kind,
+    sharegpt_chat,
+)
 from moetune.training.sources import Source
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 LISTED_PROBLEMS = 20
-Format = Literal["text", "prompt", "chat"]
+_TEMPLATE_BYTES = 2**30  # of memory that a chat template may take
+LISTED_NUMBERS = 3
+Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
 KEYS: dict[Format, tuple[str, ...]] = {
     "chat": ("messages",),
+    "sharegpt": ("conversations",),
     "prompt": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+_ASKS = ("question", "query", "instruction", "input", "prompt", "problem", "user")
+_ANSWERS = ("answer", "response", "output", "completion", "solution", "target", "assistant")
+_TEXTS = ("content", "body", "document", "passage")
+_READERS = {".jsonl": "from_json", ".json": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
 
 
-class MalformedError(ValueError):
-    """One record cannot be used; the message says why."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Document:
     """One record as tokens: `ids` and `labels`, int32 [length], at least 2 long.
 
@@ -59,48 +74,80 @@ class Document:
         return Document(self.ids[start:stop], labels, self.divisible)
 
 
+@dataclass
+class Reading:
+    """The documents of a source, in its order, and what became of records that did not fit a sequence.
+
+    Attributes:
+        dropped: records left out, those included of which no token to train on was left.
+        cut: records whose end was left out.
+    """
+
+    documents: list[Document] = field(default_factory=list)
+    dropped: int = 0
+    cut: int = 0
+
+
 def read_documents(
     source: Source,
-    format: Literal["auto", "text", "prompt", "chat"],
+    format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"],
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
-) -> list[Document]:
+    too_long: Literal["error", "drop", "truncate"] = "error",
+) -> Reading:
     """Tokenizes every record of a source.
 
     Args:
         source: the rows.
         format: how to read them; `auto` takes the format of the first record that has one, for all of them.
         tokenizer: must have an end-of-sequence token and, for chat, a chat template and offsets.
-        longest: tokens that fit one sequence. Longer text is cut later; a longer prompt or chat is a problem.
+        longest: tokens that fit one sequence. Longer text is cut into several later.
+        too_long: what becomes of a longer prompt or chat.
 
     Raises:
-        UserError: the source is empty, the tokenizer cannot serve, or records cannot be used: the first 20 of
-            those are listed with their line or row number.
+        UserError: the source is empty, the tokenizer cannot serve, or records cannot be used: those are listed with
+            their line or row number, alike ones as one.
     """
     encoder: Encoder | None = None
-    documents: list[Document] = []
-    problems: list[str] = []
-    needed = longest
+    read = Reading()
+    problems: dict[str, list[tuple[int, str]]] = {}
+    needed, misread = longest, None
     for row in source.rows:
         try:
             if row.problem is not None:
                 raise MalformedError(row.problem)
             if not isinstance(row.value, dict):
-                raise MalformedError(f"{_kind(row.value)}, not an object with keys")
+                raise MalformedError(f"{kind(row.value)}, not an object with keys")
+            misread = misread or row.value
             if encoder is None:
-                encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
+                with reading("the tokenizer"):
+                    encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
             document = encoder.encode(row.value)
             if len(document) > longest and not document.divisible:
-                needed = max(needed, len(document))
-                raise MalformedError(f"{len(document)} tokens do not fit train.sequence_length {longest}")
-            documents.append(document)
+                if too_long == "error":
+                    needed = max(needed, len(document))
+                    raise MalformedError(f"{len(document)} tokens do not fit train.sequence_length {longest}")
+                document = document.piece(0, longest)
+                if too_long == "drop" or (document.labels == IGNORED).all():
+                    read.dropped += 1
+                    continue
+                read.cut += 1
+            read.documents.append(document)
         except MalformedError as problem:
-            problems.append(f"  {source.unit} {row.number}: {problem}")
+            said = one_line(problem)
+            problems.setdefault(re.sub(r"\d+", "#", said), []).append((row.number, said))
     if problems:
-        raise UserError(_summary(source.name, problems, needed if needed > longest else None))
-    if not documents:
-        raise UserError(f"{source.name!r} is empty: it holds no record")
-    return documents
+        hints = [] if encoder is not None or misread is None else [*_conversion(source.name, misread)]
+        if needed > longest:
+            hints.append(
+                f"  prompts and chats are not cut by themselves: raise train.sequence_length to {needed}, or set "
+                "data.too_long: drop or truncate"
+            )
+        raise UserError("\n".join((*_summary(source, list(problems.values())), *hints)))
+    if not read.documents:
+        why = f"all of its {read.dropped:,} records are longer than train.sequence_length {longest}"
+        raise UserError(f"{source.name!r} " + (why if read.dropped else "is empty: it holds no record"))
+    return read
 
 
 class Encoder:
@@ -110,11 +157,17 @@ class Encoder:
         self.tokenizer = tokenizer
         self.format = format
         self._encode: Callable[[dict[str, Any]], tuple[list[int], list[bool]]]
-        if format == "chat":
+        self._convert: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
+        if format == "sharegpt":
+            self._convert = sharegpt_chat
+        elif format == "alpaca":
+            self._convert = alpaca_chat if tokenizer.chat_template else alpaca_prompt
+        if format in ("chat", "sharegpt") or self._convert is alpaca_chat:
             if not tokenizer.chat_template:
                 raise UserError(
                     "the tokenizer has no chat template, so chat messages have no written form; "
-                    "use a model tuned for chat, or give the data as text or prompt and completion"
+                    "name a file or a model with one in data.chat_template, or give the data as text or prompt and "
+                    "completion"
                 )
             if not tokenizer.is_fast:
                 raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
@@ -142,7 +195,8 @@ class Encoder:
         if missing:
             found = ", ".join(key for key, value in record.items() if value is not None)
             raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
-        ids, trains = self._encode(record)
+        with reading("the record, by the tokenizer,"):
+            ids, trains = self._encode(self._convert(record))
         labels = np.where(trains, ids, IGNORED).astype(np.int32)
         labels[:1] = IGNORED
         if (labels == IGNORED).all():
@@ -150,7 +204,7 @@ class Encoder:
         return Document(np.asarray(ids, dtype=np.int32), labels, divisible=self.format == "text")
 
     def _text(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        body = self._tokens(_checked_text(record["text"], "text"))
+        body = self._tokens(checked_text(record["text"], "text"))
         if not body:
             raise MalformedError("text yields no token")
         ids = [*self._bos, *body, *self._eos]
@@ -158,21 +212,28 @@ class Encoder:
 
     def _prompt(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
         # Tokenized apart, so that the boundary is exact: no token holds characters of both.
-        prompt = [*self._bos, *self._tokens(_checked_text(record["prompt"], "prompt"))]
-        body = self._tokens(_checked_text(record["completion"], "completion"))
+        prompt = [*self._bos, *self._tokens(checked_text(record["prompt"], "prompt"))]
+        body = self._tokens(checked_text(record["completion"], "completion"))
         if not body:
             raise MalformedError("completion yields no token")
         completion = [*body, *self._eos]
         return [*prompt, *completion], [False] * len(prompt) + [True] * len(completion)
 
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        messages = _checked_messages(record["messages"])
+        messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
         try:
-            text, spans = self._marked_spans(messages) if self._has_markers else self._prefix_spans(messages)
-        except (TemplateError, TypeError) as error:
-            raise MalformedError(f"the chat template refuses it: {error}") from None
+            with bounded_memory(_TEMPLATE_BYTES):
+                messages = self._with_content(messages, tools)
+                find = self._marked_spans if self._has_markers else self._prefix_spans
+                text, spans = find(messages, tools)
+        except MalformedError:
+            raise
+        except Exception as error:  # templates can do what Python can do to a value
+            raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
+        if not isinstance(text, str) or len(text) > _TEMPLATE_BYTES // 16:
+            raise MalformedError("the chat template writes more than any text")
         encoded = self.tokenizer(
-            _checked_text(text, "rendered chat"),
+            checked_text(text, "rendered chat"),
             add_special_tokens=False,
             return_offsets_mapping=True,
             verbose=False,
@@ -185,20 +246,35 @@ class Encoder:
             trains[index] = any(low <= first < high for low, high in spans)
         return encoded["input_ids"], trains
 
-    def _marked_spans(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def _with_content(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
+        """Content that is null stays so where the template knows it; where it would write `None` it becomes empty."""
+        if all(message["content"] is not None for message in messages):
+            return messages
+        empty = [{**message, "content": message["content"] or ""} for message in messages]
+        try:
+            written = self._render(messages, tools)
+        except Exception:  # templates can do what Python can do to a value
+            return empty
+        return empty if written.count("None") > self._render(empty, tools).count("None") else messages
+
+    def _marked_spans(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered chat, and which characters the template's `{% generation %}` blocks wrote.
 
         `apply_chat_template(return_assistant_tokens_mask=True)` reads the same blocks, but drops the rest of
         the chat when a block begins with a character that no token holds.
         """
         options: dict[str, Any] = {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
-        rendered: Any = render_jinja_template([messages], chat_template=self._template, **options)
+        rendered: Any = render_jinja_template([messages], tools, chat_template=self._template, **options)
         texts, spans = rendered
         return texts[0], [(low, high) for low, high in spans[0]]
 
-    def _prefix_spans(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def _prefix_spans(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The same without markers: what `messages[:i+1]` adds to the generation prompt of `messages[:i]`."""
-        full = self._render(messages)
+        full = self._render(messages, tools)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -208,8 +284,8 @@ class Encoder:
                     "the assistant speaks first, and without {% generation %} markers in the chat template "
                     "nothing shows where its part begins"
                 )
-            before = self._render(messages[:index], add_generation_prompt=True)
-            after = self._render(messages[: index + 1])
+            before = self._render(messages[:index], tools, add_generation_prompt=True)
+            after = self._render(messages[: index + 1], tools)
             if not (after.startswith(before) and full.startswith(after)):
                 raise MalformedError(
                     f"the chat template writes message {index + 1} differently when it stands last, so what "
@@ -218,9 +294,11 @@ class Encoder:
             spans.append((len(before), len(after)))
         return full, spans
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool = False
+    ) -> str:
         rendered: Any = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return rendered
 
@@ -233,51 +311,37 @@ def _detect(record: dict[str, Any]) -> Format:
         if all(record.get(key) is not None for key in keys):
             return format
     raise MalformedError(
-        f"it holds {', '.join(record) or 'nothing'}; a record needs 'text', 'prompt' and 'completion', or 'messages'"
+        f"it holds {', '.join(record) or 'nothing'}; a record needs 'text', 'prompt' and 'completion', 'messages', "
+        "'instruction' and 'output' (Alpaca), or 'conversations' (ShareGPT)"
     )
 
 
-def _checked_text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise MalformedError(f"{what} is {_kind(value)}, not text")
-    if not value.strip():
-        raise MalformedError(f"{what} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise MalformedError(f"{what} holds half of a surrogate pair, which is no character") from None
-    return value
+def _summary(source: Source, alike: list[list[tuple[int, str]]]) -> Iterator[str]:
+    """Problems that differ in numbers alone as one, with a count; a few of them each for itself."""
+    count = sum(map(len, alike))
+    yield f"{source.name!r}: {f'{count:,} records' if count > 1 else '1 record'} cannot be used"
+    groups = [
+        part for group in alike for part in ([group] if len(group) > LISTED_NUMBERS else [[one] for one in group])
+    ]
+    groups.sort(key=lambda group: group[0][0])
+    for group in groups[:LISTED_PROBLEMS]:
+        numbers = [f"{number}" for number, _ in group[:LISTED_NUMBERS]]
+        rest = len(group) - len(numbers)
+        where = f"{source.unit}s {', '.join(numbers)} and {rest:,} more" if rest else f"{source.unit} {numbers[0]}"
+        yield f"  {where}: {group[0][1]}"
+    if len(groups) > LISTED_PROBLEMS:
+        yield f"  and {sum(map(len, groups[LISTED_PROBLEMS:])):,} more"
 
 
-def _checked_messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise MalformedError(f"messages is {_kind(value)}, not a list")
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict):
-            raise MalformedError(f"message {number} is {_kind(message)}, not an object with role and content")
-        if message.get("role") not in ROLES:
-            raise MalformedError(
-                f"message {number}: unknown role {message.get('role')!r}; it may be {', '.join(ROLES)}"
-            )
-        content = message.get("content")
-        if message["role"] == "assistant" or content != "":  # an empty system message is common, and harmless
-            _checked_text(content, f"content of message {number}")
-    if not any(message["role"] == "assistant" for message in value):
-        raise MalformedError("no message of the assistant, so nothing to train on")
-    return value
-
-
-def _kind(value: object) -> str:
-    """What JSON calls a value."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-
-
-def _summary(name: str, problems: list[str], needed: int | None) -> str:
-    count = f"{len(problems):,} records" if len(problems) > 1 else "1 record"
-    lines = [f"{name!r}: {count} cannot be used", *problems[:LISTED_PROBLEMS]]
-    if len(problems) > LISTED_PROBLEMS:
-        lines.append(f"  and {len(problems) - LISTED_PROBLEMS:,} more")
-    if needed is not None:
-        lines.append(f"  prompts and chats are never cut: raise train.sequence_length to {needed}, or remove them")
-    return "\n".join(lines)
+def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:
+    """What would turn records with these keys into some that are read, if their names tell."""
+    asks, answers, texts = ([key for key in keys if key in record] for keys in (_ASKS, _ANSWERS, _TEXTS))
+    names = {asks[0]: "prompt", answers[0]: "completion"} if asks and answers else {texts[0]: "text"} if texts else {}
+    names = {old: new for old, new in names.items() if old != new}
+    suffix = PurePath(name).suffix.lower()
+    if names and suffix in _READERS:
+        read = f"Dataset.{_READERS[suffix]}({name!r})"
+        yield (
+            f"  to convert: python -c \"from datasets import Dataset; {read}.rename_columns({names}).to_json('converted"
+            ".jsonl')\""
+        )

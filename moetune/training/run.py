@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from moetune.adapt.base import noting_base
+from moetune.adapt.base import folder_of, noting_base
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
-from moetune.anatomy.source import ModelSource
 from moetune.config import RunConfig
-from moetune.errors import UserError, one_line, suggest
+from moetune.errors import UserError, suggest
+from moetune.files import expanded
 from moetune.hub.fingerprint import Base
 from moetune.memory.arithmetic import saved_bytes
 from moetune.optim.values import generator_states
@@ -32,13 +32,19 @@ from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
-from moetune.training.data import Datasets, load_data, pad_token_id
+from moetune.training.data import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
+from moetune.training.inputs import Inputs
 from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
+from moetune.training.notices import Notices
+from moetune.training.preview import steps_an_epoch
 from moetune.training.progress import ProgressBar, reading
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer import MoeTrainer, check_checkpoint
+
+MANY_EPOCHS = 10
+"""More than this is taken for an accident, and said."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +84,31 @@ def train(
     Raises:
         UserError: anything that the user can mend. No file has been written then.
     """
-    console = console or Console(stderr=True, quiet=not ranks.is_first)
+    console = console or Console(stderr=True, quiet=not ranks.is_first, markup=False)
     device = run.device(device)
     keep_quiet(device)
     config = run.config
     missing = [name for name in ("data", "output") if getattr(config, name) is None]
     if missing:
         raise UserError(f"moetune train needs {' and '.join(f'{name}:' for name in missing)} in the run file")
+    assert config.output is not None
+    with closing(RunFolder(Path(config.output), ranks)) as folder:
+        return _train(run, folder, resume, overwrite, dry_run, device, console)
+
+
+def _train(
+    run: ResolvedRun,
+    folder: RunFolder,
+    resume: str,
+    overwrite: bool,
+    dry_run: bool,
+    device: torch.device,
+    console: Console,
+) -> TrainResult:
+    config, ranks = run.config, folder.ranks
     assert config.data is not None
     assert config.output is not None
-    folder = RunFolder(Path(config.output), ranks)
+    output, packing = config.output, config.data.packing
     # A run that is resumed has its values from a checkpoint, so that what it started from may be gone.
     checkpoint, (plain, start), _, _, (data, padding) = _all_of(
         lambda: folder.check(config, resume, overwrite),
@@ -97,16 +118,20 @@ def train(
         lambda: _data(run),
     )
     counts = count_trainable(plain)
-    tokens = sum(len(row) for row in data.train["input_ids"])
-    _announce(console, config, counts, tokens)
+    if config.train.epochs is not None:
+        run = _with_steps(run, ceil(config.train.epochs * steps_an_epoch(len(data.train), config)))
+        config = run.config
+    tokens = data.counts.tokens + data.counts.padding
+    _announce(console, config, counts, data.counts)
     if checkpoint is None and resume != "never":
         start = _start(plain, overwrite)
     if dry_run:
-        return TrainResult(config.output, 0, counts, tokens, None, None)
+        return TrainResult(output, 0, counts, tokens, None, None)
     if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
         console.print(
             f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False, soft_wrap=True
         )
+        folder.lock()
         if config.model.weights == "pretrained" and folder.base() is None:
             with noting_base(run.model, ranks) as noted:
                 base = noted()
@@ -114,32 +139,38 @@ def train(
             _refuse_other_base(folder, config, base, console)
             folder.write_base(base)
         folder.remove_leftovers()
-        return TrainResult(config.output, step_of(checkpoint), counts, tokens, *_held_out(folder))
+        return TrainResult(output, step_of(checkpoint), counts, tokens, *_held_out(folder))
 
     if checkpoint is not None:
         check_checkpoint(checkpoint)
         folder.base()  # a damaged one is named before the weights are read
+    inputs = _inputs(run, folder, data, checkpoint, console)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
     with noting_base(run.model, ranks) as noted, reading(console, weights) as on_read:
         adapted = build(run, device, on_read, ranks)
         base = noted()
-    _refuse_different_ranks(adapted, tokens, base)
+    if not inputs.config:  # its folder has come meanwhile
+        inputs = _inputs(run, folder, data, checkpoint, console)
+    _refuse_different_ranks(adapted, inputs, base)
     if checkpoint is not None and base is not None:
         _refuse_other_base(folder, config, base, console)
     for note in start.load(adapted, base) if start is not None else ():
         console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
     # A new one is whole before an old one goes.
     folder.refuse_full_disk(_checkpoint_bytes(adapted) * (2 if checkpoint is None else 1))
-    if config.data.packing:
+    if packing:
         rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
         refuse_leaky_packing(adapted.model, rows)
     if config.train.router_aux_loss or config.train.router_z_loss:
         refuse_silent_routers(adapted)
-    folder.create(config, checkpoint, overwrite, base)
+    folder.lock()
+    folder.create(config, checkpoint, overwrite, base, inputs)
     progress = ProgressBar(console)
     memory = MemoryRecord(adapted, folder, console)
     interruptible = Interruptible()
-    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible])
+    notices = Notices(adapted, counts["total"], console)
+    notices.about_data(data)
+    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible], notices=notices)
     memory.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:
@@ -152,7 +183,8 @@ def train(
         interruptible.end()
         progress.stop()
         memory.finish()
-    return TrainResult(config.output, trainer.state.global_step, counts, tokens, *_held_out(folder))
+    notices.at_end(trainer.total_load)
+    return TrainResult(output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
 
 def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) -> tuple[Adapted, Start | None]:
@@ -183,13 +215,13 @@ def _check_engine(run: ResolvedRun) -> None:
         require_deepspeed()
 
 
-def _refuse_different_ranks(adapted: Adapted, tokens: int, base: Base | None) -> None:
+def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None) -> None:
     """Raises `UserError` if ranks were given different run files, data or weights: their gradients would not add up."""
     ranks, config = adapted.ranks, adapted.run.config
     drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
     mine = {
         "the run file": config.to_yaml(),
-        "the number of training tokens": tokens,
+        "the data": inputs.data,
         "the file of parallel.deepspeed": deepspeed_json(config) if config.parallel.deepspeed else None,
         "the base": None if base is None else base.fingerprint.content,
         "the version of torch": torch.__version__,
@@ -205,7 +237,7 @@ def _start(plain: Adapted, overwrite: bool) -> Start | None:
     """What the run begins with, checked on the meta device; None for the base as it is."""
     config = plain.run.config
     if config.adapt.start_from is not None and overwrite:
-        start, output = (Path(path).expanduser().resolve() for path in (config.adapt.start_from, str(config.output)))
+        start, output = (expanded(path).resolve() for path in (config.adapt.start_from, str(config.output)))
         if output in (start, *start.parents):
             raise UserError(
                 f"adapt.start_from: {config.adapt.start_from!r} is in output {config.output!r}, which --overwrite "
@@ -231,6 +263,17 @@ def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console:
             f"the run in {str(folder.path)!r} cannot be resumed: model.path {config.model.path!r} has changed since it "
             f"began: {difference}. Put back what it was, or choose another output"
         )
+
+
+def _inputs(run: ResolvedRun, folder: RunFolder, data: Datasets, checkpoint: Path | None, console: Console) -> Inputs:
+    """The inputs of the run, which on resume are those that it began with, as far as they matter."""
+    inputs = Inputs.of(data, folder_of(run.model.source))
+    before = None if checkpoint is None else folder.inputs(checkpoint)
+    if before is None:
+        return inputs
+    for note in before.refuse_others(inputs, f"the run in {str(folder.path)!r}"):
+        console.print(note, highlight=False, soft_wrap=True)
+    return replace(inputs, run=before.run)
 
 
 def _checkpoint_bytes(adapted: Adapted) -> int:
@@ -279,30 +322,42 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     """Both data sets, and the token that pads them."""
     config = run.config
     assert config.data is not None
-    tokenizer = _tokenizer(run.model.source)
+    tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     data = load_data(config.data, tokenizer, config.train)
     known = run.model.settings.get_text_config().vocab_size
     largest = max(max(row) for part in (data.train, data.eval) if part is not None for row in part["input_ids"])
-    if largest >= known:
+    padding = pad_token_id(tokenizer)
+    if max(largest, padding) >= known:
+        what = "pads with" if padding >= known else "gives"
         raise UserError(
-            f"the tokenizer of {config.model.path!r} gives token {largest}; the model has embeddings for {known} only"
+            f"the tokenizer of {config.model.path!r} {what} token {max(largest, padding)}; the model has embeddings "
+            f"for {known} only. Its tokenizer_config.json says which tokens there are"
         )
-    return data, pad_token_id(tokenizer)
+    return data, padding
 
 
-def _tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = one_line(error)
-        raise UserError(
-            f"the tokenizer of {source.name!r} cannot be loaded from {source.folder!r}: {reason}"
-        ) from error
+def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
+    """The run with its length in steps, as in the run file that it leaves."""
+    train = run.config.train.model_copy(update={"steps": steps, "epochs": None})
+    return replace(run, config=run.config.model_copy(update={"train": train}))
 
 
-def _announce(console: Console, config: RunConfig, counts: dict[str, int], tokens: int) -> None:
+def _announce(console: Console, config: RunConfig, counts: dict[str, int], data: DataCounts) -> None:
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items() if part != "total" and count)
-    console.print(
-        f"{config.model.path}: trains {counts['total']:,} parameters ({parts})", highlight=False, soft_wrap=True
-    )
-    console.print(f"data: {tokens:,} training tokens", highlight=False, soft_wrap=True)
+    an_epoch = steps_an_epoch(data.sequences, config)
+    epochs = config.train.steps / an_epoch
+    padding = f", {data.padding:,} of padding" if data.padding else ""
+    left_out = f"; {data.dropped:,} records dropped, {data.cut:,} cut" if data.dropped or data.cut else ""
+    lines = [
+        f"{config.model.path}: trains {counts['total']:,} parameters ({parts})",
+        f"data: {len(data.lengths):,} examples in {data.sequences:,} sequences, {data.tokens:,} training tokens, "
+        f"{data.loss_tokens:,} with loss{padding}{left_out}",
+        f"length: {config.train.steps:,} steps of {an_epoch:,} an epoch, {epochs:.3g} epochs",
+    ]
+    if epochs > MANY_EPOCHS:
+        lines.append(
+            f"warning: every example is seen {epochs:.0f} times; train.epochs says how often it should be, and "
+            f"train.steps={an_epoch} is once"
+        )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

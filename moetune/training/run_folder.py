@@ -1,7 +1,8 @@
-"""The run folder: `run.yaml`, `base.json`, `metrics.jsonl` and `checkpoints/step-N/`, and the rules for writing to it.
+"""The run folder: `run.yaml`, `base.json`, `inputs.json`, `metrics.jsonl`, `checkpoints/step-N/`; the rules of writing.
 
 A checkpoint is written aside and renamed, and renamed before it is removed, so that one with its final name is whole.
-It holds `run.yaml` and `metrics.jsonl` as they were, under its seal: damage to the folder's own is found by them.
+It holds `run.yaml`, `inputs.json` and `metrics.jsonl` as they were, under its seal: damage to the folder's own is found
+by them.
 `metrics.jsonl` holds one line a logged step; on resume it is what the checkpoint has, because later steps run again.
 """
 
@@ -15,26 +16,41 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import yaml
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config import RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line, reading
+from moetune.files import WriterLock, aside_of, expanded, lock, settle, sync, write_whole
 from moetune.hub.fingerprint import Base
 from moetune.parallel.coordinates import data_ranks
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.training.manifest import damage, write_manifest
+from moetune.run_file import parse, refuse_existing_run
+from moetune.training.inputs import Inputs
+from moetune.training.manifest import MANIFEST, damage, write_manifest
 
-RUN_FILE, BASE_FILE, MEMORY_FILE = "run.yaml", "base.json", "memory.json"
-_OWN = (RUN_FILE, BASE_FILE, "metrics.jsonl", MEMORY_FILE, "checkpoints", "runs", "delta", "adapter", "report.html")
+RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
+DRIFT_FILE = "drift.json"
+_OWN = (
+    RUN_FILE,
+    BASE_FILE,
+    INPUTS_FILE,
+    "metrics.jsonl",
+    MEMORY_FILE,
+    DRIFT_FILE,
+    "checkpoints",
+    "runs",
+    "delta",
+    "adapter",
+    "report.html",
+)
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
-    "output", "hardware", "parallel", "train.steps", "train.log_every", "train.eval_every", "train.save_every",
-    "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
+    "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
+    "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
 }  # fmt: skip
 _FREE_ON_EXPORT = _FREE_ON_RESUME | {"model.path", "model.weights"}
 """The base may have moved since."""
@@ -43,12 +59,15 @@ _MOST_PROBLEMS = 10
 
 class RunFolder:
     """One run's folder. Nothing is written before `create`. Of several ranks the first one writes; checkpoints are
-    written by all."""
+    written by all. One process at a time writes, from `lock` to `close`; readers need no lock."""
 
     def __init__(self, path: Path, ranks: Ranks = SINGLE_RANK) -> None:
-        self.path, self.ranks = path.expanduser(), ranks
+        self.path, self.ranks = expanded(path), ranks
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
+        self._lock = WriterLock(self.path)
+        self._found: list[str] | None = None  # what `check` decided upon
+        self._read: IO[bytes] | None = None
         self.damaged: list[str] = []
         """Checkpoints that `newest_whole` passed over, each with what is wrong with it."""
 
@@ -65,6 +84,8 @@ class RunFolder:
         if resume != "never" and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         self._check_writable()
+        self._take_lock(create=False)
+        self._found = self._contents()
         occupied, is_run = self._is_occupied(), self._is_run()
         if occupied and not is_run and (checkpoints := self.checkpoints()):
             raise UserError(
@@ -74,39 +95,78 @@ class RunFolder:
         if occupied and not is_run:
             raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
         if occupied and resume == "never" and not overwrite:
-            raise UserError(
-                f"output {str(self.path)!r} already holds a run; continue it with --resume auto, replace it with "
-                "--overwrite, or choose another output"
-            )
+            refuse_existing_run(self.path)
         if resume == "never":
             return None
-        newest = self.newest_whole() if resume == "auto" else None
+        checkpoint = self.newest_whole() if resume == "auto" else self._chosen(resume)
         if is_run:
             self._check_same_run(config)
-        checkpoints = self.checkpoints()
-        if resume == "auto":
-            return newest
-        wanted = Path(resume).expanduser().resolve()
-        chosen = [checkpoint for checkpoint in checkpoints if checkpoint.resolve() == wanted]
-        if not chosen:
+        return checkpoint
+
+    def lock(self) -> None:
+        """Makes the folder, and sees to it that no other process writes to it until `close`.
+
+        Raises:
+            UserError: one does, or did since `check`; or the folder cannot be made.
+        """
+        try:
+            if self.ranks.is_first:
+                self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror}") from None
+        self._take_lock(create=True)
+        if self.ranks.is_first and self._found is not None and self._found != self._contents():
+            raise UserError(f"output {str(self.path)!r}: another run wrote there meanwhile; start again")
+
+    def close(self) -> None:
+        """Lets another process write."""
+        self._lock.close()
+
+    def _take_lock(self, *, create: bool) -> None:
+        if self.ranks.is_first:
+            self._lock.take(f"output {str(self.path)!r}", create=create)
+
+    def _contents(self) -> list[str]:
+        """Names that tell what has happened in the folder."""
+        runs = self.path.iterdir() if self.path.is_dir() else ()
+        names = (item.name for item in (*runs, *self.checkpoints()))
+        return sorted(name for name in names if name != WriterLock.NAME)
+
+    def _chosen(self, resume: str) -> Path:
+        """The checkpoint that `--resume PATH` names, every byte of which is as it was written."""
+        checkpoints, wanted = self.checkpoints(), expanded(resume).resolve()
+        chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.resolve() == wanted), None)
+        if chosen is None:
             there = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
             raise UserError(
                 f"--resume {resume!r} is no checkpoint of the run in {str(self.path)!r}; use auto, never or one of "
                 f"{str(self.checkpoints_path)!r}, which has: {there}"
             )
-        return chosen[0]
+        if reason := damage(chosen):
+            raise UserError(f"checkpoint {str(chosen)!r} is damaged: {reason}; resume from another, or with auto")
+        self._check_belongs(chosen)
+        return chosen
 
-    def create(self, config: RunConfig, checkpoint: Path | None, overwrite: bool, base: Base | None = None) -> None:
-        """Makes the folder and writes the resolved run file, and the base unless the weights are random.
+    def create(
+        self,
+        config: RunConfig,
+        checkpoint: Path | None,
+        overwrite: bool,
+        base: Base | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
+        """Makes the folder and writes the resolved run file, the base unless the weights are random, and the inputs.
 
         On resume, what came after the checkpoint goes: those steps run again. So does what a kill left half-written.
         """
         self.ranks.barrier()  # all have read what is there
         if self.ranks.is_first:
-            self._create(config, checkpoint, overwrite, base)
+            self._create(config, checkpoint, overwrite, base, inputs)
         self.ranks.barrier()
 
-    def _create(self, config: RunConfig, checkpoint: Path | None, overwrite: bool, base: Base | None) -> None:
+    def _create(
+        self, config: RunConfig, checkpoint: Path | None, overwrite: bool, base: Base | None, inputs: Inputs | None
+    ) -> None:
         if overwrite and self._is_run():
             self._remove_run()
         try:
@@ -118,37 +178,48 @@ class RunFolder:
         for later in self.checkpoints():
             if step_of(later) > step:
                 _discard(later)
-        _write_atomically(self.path / RUN_FILE, config.to_yaml())
+        write_whole(self.path / RUN_FILE, config.to_yaml())
         if base is not None:
             self.write_base(base)
+        if inputs is not None:
+            write_whole(self.path / INPUTS_FILE, inputs.to_json())
         kept = "" if checkpoint is None else (checkpoint / self.metrics_file.name).read_text(encoding="utf-8")
-        _write_atomically(self.metrics_file, kept)
+        write_whole(self.metrics_file, kept)
 
     def remove_leftovers(self) -> None:
         """Removes checkpoints that a kill left half-written, or half-removed, and files that it left aside."""
         for leftover in self.checkpoints_path.glob(".step-*"):
             shutil.rmtree(leftover)
-        for name in (RUN_FILE, BASE_FILE, MEMORY_FILE, self.metrics_file.name):
-            _aside(self.path / name).unlink(missing_ok=True)
+        for name in (RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE, self.metrics_file.name):
+            aside_of(self.path / name).unlink(missing_ok=True)
 
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
         found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
         return sorted(found, key=step_of)
 
-    def newest_whole(self) -> Path | None:
+    def newest_whole(self, *, hold: bool = False) -> Path | None:
         """The newest checkpoint of which every byte is as it was written; None if there is none.
+
+        Args:
+            hold: a run that goes on in this folder shall not remove it as long as this object is there.
 
         Raises:
             UserError: there are some, and all are damaged; or the run file is not the one that it was written with.
         """
         self.damaged = []
-        for checkpoint in reversed(self.checkpoints()):
+        there = self.checkpoints()
+        for checkpoint in reversed(there):
+            if hold:
+                with suppress(OSError):  # it has gone by now, or its file system has no locks
+                    self._read = lock(checkpoint / MANIFEST, "rb", shared=True)
             reason = damage(checkpoint)
             if reason is None:
-                self._check_run_file(checkpoint)
+                self._check_belongs(checkpoint)
                 return checkpoint
             self.damaged.append(f"{checkpoint}: {reason}")
+            if there != self.checkpoints():  # a run goes on
+                return self.newest_whole(hold=hold)
         if self.damaged:
             raise UserError(
                 f"no checkpoint of the run in {str(self.path)!r} is whole:\n  "
@@ -187,12 +258,12 @@ class RunFolder:
             yield aside
             self.ranks.barrier()
             if first:
-                for file in (self.path / RUN_FILE, self.metrics_file):
-                    shutil.copyfile(file, aside / file.name)
+                for file in (self.path / RUN_FILE, self.path / INPUTS_FILE, self.metrics_file):
+                    if file != self.path / INPUTS_FILE or file.is_file():
+                        shutil.copyfile(file, aside / file.name)
                 write_manifest(aside, step)
-                for file in (*aside.rglob("*"), self.metrics_file):
-                    sync(file)
-                sync(aside)
+                sync(self.metrics_file)
+                settle(aside)
                 aside.rename(final)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             if first:
@@ -209,7 +280,11 @@ class RunFolder:
             return
         sync(self.checkpoints_path)
         for old in self.checkpoints()[:-keep]:
-            _discard(old)
+            with suppress(OSError):  # what is being read goes with the next one
+                manifest = lock(old / MANIFEST, "r+b")
+                if manifest is not None:
+                    with manifest:
+                        _discard(old)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         if not self.ranks.is_first:
@@ -224,7 +299,7 @@ class RunFolder:
 
     def write_base(self, base: Base) -> None:
         """Writes `base.json`: the base's name and fingerprint, and a digest of what the file says."""
-        _write_atomically(self.path / BASE_FILE, _base_text(base))
+        write_whole(self.path / BASE_FILE, _base_text(base))
 
     def base(self) -> Base | None:
         """What the run noted of its base; None if the file is missing.
@@ -240,19 +315,34 @@ class RunFolder:
                 raise UserError("it was changed after it was written")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, UserError) as error:
+        except Exception as error:  # whatever is wrong with it
             raise UserError(
-                f"{str(file)!r} is damaged: {error}. It says what the run was trained on; put back what it was, or, if "
-                f"model.path is that still, delete it: moetune train {self.path / RUN_FILE} --resume auto notes it anew"
+                f"{str(file)!r} is damaged: {one_line(error)}. It says what the run was trained on; put back what it "
+                f"was, or, if model.path is that still, delete it: moetune train {self.path / RUN_FILE} --resume auto "
+                "notes it anew"
             ) from None
         return base
+
+    def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
+        """What the run noted of its inputs, in its folder or in a checkpoint; None if the file is missing.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        file = (checkpoint or self.path) / INPUTS_FILE
+        try:
+            return Inputs.from_json(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, UserError) as error:
+            raise UserError(f"{str(file)!r} is damaged: {one_line(error)}; copy it back from a checkpoint") from error
 
     def write_memory(self, record: dict[str, Any]) -> None:
         """Writes `memory.json`: predicted beside measured, and how many tokens each expert received."""
         if not self.ranks.is_first:
             return
         with suppress(OSError):  # a run can do without it, and on a full disk another error says so
-            _write_atomically(self.path / MEMORY_FILE, json.dumps(record) + "\n")
+            write_whole(self.path / MEMORY_FILE, json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out.
@@ -274,7 +364,7 @@ class RunFolder:
 
     def _is_occupied(self) -> bool:
         """Whether anything is in the folder, beyond what a run leaves that was killed in its first instant."""
-        first = (f".{RUN_FILE}", self.checkpoints_path.name)
+        first = (f".{RUN_FILE}", self.checkpoints_path.name, WriterLock.NAME)
         return self.path.exists() and (
             any(item.name not in first for item in self.path.iterdir())
             or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
@@ -304,12 +394,17 @@ class RunFolder:
                 f"output {str(self.path)!r} cannot be written: {error.strerror} ({where}); choose another output"
             ) from None
 
-    def _check_run_file(self, checkpoint: Path) -> None:
-        """Compares the run file with the checkpoint's own, which is sealed. What may change on resume may differ."""
+    def _check_belongs(self, checkpoint: Path) -> None:
+        """Compares run and run file with the checkpoint's own, which are sealed, but for what may change on resume."""
+        its, mine = self.inputs(checkpoint), self.inputs()
+        if its is not None and mine is None:
+            raise UserError(f"{str(self.path / INPUTS_FILE)!r} is missing; copy it back from {str(checkpoint)!r}")
+        if its is not None and mine is not None and its.run != mine.run:
+            raise UserError(f"checkpoint {str(checkpoint)!r} is of another run than {str(self.path)!r}; move it away")
         if not (checkpoint / RUN_FILE).is_file() or not (self.path / RUN_FILE).is_file():
             return
-        before = _settings((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-        if changed := _changes(before, self._read_run_file(), _FREE_ON_EXPORT):
+        before = _settings(checkpoint / RUN_FILE)
+        if changed := _changes(before, _settings(self.path / RUN_FILE), _FREE_ON_EXPORT):
             raise UserError(
                 f"{str(self.path / RUN_FILE)!r} was changed after {checkpoint.name} was written:\n  "
                 + "\n  ".join(changed)
@@ -317,20 +412,12 @@ class RunFolder:
             )
 
     def _check_same_run(self, config: RunConfig) -> None:
-        if changed := _changes(self._read_run_file(), _settings(config.to_yaml()), _FREE_ON_RESUME):
+        if changed := _changes(_settings(self.path / RUN_FILE), _settings(config), _FREE_ON_RESUME):
             raise UserError(
                 f"the run in {str(self.path)!r} cannot be resumed with another run file:\n  "
                 + "\n  ".join(changed)
                 + "\nSet these back, or choose another output"
             )
-
-    def _read_run_file(self) -> dict[str, Any]:
-        try:
-            return _settings((self.path / RUN_FILE).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, OSError, ValueError) as error:
-            raise UserError(
-                f"the run in {str(self.path)!r} cannot be resumed: its {RUN_FILE} cannot be read: {error}"
-            ) from None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -349,11 +436,16 @@ def _discard(checkpoint: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _settings(text: str) -> dict[str, Any]:
-    """A stored run file, flat. Keys that are newer than the file have their defaults, by which it was run."""
-    tree = yaml.safe_load(text)
-    with suppress(ValidationError):  # what is no run file any more is compared as it stands, and named
-        config = RunConfig.model_validate(tree)
+def _settings(run: RunConfig | Path) -> dict[str, Any]:
+    """A run file, flat. Keys that are newer than a stored one have their defaults, by which it was run."""
+    config = run if isinstance(run, RunConfig) else None
+    if isinstance(run, Path):
+        with reading(repr(str(run))):
+            text = run.read_text(encoding="utf-8")
+        tree = parse(text, repr(str(run)))
+        with suppress(ValidationError):  # what is no run file any more is compared as it stands, and named
+            config = RunConfig.model_validate(tree)
+    if config is not None:
         tree = config.model_dump(mode="json")
         # More ranks with fewer micro-batches each take the same step.
         together = tree["train"].pop("accumulate") * data_ranks(config.parallel)
@@ -379,24 +471,3 @@ def _changes(before: dict[str, Any], now: dict[str, Any], free: set[str]) -> lis
     ]
     more = len(changed) - _MOST_PROBLEMS
     return [*changed[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
-
-
-def _aside(path: Path) -> Path:
-    """Where a file is written before it takes its place."""
-    return path.with_name(f".{path.name}")
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    aside = _aside(path)
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.rename(path)
-
-
-def sync(path: Path) -> None:
-    """Makes sure that what was written survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

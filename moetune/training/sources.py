@@ -2,16 +2,18 @@
 
 spec                         -> rows
 notes.txt (.text .md .rst)      one record, {"text": the whole file}
-data.jsonl (.json)              one record a line
+data.jsonl (.json)              one record a line, or a JSON array of them
+data.csv (.tsv)                 one record a row, under the names in the first one
 data.parquet                    one record a row
+folder/                         all such files in it
 unicode-names[:split]           a catalog data set, JSONL inside the package
-org/name[:split]                a hub data set
+org/name[[:config]:split]       a hub data set
 """
 
 from __future__ import annotations
 
+import csv
 import json
-import os.path
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -24,15 +26,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetune.errors import UserError, suggest
+from moetune.files import expanded
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
-READABLE_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")
+CSV_SUFFIXES = {".csv": ",", ".tsv": "\t"}
+RECORD_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, ".parquet")
+READABLE_SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
 # A spec that ends like this was meant to be a file, whether it exists or not; hub names may hold other dots.
 FILE_SUFFIXES = (
     *READABLE_SUFFIXES,
-    ".csv",
-    ".tsv",
     ".gz",
     ".zst",
     ".zip",
@@ -59,25 +62,26 @@ class Source:
     """Rows to read once, with what an error calls them: `data.jsonl`, `line 3`."""
 
     name: str
-    unit: Literal["line", "row"]
+    unit: Literal["line", "row", "record"]
     rows: Iterable[Row]
 
 
-def open_source(spec: str) -> Source:
-    """Finds what a spec names. A file that exists wins over a catalog name, and that over the hub.
+def open_sources(spec: str) -> list[Source]:
+    """Finds what a spec names: several of a folder, else one. What exists on disk wins over a catalog name, and that
+    over the hub.
 
     Raises:
         UserError: nothing of that name exists, or it cannot be read; the message names the nearest that does.
     """
-    path = Path(os.path.expanduser(spec))
+    path = expanded(spec)
     if path.is_file():
-        return _file_source(spec, path)
+        return [_file_source(spec, path)]
     if path.is_dir():
-        raise UserError(f"{spec!r} is a folder; name one file in it")
-    name, _, split = spec.partition(":")
+        return [_file_source(str(Path(spec, file.relative_to(path))), file) for file in _files_in(spec, path)]
+    name, _, rest = spec.partition(":")
     if name in catalog_names():
-        return _catalog_source(spec, name, split or "train")
-    if _looks_like_a_file(spec):
+        return [_catalog_source(spec, name, rest or "train")]
+    if looks_like_a_file(spec):
         raise UserError(f"no such file: {spec!r}.{_nearest(path)}")
     if "/" not in name:
         known = ", ".join(catalog_names()) or "none"
@@ -85,7 +89,17 @@ def open_source(spec: str) -> Source:
             f"{spec!r} is neither a file nor a catalog data set (catalog: {known}); "
             f"a hub data set is written organisation/name.{_nearest(path)}"
         )
-    return _hub_source(spec, name, split or "train")
+    config, _, split = rest.rpartition(":")
+    return [_hub_source(spec, name, config or None, split or "train")]
+
+
+def _files_in(spec: str, folder: Path) -> list[Path]:
+    """The files with records in a folder, in the order of their names; those of plain text if there are no others."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith("."))
+    for suffixes in (RECORD_SUFFIXES, TEXT_SUFFIXES):
+        if found := [file for file in files if file.suffix.lower() in suffixes]:
+            return found
+    raise UserError(f"folder {spec!r} holds no file that can be read: {', '.join(READABLE_SUFFIXES)}")
 
 
 def catalog_names() -> list[str]:
@@ -98,7 +112,7 @@ def _catalog_root() -> Traversable:
     return resources.files("moetune") / "catalog" / "data"
 
 
-def _looks_like_a_file(spec: str) -> bool:
+def looks_like_a_file(spec: str) -> bool:
     name = spec.partition(":")[0]
     return (
         PurePath(name).suffix.lower() in FILE_SUFFIXES
@@ -123,7 +137,13 @@ def _file_source(spec: str, path: Path) -> Source:
         raise UserError(f"{spec!r}: files ending in {suffix!r} are not read; use {', '.join(READABLE_SUFFIXES)}")
     try:
         if suffix in JSON_SUFFIXES:
-            return Source(spec, "line", _json_rows(spec, path.open("rb")))
+            with path.open("rb") as handle:
+                is_array = _begins_an_array(handle)
+            if is_array:
+                return Source(spec, "record", _array_rows(path.read_bytes()))
+            return Source(spec, "line", _json_rows(path.open("rb")))
+        if suffix in CSV_SUFFIXES:
+            return Source(spec, "line", _csv_rows(path, CSV_SUFFIXES[suffix]))
         if suffix in TEXT_SUFFIXES:
             return Source(spec, "line", _text_rows(path.read_bytes()))
         return Source(spec, "row", _parquet_rows(spec, pq.ParquetFile(path)))
@@ -141,14 +161,14 @@ def _catalog_source(spec: str, name: str, split: str) -> Source:
             f"{spec!r}: catalog data set {name} has no split {split!r}; "
             f"it has {', '.join(splits)}.{suggest(split, splits)}"
         )
-    return Source(spec, "line", _json_rows(spec, (folder / f"{split}.jsonl").open("rb")))
+    return Source(spec, "line", _json_rows((folder / f"{split}.jsonl").open("rb")))
 
 
-def _hub_source(spec: str, name: str, split: str) -> Source:
+def _hub_source(spec: str, name: str, config: str | None, split: str) -> Source:
     bars_were_on = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise UserError(
@@ -172,18 +192,46 @@ def _text_rows(raw: bytes) -> Iterator[Row]:
         yield Row(1, {"text": text})
 
 
-def _json_rows(spec: str, handle: IO[bytes]) -> Iterator[Row]:
+def _begins_an_array(handle: IO[bytes]) -> bool:
+    return next((line for raw in handle if (line := raw.removeprefix(UTF8_MARK).strip())), b"").startswith(b"[")
+
+
+def _array_rows(raw: bytes) -> Iterator[Row]:
+    whole = _parse_json(1, raw.removeprefix(UTF8_MARK))
+    if whole.problem is not None:
+        yield whole
+        return
+    yield from (Row(number, value) for number, value in enumerate(whole.value, 1))
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    """Each row under the names in the first one; an empty field is no value."""
+    csv.field_size_limit(2**31 - 1)  # else 131,072 characters
+    with path.open(encoding="utf-8-sig", newline="") as handle:
+        reader = csv.DictReader(handle, delimiter=delimiter, strict=True)
+        last = 1
+        try:
+            for value in reader:
+                number, last = last + 1, reader.line_num  # a quoted field may hold line breaks
+                if None in value:
+                    names = len(reader.fieldnames or ())
+                    yield Row(
+                        number, problem=f"more fields than the first line names ({names}); quote those with commas"
+                    )
+                else:
+                    yield Row(number, {name: field or None for name, field in value.items()})
+        except (csv.Error, UnicodeDecodeError) as error:
+            reason = "not valid UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid CSV: {error}"
+            yield Row(last + 1, problem=reason)
+
+
+def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
     """Splits at line feeds alone: JSON strings may hold U+2028 and others that `splitlines` cuts at."""
-    started = False
     with handle:
         for number, raw in enumerate(handle, 1):
             line = raw.removeprefix(UTF8_MARK).strip() if number == 1 else raw.strip()
-            if not line:
-                continue
-            if not started and line.startswith(b"["):
-                raise UserError(f"{spec!r} holds a JSON array; write one record a line (JSONL)")
-            started = True
-            yield _parse_json(number, line)
+            if line:
+                yield _parse_json(number, line)
 
 
 def _parse_json(number: int, line: bytes) -> Row:
@@ -192,7 +240,8 @@ def _parse_json(number: int, line: bytes) -> Row:
     except UnicodeDecodeError:
         return Row(number, problem="not valid UTF-8")
     except json.JSONDecodeError as error:
-        return Row(number, problem=f"not valid JSON: {error.msg} (column {error.colno})")
+        where = f"line {error.lineno}, column" if error.lineno > 1 else "column"
+        return Row(number, problem=f"not valid JSON: {error.msg} ({where} {error.colno})")
     except (ValueError, RecursionError) as error:
         return Row(number, problem=f"not valid JSON: {error}")
 

@@ -7,17 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from safetensors import SafetensorError
+from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.utils.data import DataLoader
 from transformers import (
     PrinterCallback,
@@ -33,7 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, one_line, shown
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.patches.transformers import one_device
@@ -44,8 +43,9 @@ from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
 from moetune.training.data import Datasets
-from moetune.training.manifest import damage
-from moetune.training.run_folder import RunFolder
+from moetune.training.notices import Notices, refuse_broken_weights
+from moetune.training.routing import load_by_layer, load_summary, on_host
+from moetune.training.run_folder import RunFolder, step_of
 
 LOAD_FILE = "expert_load.json"
 """Tokens that each expert of each layer has received since the run began."""
@@ -62,7 +62,9 @@ class MoeTrainer(Trainer):
         folder: RunFolder,
         pad_token_id: int,
         callbacks: list[TrainerCallback] | None = None,
+        notices: Notices | None = None,
     ) -> None:
+        self.notices = notices or Notices(adapted, 1, Console(quiet=True))
         config = adapted.run.config
         self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
         self.watch = RouterWatch(adapted)
@@ -158,6 +160,8 @@ class MoeTrainer(Trainer):
         try:
             yield
         except UserError as error:
+            if self.state.global_step == 0:
+                refuse_broken_weights(self.adapted.model)
             raise UserError(f"step {self.state.global_step + 1}: {error}") from None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -208,7 +212,11 @@ class MoeTrainer(Trainer):
                 logs["peak_allocated"] = torch.cuda.max_memory_allocated(self.args.device)
             if self._router_loss is not None:
                 logs["router_loss"] = self._router_loss.item() / self._updates
-            summary = load_summary(self._load)
+            load = on_host(self._load)
+            summary = load_summary(load)
+            moves = logs["learning_rate"] > 0 and step > self.config.train.warmup
+            updated = bool(self._losses) and moves and (logs.get("grad_norm") or 0) > 0
+            noted = self.notices.about_step(logs.get("loss"), updated, load, on_host(self.total_load))
             self.folder.append_metrics(
                 {
                     "step": step,
@@ -220,6 +228,8 @@ class MoeTrainer(Trainer):
                     "tokens_per_second": logs["tokens_per_second"],
                     "peak_allocated": logs.get("peak_allocated"),
                     "expert_load": summary,
+                    "routing": load_by_layer(load),
+                    **noted,
                 }
             )
             logs |= {f"expert_load_{key}": value for key, value in summary.items()}
@@ -238,7 +248,10 @@ class MoeTrainer(Trainer):
         with self.folder.new_checkpoint(self.state.global_step, keep, needed) as aside:
             checkpoint.write(aside, self.adapted, self.stepper.optimizer, self.lr_scheduler)
             if self.ranks.coordinates.tp == 0:  # ranks that see the same data draw the same numbers
-                torch.save(generator_states(self.args.device), aside / f"generators-{self.ranks.data_index}.pt")
+                states = {str(n): state for n, state in enumerate(generator_states(self.args.device))}
+                file = _generators(aside, self.ranks.data_index)
+                file.parent.mkdir(exist_ok=True)
+                save_file(states, file)
             if self.ranks.is_first:
                 received = {str(layer): tokens.tolist() for layer, tokens in self.total_load.items()}
                 (aside / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
@@ -256,9 +269,7 @@ class MoeTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _whole(resume_from_checkpoint):
             checkpoint.read_trained(Path(resume_from_checkpoint), self.adapted)
-            received = json.loads((Path(resume_from_checkpoint) / LOAD_FILE).read_text(encoding="utf-8"))
-        device = self.adapted.model.device
-        self.total_load.update({int(layer): torch.tensor(tokens, device=device) for layer, tokens in received.items()})
+            self.total_load.update(read_load(Path(resume_from_checkpoint), self.adapted))
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None:
@@ -271,10 +282,11 @@ class MoeTrainer(Trainer):
         """Random generators as they were; where more ranks see different data than did then, those begin anew."""
         if checkpoint_folder is None:
             return
-        file = Path(checkpoint_folder) / f"generators-{self.ranks.data_index}.pt"
+        file = _generators(Path(checkpoint_folder), self.ranks.data_index)
         with _whole(checkpoint_folder):
             if file.is_file():
-                set_generator_states(torch.load(file, weights_only=True), self.args.device)
+                states = load_file(file)
+                set_generator_states([states[str(n)] for n in range(len(states))], self.args.device)
 
 
 class _Stepped(CombinedOptimizer):
@@ -301,16 +313,35 @@ class ResumableFlow(TrainerCallback):
             control.should_log = True  # what was summed since the last line is not in a checkpoint
 
 
+def _generators(checkpoint: Path, data_index: int) -> Path:
+    """Random states of the ranks that see the same data."""
+    return checkpoint / "generators" / f"{data_index}.safetensors"
+
+
 def check_checkpoint(folder: Path) -> None:
-    """Raises `UserError` if a file of the checkpoint is not as it was written, or holds code. Changes nothing."""
-    if reason := damage(folder):
-        raise UserError(
-            f"checkpoint {str(folder)!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
-        )
+    """Raises `UserError` if a file of a checkpoint whose bytes are as they were is not what it should be."""
     with _whole(str(folder)):
-        for file in sorted(folder.glob("generators-*.pt")):
-            torch.load(file, weights_only=True, map_location="cpu")
+        for file in sorted(folder.glob("generators/*")):
+            load_file(file)
+        state, usual = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)), TrainerState()
+        for field in fields(TrainerState):
+            value, default = getattr(state, field.name), getattr(usual, field.name)
+            kind = (int, float) if isinstance(default, (int, float)) else type(default)
+            if value is not None and default is not None and not isinstance(value, kind):
+                raise ValueError(f"{TRAINER_STATE_NAME}: {field.name} is {shown(value)}")
+        if state.global_step != step_of(folder):
+            raise ValueError(f"{TRAINER_STATE_NAME} is of step {shown(state.global_step)}")
         checkpoint.check(folder)
+
+
+def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
+    """By layer, the tokens that each expert had received at a checkpoint; raises what reading a damaged one does."""
+    received = json.loads((folder / LOAD_FILE).read_text(encoding="utf-8"))
+    load = {int(layer): torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
+    sizes = {layer.index: layer.shape.num_experts for layer in adapted.anatomy.moe_layers}
+    if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):
+        raise ValueError(f"{LOAD_FILE} is of a model with other experts")
+    return load
 
 
 @contextmanager
@@ -318,13 +349,11 @@ def _whole(folder: str) -> Iterator[None]:
     """Turns what reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
     try:
         yield
-    except (
-        OSError, SafetensorError, UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, EOFError,
-        CheckpointException,
-    ) as error:  # fmt: skip
-        reason = one_line(error)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # readers do not agree on one
         raise UserError(
-            f"checkpoint {folder!r} is damaged: {reason}; resume from an earlier one with --resume PATH"
+            f"checkpoint {folder!r} is damaged: {one_line(error)}; resume from an earlier one with --resume PATH"
         ) from error
 
 
@@ -372,16 +401,3 @@ def _add(sums: dict[int, Tensor], more: dict[int, Tensor]) -> None:
 def _or_none(number: float | None) -> float | None:
     """JSON has no NaN."""
     return number if number is not None and math.isfinite(number) else None
-
-
-def load_summary(load: dict[int, Tensor]) -> dict[str, float]:
-    """Expert load in three numbers: `max_over_mean` of the most uneven layer (1 is balanced, E / K the worst), that
-    `layer`, and how many experts of all layers were `unused`."""
-    if not load:
-        return {}
-    layers, sizes = list(load), [len(tokens) for tokens in load.values()]
-    on_host = torch.cat(list(load.values())).cpu().split(sizes)  # one transfer for all layers
-    imbalance = [(tokens.max() / tokens.mean()).item() for tokens in on_host]
-    worst = max(range(len(layers)), key=imbalance.__getitem__)
-    unused = sum(int((tokens == 0).sum()) for tokens in on_host)
-    return {"max_over_mean": round(imbalance[worst], 4), "layer": layers[worst], "unused": unused}

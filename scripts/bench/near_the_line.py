@@ -2,10 +2,10 @@
 
     python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
 
-For a run file and a card the largest micro-batches are found for which the prediction says `yes`, and at least `tight`;
-they are run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers, experts, LoRA.
-`--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let through, or
-one row above.
+For a run file and a card the largest micro-batches are found for which the closed form says `yes`, and at least
+`tight`; they are traced and run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers,
+experts, LoRA. `--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let
+through, or one row above.
 
 Each case has a process of its own, which may have so much of the card as `--cards` say: 24 and 44 GiB, all of a process
 included. Where there is no card (tests/nullcuda) the predicted context is taken off. A `false yes` was predicted to fit
@@ -20,7 +20,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
 
 
 def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
-    """The most rows of a micro-batch that a trace lets through: 0 if not even one, `MOST` if so many.
+    """The most rows of a micro-batch that the closed form lets through: 0 if not even one, `MOST` if so many.
 
     Args:
         with_room: whether its verdict is to be `yes`, not `tight`.
@@ -62,7 +62,7 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
     @cache
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
-        report = predict(resolve(with_rows(config, rows), "cuda"), method="trace", gpu=card)
+        report = predict(resolve(with_rows(config, rows), "cuda"), method="formula", gpu=card)
         assert report.headroom_bytes is not None
         return report.headroom_bytes - (report.allowance if with_room else 0)
 
@@ -81,10 +81,10 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
     return low
 
 
-def drawn(draw: random.Random) -> RunConfig:
+def drawn(draw: random.Random, models: Sequence[str]) -> RunConfig:
     """A run file; settings that do not go together are drawn again."""
     while True:
-        model = draw.choice(MODELS)
+        model = draw.choice(models)
         name = draw.choice(("adamw", "adamw8bit", "lion8bit", "adafactor", "lomo"))
         experts = {"experts": {"layers": "0-3", "ids": [0, 1]}, "router": "0-3"}
         linears = {"lora": {"rank": draw.choice((8, 16)), "alpha": 16, "targets": ["attention"]}}
@@ -109,7 +109,9 @@ def drawn(draw: random.Random) -> RunConfig:
         return config
 
 
-def cases(recipes: bool, count: int, cards: Iterable[str], seed: int) -> Iterator[tuple[str, RunConfig, str, int]]:
+def cases(
+    recipes: bool, count: int, cards: Sequence[str], models: Sequence[str], seed: int
+) -> Iterator[tuple[str, RunConfig, str, int]]:
     """(name, run file, card, rows of a micro-batch)."""
     if recipes:
         for name in RECIPES:
@@ -121,7 +123,7 @@ def cases(recipes: bool, count: int, cards: Iterable[str], seed: int) -> Iterato
     draw = random.Random(seed)
     made = 0
     while made < count:
-        config, card, more = drawn(draw), draw.choice(list(cards)), draw.choice((0, 1))
+        config, card, more = drawn(draw, models), draw.choice(cards), draw.choice((0, 1))
         rows = largest(config, card)
         if 0 < rows < MOST:
             made += 1
@@ -194,9 +196,10 @@ def page(report: dict[str, Any]) -> str:
         if report["null_device"]
         else f"On {report['device']}."
     )
+    command = f"--recipes --drawn 40 --models {report['models']}"
     head = f"""# Runs near what a card has
 
-    python scripts/bench/near_the_line.py --recipes --drawn N --json docs/benchmarks/near_the_line.json
+    python scripts/bench/near_the_line.py {command} --json docs/benchmarks/near_the_line.json
 
 The largest micro-batches for which `moetune predict` says `yes`, and at least `tight`, and one row more: `required` is
 what it says that the card must have, `verdict` its word, beside whether two steps ran. {where}
@@ -215,6 +218,7 @@ def main() -> None:
     parser.add_argument("--recipes", action="store_true", help="Mixtral-8x7B: routers, experts, LoRA")
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="run files drawn with a fixed seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", default=",".join(MODELS), help="what is drawn from, comma-separated")
     parser.add_argument("--cards", default=",".join(CARDS), help="sizes, comma-separated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and its page beside it")
     parser.add_argument("--run", help="run this one in this process: a run file as JSON")
@@ -231,11 +235,12 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "null_device": nullcuda.is_present(),
         "commit": commit(),
+        "models": options.models,
         "cases": [],
     }
 
     def results() -> Iterator[dict[str, Any]]:
-        for case in cases(options.recipes, options.drawn, cards, options.seed):
+        for case in cases(options.recipes, options.drawn, cards, options.models.split(","), options.seed):
             report["cases"].append(judge(*case))
             if options.json is not None:
                 write_json(report, options.json)

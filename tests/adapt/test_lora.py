@@ -13,6 +13,8 @@ from peft.tuners.lora import LoraLayer
 from moetune.adapt.build import Adapted
 from moetune.adapt.lora import SharedInput
 from moetune.errors import UserError
+from moetune.optim.optimizers import make_optimizer
+from moetune.run.names import is_second_factor
 from tests.reference import excite_, run_config, small_linears_are_packed
 from tests.resolved import build
 from tests.toys import toy_config
@@ -110,3 +112,34 @@ def test_a_changed_input_is_copied_again() -> None:
     assert share.cast(x, torch.float32).tolist() == [2, 2]
     with torch.inference_mode():
         assert share.cast(torch.ones(2, dtype=torch.bfloat16), torch.float32).tolist() == [1, 1]
+
+
+def test_rank_stabilized_factors_have_the_root_of_the_rank(tmp_path: Path) -> None:
+    adapted = with_lora("mixtral", tmp_path, rslora=True)
+    bank = adapted.model.get_submodule(adapted.anatomy.moe_layers[0].experts)
+    assert bank.lora.scale == pytest.approx(6 / math.sqrt(2))
+    for path in on(adapted):
+        assert adapted.model.get_submodule(path).scaling["default"] == pytest.approx(6 / math.sqrt(2))
+
+
+def test_dropout_is_that_of_a_gpu_and_of_linear_layers_only(tmp_path: Path) -> None:
+    adapted = with_lora("mixtral", tmp_path, targets=["attention"], dropout=0.25)
+    x = torch.ones(64, 64, requires_grad=True)
+    for path in on(adapted):
+        dropout = adapted.model.get_submodule(path).lora_dropout["default"]
+        out = dropout.train()(x)
+        assert out.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], out.detach())
+        assert dropout.eval()(x) is x
+    with pytest.raises(UserError, match="dropout: PEFT has none for the factors of experts"):
+        with_lora("mixtral", tmp_path, dropout=0.25)
+
+
+def test_the_second_factor_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    adapted = with_lora("mixtral", tmp_path, lr_ratio=16.0)
+    names = {id(parameter): name for name, parameter in adapted.trainable().items()}
+    rates = {names[id(p)]: group["lr"] for group in make_optimizer(adapted).param_groups for p in group["params"]}
+    assert rates.keys() == adapted.trainable().keys()
+    first = adapted.run.optimizers["lora"].lr
+    assert rates == {name: first * (16 if is_second_factor(name) else 1) for name in rates}
+    assert {name.rpartition("lora_")[2][:1] for name in rates if "lora_" in name and is_second_factor(name)} == {"B"}

@@ -140,7 +140,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "mixtral")
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be read"):
         build(run_config(tmp_path, FROZEN, model={"weights": "pretrained"}), "cpu")
 
 

@@ -60,7 +60,7 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
     with pytest.raises(UserError) as caught:
         find_model_source("mistralai/Mixtral-8x7B-v0.2")
     assert "Did you mean 'mistralai/Mixtral-8x7B-v0.1'?" in str(caught.value)
-    assert "We couldn't connect to load" in str(caught.value)
+    assert "hf download mistralai/Mixtral-8x7B-v0.2 elsewhere, and give the folder" in str(caught.value)
 
 
 @pytest.mark.parametrize(

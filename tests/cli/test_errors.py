@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,15 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "unknown model": (["model.path=mixtral-8x7"], ["model 'mixtral-8x7'", "Did you mean 'mixtral-8x7b'?"]),
     "a model that is no folder": (["model.path=./nowhere"], ["model './nowhere'", "nor a folder that exists"]),
     "unreachable hub model": (["model.path=mistralai/Mixtral-8x7B-v9"], ["Did you mean 'mistralai/Mixtral-8x7B-v0.1'"]),
-    "a model without weights": (["model.path=no-weights"], ["weights of 'no-weights' cannot be loaded from"]),
-    "a model with broken weights": (["model.path=broken-weights"], ["weights of 'broken-weights' cannot be loaded"]),
-    "a model without tokenizer": (["model.path=no-tokenizer"], ["the tokenizer of 'no-tokenizer' cannot be loaded"]),
+    "a model without weights": (["model.path=no-weights"], ["only safetensors checkpoints are read"]),
+    "a model with broken weights": (
+        ["model.path=broken-weights"],
+        ["weights of 'broken-weights' in 'broken-weights' cannot be read"],
+    ),
+    "a model without tokenizer": (
+        ["model.path=no-tokenizer"],
+        ["the tokenizer of 'no-tokenizer' in 'no-tokenizer' cannot be read"],
+    ),
     "unknown reporter": (["train.report_to=[tensorbord]"], ["'tensorbord' is not a reporter", "'tensorboard'"]),
     "a base wider than compute": (
         ["model.base=fp32", "model.dtype=bf16"],
@@ -233,6 +240,41 @@ def test_a_wrong_command_line(arguments: list[str], moetune: Callable[..., Any])
     assert ended.code == 2
     assert "Usage" in ended.out + ended.err
     assert "Traceback" not in ended.err
+
+
+SEEN = {
+    "tag": "output: !!int ''", "time": "output: !!timestamp x", "map": "output: !!map [1, 2]",
+    "digits": f"train: {{steps: {'9' * 5000}}}", "user": "output: ~nosuchuser/x", "name": f"output: {'x' * 256}",
+    "nul": 'output: "a\\0b"', "surrogate": 'output: "a\\ud800"', "markup": "output: 3\nmodel: {path: 'x[/]y'}",
+    "depth": "a: " + "[" * 30_000, "ids": 'adapt: {router: "0-99999999999"}',
+    "alpha": "adapt: {lora: {rank: 4, alpha: 1.0e+300}}", "rank": "adapt: {lora: {rank: 99999999999, alpha: 1}}",
+    "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    ),
+    "keys": "".join(f"k{n}: 1\n" for n in range(30_000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SEEN.values(), ids=SEEN)
+def test_what_once_gave_a_traceback_or_a_flood(text: str, tmp_path: Path, moetune: Callable[..., Any]) -> None:
+    """Refused at once, in a short message, and nothing is written."""
+    sections = {"model: {path: tiny-mixtral}\n": "model:", "adapt: {router: all}\n": "adapt:"}
+    rest = "".join(section for section, key in sections.items() if key not in text)
+    (tmp_path / "run.yaml").write_text(rest + text + "\n")
+    begun = time.perf_counter()
+    ended = moetune("count", "--run", tmp_path / "run.yaml")
+    assert_refused(ended)
+    assert len(ended.err.encode()) <= 4096
+    assert time.perf_counter() - begun < 60
+    assert listing(tmp_path).keys() == {"run.yaml"}
+
+
+def test_debug_shows_where(tmp_path: Path, moetune: Callable[..., Any]) -> None:
+    (tmp_path / "run.yaml").write_text("model: !!int ''")
+    arguments = ("count", "--run", tmp_path / "run.yaml")
+    assert "Traceback" not in moetune(*arguments).err
+    assert "Traceback" in moetune("--debug", *arguments).err
+    assert "Traceback" not in moetune(*arguments).err
 
 
 def test_the_program_itself_ends_with_2(tmp_path: Path) -> None:

@@ -47,12 +47,20 @@ def wait_for(process: subprocess.Popen[str], file: Path, lines: int) -> None:
 def test_output_for_people_and_for_programs(run_file: Path, moetune: Callable[..., Any]) -> None:
     ended = moetune("train", run_file)
     assert ended.code == 0
-    first, second = ended.out.splitlines()
+    first, second, *rest = ended.out.splitlines()
     assert first == f"12 steps, 73,984 trained parameters, in {run_file.parent / 'run'}"
     before, after = second.removeprefix("held-out loss ").split(" -> ")
     assert float(after) < float(before)
     assert "trains 73,984 parameters (router 256, experts 73,728)" in ended.err
     assert f"step 12: held-out loss {after}" in ended.err
+    assert re.search(r"^step 12/12: loss \S+  \S+ tokens/s  lr 0\.01  0:00:00 left$", ended.err, re.MULTILINE)
+    output = run_file.parent / "run"
+    assert [line for line in rest if not line.startswith("peak memory: ")] == [
+        f"best held-out loss {after}, at step 12",
+        f"weights in {output / 'checkpoints' / 'step-12'}, losses in {output / 'metrics.jsonl'}",
+        f"next: moetune report {output}",
+        f"      moetune export {output} --format merged --out {output}-merged",
+    ]
 
     ended = moetune("train", run_file, "--overwrite", "--json")
     result = json.loads(ended.out)
@@ -102,13 +110,15 @@ def test_killed_at_no_particular_moment_and_resumed(run_file: Path, moetune: Cal
 def assert_quiet(err: str) -> None:
     """Nothing on stderr but what moetune has to say: no warning and no progress bar of another library."""
     lines = [re.sub(r"[0-9.,]+", "#", line) for line in err.splitlines()]
-    assert [line.partition(": trains ")[2] or line for line in lines[:2]] == [
+    assert [line.partition(": trains ")[2] or line for line in lines[:3]] == [
         "# parameters (router # experts #)",
-        "data: # training tokens",
+        "data: # examples in # sequences, # training tokens, # with loss",
+        "length: # steps of # an epoch, # epochs",
     ]
-    assert re.fullmatch(r"resuming from .*/checkpoints/step-#", lines[2])
-    said = {line for line in lines[3:] if not line.startswith("memory: predicted ")}
-    assert said == {"step #: held-out loss #"}, err
+    assert re.fullmatch(r"resuming from .*/checkpoints/step-#", lines[3])
+    said = {line for line in lines[4:] if not line.startswith("memory: predicted ")}
+    step = "step #/#: loss #  # tokens/s  lr #  #:#:# left"
+    assert said == {"step #: held-out loss #", step}, err
 
 
 @pytest.mark.slow

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
-import subprocess
-import sys
+import pathlib
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import moetune.exporting.folder
 from moetune.errors import UserError
 from moetune.exporting.folder import new_folder, write_manifest
+from tests.processes import processes
 
 
 def write(out: Path, text: str, overwrite: bool = False) -> None:
@@ -23,33 +30,102 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.fixture
-def dead() -> int:
-    """The PID of a process that is no more."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+MOMENTS = {
+    "before the marker": ("fcntl.flock", 1),
+    "before the new folder": ("pathlib.Path.mkdir", 2),
+    "half written": ("moetune.exporting.folder.write_manifest", 1),
+    "before the old one was moved away": ("pathlib.Path.rename", 1),
+    "between the two renames": ("pathlib.Path.rename", 2),
+    "before the old one went": ("shutil.rmtree", 1),
+    "half cleared": ("pathlib.Path.rmdir", 1),
+}
 
 
-def test_leftovers_of_killed_exports_go(tmp_path: Path, dead: int) -> None:
+def killed(out: Path, function: str, call: int) -> None:
+    """Writes and dies just before a call of a function."""
+    path, name = function.rsplit(".", 1)
+    owner = pathlib.Path if path == "pathlib.Path" else importlib.import_module(path)
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, dying)
+    with new_folder(out, overwrite=True) as folder:
+        moetune.exporting.folder.write_manifest(folder, {"format": "delta"})
+        (folder / "text").write_text("second")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_loses_nothing_and_its_leftovers_go(moment: str, tmp_path: Path) -> None:
     write(tmp_path / "out", "first")
-    alive = f".out-{os.getppid()}"
-    others = [alive, f".outer-{dead}", ".out-mine", f".out-{dead}-mine"]
-    for name in (*others, f".out-{dead}", f".out-{dead}-old", f".out-{os.getpid()}"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "half").touch()
+    process = processes.Process(target=killed, args=(tmp_path / "out", *MOMENTS[moment]))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(UserError, match="is not empty"):  # whichever of the two it is, it is whole
+        write(tmp_path / "out", "third")
+    assert (tmp_path / "out" / "text").read_text() == ("second" if moment in list(MOMENTS)[-2:] else "first")
+    write(tmp_path / "out", "third", overwrite=True)
+    unmarked = 1 if moment in ("before the marker", "half cleared") else 0  # one that says nothing of whose it is
+    assert len(names(tmp_path)) == 1 + unmarked
+    assert (tmp_path / "out" / "text").read_text() == "third"
+
+
+FOREIGN = [
+    ".out-20240101", ".out-2023-old", f".out-{os.getpid()}", ".out", "out-old", ".moetune-export-",
+    ".moetune-export-01", ".moetune-export-0123456789abcdef", ".moetune-0", ".lock", "new", "old",
+]  # fmt: skip
+MARKERS = [None, b"", b"{}", b"[", json.dumps({"schema": 1, "written by": "moetune", "of": "other"}).encode()]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("marker", MARKERS)
+def test_what_is_not_ours_stays(marker: bytes | None, overwrite: bool, tmp_path: Path) -> None:
+    """Whatever it is called and whatever it says, and also beside an export that is refused."""
+    for name in FOREIGN:
+        for sub in ("", "new", "old"):
+            (tmp_path / name / sub).mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / sub / "precious").write_text(name)
+        if marker is not None:
+            (tmp_path / name / ".moetune").write_bytes(marker)
+    (tmp_path / ".moetune-export-link").symlink_to(tmp_path / "new")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    write(tmp_path / "out", "first")
+    for refused in ("occupied", "new"):
+        (tmp_path / refused).mkdir(exist_ok=True)
+        (tmp_path / refused / "file").touch()
+        with pytest.raises(UserError, match=r"is not empty|no export wrote"):
+            write(tmp_path / refused, "second", overwrite)
     write(tmp_path / "out", "second", overwrite=True)
-    assert names(tmp_path) == sorted([*others, "out"])
-    assert (tmp_path / "out" / "text").read_text() == "second"
+    assert {path: path.read_bytes() for path in before} == before
 
 
-def test_what_a_killed_export_had_moved_away_comes_back(tmp_path: Path, dead: int) -> None:
-    write(tmp_path / "out", "first")
-    (tmp_path / "out").rename(tmp_path / f".out-{dead}-old")
-    with pytest.raises(UserError, match=r"--out '.*out' is not empty"):
-        write(tmp_path / "out", "second")
+def test_the_folder_of_an_export_that_runs_stays(tmp_path: Path) -> None:
+    """Of two exports to one folder the first that is done has it."""
+    with pytest.raises(UserError, match="is not empty"):  # noqa: PT012, SIM117
+        with new_folder(tmp_path / "out", overwrite=False) as slow:
+            (slow / "text").write_text("slow")
+            write(tmp_path / "out", "fast")
+            assert (slow / "text").read_text() == "slow"
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "text").read_text() == "first"
+    assert (tmp_path / "out" / "text").read_text() == "fast"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_have_the_permissions_that_the_umask_says(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        with new_folder(tmp_path / "out", overwrite=False) as folder:
+            save_file({"a": torch.zeros(1)}, folder / "a.safetensors")
+            write_manifest(folder, {"format": "delta"})
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o666 & ~mask}
 
 
 def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +133,7 @@ def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path, monkeypa
     rename = Path.rename
 
     def fails(self: Path, target: Path) -> Path:
-        if self.name == f".out-{os.getpid()}":
+        if self.name == "new":
             raise OSError(5, "Input/output error", str(self))
         return rename(self, target)
 

@@ -11,8 +11,9 @@ from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
 
-SPANNING = ("zero 1", "replicate 2 × fsdp 2, ep 2", "tp 2 × ep 2", "deepspeed, zero 3")
-"""Every axis, and each axis beside another: on a push; the other layouts with `--all`."""
+SPANNING = ("replicate 2 × fsdp 2, ep 2", "tp 2 × ep 2")
+"""Every axis, beside another: on a push; the other layouts with `--all`, and those of ZeRO and DeepSpeed, which
+test_predict.py and test_runs.py have on a push too."""
 
 
 def every_layout() -> list[Any]:

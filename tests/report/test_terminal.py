@@ -17,9 +17,9 @@ from tests.report.sample import GIB, L40S, MIB, PEAK, formula_only, many_ranks, 
 REPORTS = [sample, tight, too_big, many_ranks, formula_only]
 
 
-def printed(report: MemoryReport, width: int = 80) -> str:
+def printed(report: MemoryReport, width: int = 80, *, verbose: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_report(report, console)
+    print_report(report, console, verbose=verbose)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -66,8 +66,19 @@ def test_the_verdict_without_a_card() -> None:
 
 
 @pytest.mark.parametrize("make", REPORTS)
-def test_the_verdict_comes_first(make: Callable[..., MemoryReport]) -> None:
-    assert printed(make()).startswith(verdict(make()))
+def test_the_verdict_comes_first_and_last(make: Callable[..., MemoryReport]) -> None:
+    for verbose in (True, False):
+        assert printed(make(), verbose=verbose).startswith(verdict(make()))
+        assert printed(make(), verbose=verbose, width=200).rstrip().endswith(verdict(make()))
+
+
+@pytest.mark.parametrize("make", [sample, tight, too_big, formula_only])
+def test_it_is_one_screen_and_says_what_was_predicted(make: Callable[..., MemoryReport]) -> None:
+    about = (("run file", "runs/mine.yaml"), ("trains", "LoRA rank 16 on attention, experts"))
+    text = printed(make(about=about), verbose=False)
+    assert len(text.splitlines()) <= 45
+    assert all(said in text for _, said in about)
+    assert "--verbose" in text
 
 
 def test_host_memory_is_named_where_there_is_any() -> None:

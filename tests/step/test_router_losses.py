@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
+from moetune.run.resolve import resolve
 from moetune.step import router_losses
 from moetune.step.batch import Batch, collate
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import micro_step, token_loss
 from tests import small
+from tests.reference import build_toy, plain_model, plain_weights, run_config
 from tests.resolved import build, train
+from tests.toys import toy_config
 
 PAD = 3
 ROWS = [{"input_ids": list(range(20, 20 + length)), "labels": list(range(20, 20 + length))} for length in (4, 11, 7)]
@@ -40,7 +44,7 @@ def by_hand(adapted: Adapted, batch: Batch) -> tuple[float, float, list[list[int
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = adapted.model(**inputs, use_cache=False, output_router_logits=True).router_logits
     counts_token = batch["attention_mask"].flatten().bool().tolist()
-    balances, zs, loads = [], [], []
+    fractions, probabilities, zs, loads = [], [], [], []
     for layer in logits:
         tokens = [row for row, counts in zip(layer.double().tolist(), counts_token, strict=True) if counts]
         load, probability, z = [0] * small.EXPERTS, [0.0] * small.EXPERTS, 0.0
@@ -51,11 +55,13 @@ def by_hand(adapted: Adapted, batch: Batch) -> tuple[float, float, list[list[int
             for expert, value in enumerate(row):
                 probability[expert] += math.exp(value) / sum_exp / len(tokens)
             z += math.log(sum_exp) ** 2 / len(tokens)
-        fraction = [count / (len(tokens) * small.TOP_K) for count in load]
-        balances.append(small.EXPERTS * sum(f * p for f, p in zip(fraction, probability, strict=True)))
+        fractions.append([count / len(tokens) for count in load])
+        probabilities.append(probability)
         zs.append(z)
         loads.append(load)
-    return sum(balances) / len(balances), sum(zs) / len(zs), loads
+    f_E, p_E = ([sum(of) / len(of) for of in zip(*layers, strict=True)] for layers in (fractions, probabilities))
+    balance = small.EXPERTS * sum(f * p for f, p in zip(f_E, p_E, strict=True))
+    return balance, sum(zs) / len(zs), loads
 
 
 def test_losses_and_load_are_those_of_the_formulas(small_model: Path) -> None:
@@ -66,7 +72,7 @@ def test_losses_and_load_are_those_of_the_formulas(small_model: Path) -> None:
     assert balance.item() == pytest.approx(true_balance, rel=1e-5)
     assert z.item() == pytest.approx(true_z, rel=1e-5)
     assert [tokens.tolist() for tokens in load.values()] == true_load
-    assert 1 < balance.item() < small.EXPERTS / small.TOP_K
+    assert small.TOP_K < balance.item() < small.EXPERTS
 
 
 def test_padding_has_no_part(small_model: Path) -> None:
@@ -80,7 +86,7 @@ def test_padding_has_no_part(small_model: Path) -> None:
     assert abs(all_of_it[1] - alone[1]) > 1e-3  # that padding would have been seen
 
 
-def test_balance_is_one_when_routing_is_uniform(small_model: Path) -> None:
+def test_balance_is_k_when_routing_is_uniform(small_model: Path) -> None:
     adapted = built(small_model)
     watch = RouterWatch(adapted)
     routed = router_losses.Routed()
@@ -88,7 +94,7 @@ def test_balance_is_one_when_routing_is_uniform(small_model: Path) -> None:
         routed.logits[layer] = torch.zeros(small.EXPERTS, small.EXPERTS)
         routed.load[layer] = torch.full((small.EXPERTS,), 2.0)
     balance, z = watch.losses(routed)
-    assert balance.item() == pytest.approx(1)
+    assert balance.item() == pytest.approx(small.TOP_K)
     assert z.item() == pytest.approx(math.log(small.EXPERTS) ** 2)
 
 
@@ -127,13 +133,13 @@ def test_checkpointing_changes_neither_loss_nor_gradient(adapt: str, small_model
 
 
 def test_a_router_without_logits_is_refused(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_losses, "_find_logits", lambda output, num_experts: None)
+    monkeypatch.setattr(router_losses, "find_logits", lambda output, num_experts: None)
     with pytest.raises(UserError, match=r"router of layer 0 \(model.layers.0.mlp.gate\) returns no logits; set both"):
         watched(built(small_model), collate(ROWS, PAD))
 
 
 def test_training_with_a_loss_lowers_what_it_measures(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    def trained(name: str, **losses: float) -> list[dict[str, Any]]:
+    def trained(name: str, **losses: Any) -> list[dict[str, Any]]:
         settings = {"steps": 16, "save_every": 99, "accumulate": 1, "micro_batch": 8, **losses}
         train(small.run_config(small_model, small_data, tmp_path / name, train=settings))
         return small.read_metrics(tmp_path / name)
@@ -142,7 +148,7 @@ def test_training_with_a_loss_lowers_what_it_measures(small_model: Path, small_d
         return sum(line["expert_load"]["max_over_mean"] for line in lines[-4:]) / 4
 
     plain = trained("plain")
-    assert imbalance(trained("balanced", router_aux_loss=1.0)) < imbalance(plain) - 0.1
+    assert imbalance(trained("balanced", router_aux_loss=0.5, router_aux_scope="layer")) < imbalance(plain) - 0.1
     with_z = trained("z", router_z_loss=1.0)
     assert with_z[0]["loss"] == plain[0]["loss"]  # the token loss alone, so that it compares with the held-out one
     assert all(line["router_loss"] is None for line in plain)
@@ -168,3 +174,75 @@ def test_padding_of_packed_sequences_does_not_count(small_model: Path) -> None:
         done = micro_step(adapted.model, collate([row], PAD), 23, RouterWatch(adapted), config.train)
         results.append((done.loss, done.router_loss, done.load))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_the_balance_loss_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Value and every gradient, in float32, of a batch with padding; transformers' own, from its own forward pass."""
+    adapt = {"router": "all", "also": ["norm", "attention", "embedding"]}
+    adapted = build_toy(toy_config(model_type), tmp_path, adapt, model={"base": "fp32", "dtype": "fp32"})
+    rows = [{"input_ids": list(range(20, 20 + n)), "labels": list(range(20, 20 + n))} for n in (4, 11, 7)]
+    batch = collate(rows, PAD)
+    watch = RouterWatch(adapted)
+    with watch.recording(batch["attention_mask"], logits=True) as routed:
+        token_loss(adapted.model, batch)
+    ours, _ = watch.losses(routed)
+    mine = adapted.trainable()
+    gradients = torch.autograd.grad(ours, list(mine.values()), allow_unused=True)
+    plain = plain_model(adapted.model.config)
+    plain.load_state_dict(plain_weights(adapted, plain, dict(mine)), strict=False)
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    theirs = plain(**inputs, use_cache=False, output_router_logits=True).aux_loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    its = dict(plain.named_parameters())
+    expected = torch.autograd.grad(theirs, [its[name] for name in mine], allow_unused=True)
+    some = 0
+    for name, found, wanted in zip(mine, gradients, expected, strict=True):
+        assert (found is None) == (wanted is None), name
+        if found is not None and wanted is not None:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-8)
+            some += bool(wanted.abs().max() > 1e-6)
+    assert some > 10
+
+
+def test_per_layer_it_is_the_mean_of_each_layers(small_model: Path) -> None:
+    adapted, batch = built(small_model), collate(ROWS, PAD)
+    watch = RouterWatch(adapted)
+    with watch.recording(batch["attention_mask"], logits=True) as routed:
+        token_loss(adapted.model, batch)
+    alone = [
+        load_balancing_loss_func((logits,), small.EXPERTS, small.TOP_K, batch["attention_mask"]).item()
+        for logits in routed.logits.values()
+    ]
+    assert watch.losses(routed, per_layer=True)[0].item() == pytest.approx(sum(alone) / len(alone), rel=1e-6)
+
+
+def test_off_it_keeps_nothing(small_model: Path) -> None:
+    adapted, batch = built(small_model), collate(ROWS, PAD)
+    watch = RouterWatch(adapted)
+    with watch.recording(batch["attention_mask"], logits=False) as routed:
+        token_loss(adapted.model, batch)
+    assert routed.logits == {}
+    assert all(load.grad_fn is None for load in routed.load.values())
+
+
+def test_gemma_4_gives_logits_not_probabilities(tmp_path: Path) -> None:
+    adapted = build_toy(toy_config("gemma4_text"), tmp_path, {"router": "all"}, model={"base": "fp32", "dtype": "fp32"})
+    layer = adapted.anatomy.moe_layers[0]
+    seen: list[Tensor] = []
+    adapted.model.get_submodule(layer.router).register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    watch = RouterWatch(adapted)
+    with watch.recording(None, logits=True) as routed, torch.no_grad():
+        adapted.model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    torch.testing.assert_close(routed.logits[layer.index].softmax(-1), seen[0])
+
+
+def test_auto_is_the_architectures_own_coefficient(small_model: Path, tmp_path: Path) -> None:
+    config = small.run_config(small_model, Path(), Path(), train={"router_aux_loss": "auto"})
+    assert resolve(config, "cpu").config.train.router_aux_loss == 0.001
+    toy_config("deepseek_v3").save_pretrained(tmp_path)
+    without = run_config(tmp_path, {"router": "all"}, train={"router_aux_loss": "auto"})
+    with pytest.raises(UserError, match="auto is the architecture's own coefficient"):
+        resolve(without, "cpu")
+    with pytest.raises(ValueError, match="neither a number from 0 up nor auto"):
+        small.run_config(small_model, Path(), Path(), train={"router_aux_loss": "yes"})

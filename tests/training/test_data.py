@@ -1,6 +1,7 @@
 """Records to tokens and labels, token by token, with a tokenizer of one token a byte."""
 
 import json
+import shlex
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -210,15 +211,164 @@ def test_malformed_chats_are_listed(tmp_path):
     ]
 
 
-def test_the_first_twenty_problems_are_listed_for_either_data_set(tmp_path):
-    train = write(tmp_path / "train.jsonl", {"prompt": "a", "completion": "b"}, *({"prompt": "a"} for _ in range(25)))
-    lines = message(train, make_tokenizer(), eval=str(tmp_path / "gone.jsonl")).splitlines()
-    assert lines[0] == f"'{train}': 25 records cannot be used"
-    assert lines[1] == "  line 2: no 'completion'; it holds prompt"
-    assert lines[20] == "  line 21: no 'completion'; it holds prompt"
-    assert lines[21] == "  and 5 more"
-    assert lines[22].startswith("no such file")
-    assert len(lines) == 23
+def test_alike_problems_are_one_with_a_count_for_either_data_set(tmp_path):
+    train = write(
+        tmp_path / "train.jsonl",
+        {"prompt": "a", "completion": "b"},
+        *({"prompt": "a"} for _ in range(25)),
+        {"prompt": 1, "completion": "b"},
+        *({"prompt": "a" * length, "completion": "b"} for length in (70, 80, 90, 99)),
+    )
+    assert message(train, make_tokenizer(), eval=str(tmp_path / "gone.jsonl")).splitlines() == [
+        f"'{train}': 30 records cannot be used",
+        "  lines 2, 3, 4 and 22 more: no 'completion'; it holds prompt",
+        "  line 27: prompt is a number, not text",
+        "  lines 28, 29, 30 and 1 more: 73 tokens do not fit train.sequence_length 64",
+        "  prompts and chats are not cut by themselves: raise train.sequence_length to 102, or set data.too_long: drop "
+        "or truncate",
+        f"no such file: '{tmp_path / 'gone.jsonl'}'. Did you mean 'train.jsonl'?",
+    ]
+    unlike = write(tmp_path / "unlike.jsonl", *({"text": 7, "id" * row: 1} for row in range(30)))
+    file = write(tmp_path / "bad.jsonl", *({"a" * row: 1} for row in range(1, 24)))
+    assert message(unlike, make_tokenizer()).count("\n") == 1
+    lines = message(file, make_tokenizer()).splitlines()
+    assert (len(lines), lines[-1]) == (22, "  and 3 more")
+
+
+def test_names_of_others_get_a_conversion_that_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "qa.jsonl", *({"question": f"why {row}?", "answer": "so"} for row in range(5)))
+    lines = message("qa.jsonl", make_tokenizer()).splitlines()
+    assert len(lines) == 3
+    command = lines[2].removeprefix("  to convert: ")
+    program, flag, code = shlex.split(command)
+    assert (program, flag) == ("python", "-c")
+    exec(code, {})
+    assert len(load("converted.jsonl", make_tokenizer(), packing=False).train) == 5
+
+
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "system": "s"}
+
+
+def test_alpaca_is_a_chat_where_there_is_a_template(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    record = ALPACA | {"system": "s", "history": [["hi", "yes"]]}
+    ids, labels = load_one(tmp_path, record, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+        [*TALK[:3], {"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}], tokenize=False
+    )
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\n3<|im_end|>\n"
+
+
+def test_alpaca_is_stanfords_prompt_where_there_is_none(tmp_path):
+    tokenizer = make_tokenizer(bos=False)
+    ids, labels = load_one(tmp_path, ALPACA, tokenizer)
+    assert tokenizer.decode(ids) == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
+        "### Response:\n3</s>"
+    )
+    assert trained_text(tokenizer, ids, labels) == "3</s>"
+    ids, _ = load_one(tmp_path, {"instruction": "Add.", "input": "", "output": "3"}, tokenizer)
+    assert tokenizer.decode(ids).endswith("describes a task. Write a response that appropriately completes the "
+                                          "request.\n\n### Instruction:\nAdd.\n\n### Response:\n3</s>")  # fmt: skip
+
+
+def test_sharegpt_is_a_chat(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    ids, labels = load_one(tmp_path, SHAREGPT, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK[:3], tokenize=False)
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\n"
+    file = write(tmp_path / "bad.jsonl", {"conversations": [{"from": "alien", "value": "hi"}]}, {"conversations": 1})
+    lines = message(file, tokenizer).splitlines()
+    assert lines[1].startswith("  line 1: turn 1: unknown speaker 'alien'; it may be system,")
+    assert lines[2] == "  line 2: conversations is a number, not a list"
+
+
+def test_formats_of_several_files_are_told_apart(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "alpaca.json").write_text(json.dumps([ALPACA, ALPACA]))
+    write(tmp_path / "data" / "sharegpt.jsonl", SHAREGPT)
+    (tmp_path / "data" / "text.csv").write_text("text\nabc\n")
+    data = load(tmp_path / "data", make_tokenizer(CHATML), 256)
+    assert data.counts.lengths.tolist()[-1] == len("<s>abc</s>") - 5
+    assert data.counts.tokens == data.counts.lengths.sum()
+    assert (data.counts.tokens + data.counts.padding) == 256 * data.counts.sequences
+
+
+TOOLED = (
+    "{% if tools %}T{{ tools | length }};{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is not none %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize("template", [TOOLED, TOOLED.replace("{% if m.content is not none %}", "{% if true %}")])
+def test_tool_calls_go_to_the_template_and_null_is_not_written(tmp_path, template):
+    tokenizer = make_tokenizer(template)
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
+    record = {"messages": [*talk, ASSISTANT], "tools": json.dumps([{"type": "function"}])}
+    ids, labels = load_one(tmp_path, record, tokenizer)
+    assert tokenizer.decode(ids).startswith("T1;<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nadd(")
+    assert trained_text(tokenizer, ids, labels) == 'add({"a": 1})<|im_end|>\nyes<|im_end|>\n'
+    tables = pa.Table.from_pylist([{"messages": [USER | {"tool_calls": None}, *talk[1:], ASSISTANT]}])
+    pq.write_table(tables, tmp_path / "data.parquet")
+    (row,) = load(tmp_path / "data.parquet", tokenizer, 512, packing=False).train
+    assert row["labels"][-1] == labels[-1]
+
+
+def test_a_chat_template_can_be_a_file_or_anothers(tmp_path):
+    file = write(tmp_path / "one.jsonl", {"messages": [USER, ASSISTANT]})
+    (tmp_path / "own.jinja").write_text(CHATML)
+    tokenizer = make_tokenizer()
+    (row,) = load(file, tokenizer, packing=False, chat_template=str(tmp_path / "own.jinja")).train
+    assert trained_text(tokenizer, row["input_ids"], row["labels"]) == "yes<|im_end|>\n"
+    load(file, tokenizer, 512, chat_template="tiny-mixtral")
+    assert tokenizer.chat_template != CHATML
+    assert "no such file: 'no.jinja'" in message(file, tokenizer, chat_template="no.jinja")
+
+
+def test_what_is_too_long_is_dropped_or_cut_where_that_is_asked_for(tmp_path):
+    tokenizer = make_tokenizer()
+    records = [{"prompt": "a" * prompt, "completion": "b" * 9} for prompt in (5, 30, 60, 90)]
+    file = write(tmp_path / "data.jsonl", *records)
+    dropped = load(file, tokenizer, packing=False, too_long="drop")
+    assert (dropped.counts.dropped, dropped.counts.cut, dropped.counts.lengths.tolist()) == (2, 0, [16, 41])
+    cut = load(file, tokenizer, packing=False, too_long="truncate")
+    assert (cut.counts.dropped, cut.counts.cut, cut.counts.lengths.tolist()) == (1, 1, [16, 41, 64])
+    assert [sum(label != -100 for label in row["labels"]) for row in cut.train] == [10, 10, 3]
+    assert "all of its 4 records are longer" in message(file, tokenizer, 10, too_long="drop")
+
+
+def test_weights_and_a_held_out_share(tmp_path):
+    tokenizer = make_tokenizer()
+    one = write(tmp_path / "one.jsonl", *({"prompt": f"{row}", "completion": "a"} for row in range(10)))
+    two = write(tmp_path / "two.jsonl", *({"prompt": f"{row}", "completion": "b"} for row in range(6)))
+
+    def read(**more):
+        train = [{"path": one, "weight": 2.5}, two]
+        config = DataConfig.model_validate({"train": train, "packing": False, **more})
+        return load_data(config, tokenizer, TrainConfig(sequence_length=64))
+
+    def texts(rows):
+        return [tokenizer.decode(row["input_ids"]) for row in rows]
+
+    data = read()
+    assert data.train.data.table.equals(read().train.data.table)
+    seen = texts(data.train)
+    assert sorted({text: seen.count(text) for text in seen}.values()) == [1] * 6 + [2] * 5 + [3] * 5
+    split = read(validation=0.25)
+    assert split.eval is not None
+    assert len(split.eval) == 4
+    assert set(texts(split.eval)) | set(texts(split.train)) == set(seen)
+    assert not set(texts(split.eval)) & set(texts(split.train))
+    with pytest.raises(ValueError, match="leave one"):
+        read(validation=0.25, eval=two)
+    with pytest.raises(UserError, match="leaves none to train on"):
+        read(validation=0.99)
 
 
 def test_empty_data_sets_are_named(tmp_path):
@@ -253,7 +403,8 @@ def test_what_must_stay_whole_and_does_not_fit_is_refused(tmp_path, packing, rec
     file = write(tmp_path / "data.jsonl", fits, record)
     assert message(file, tokenizer, length=16, packing=packing).splitlines()[1:] == [
         f"  line 2: {needed} tokens do not fit train.sequence_length 16",
-        f"  prompts and chats are never cut: raise train.sequence_length to {needed}, or remove them",
+        f"  prompts and chats are not cut by themselves: raise train.sequence_length to {needed}, or set "
+        "data.too_long: drop or truncate",
     ]
     assert len(load(file, tokenizer, length=needed, packing=packing).train) == 2
 

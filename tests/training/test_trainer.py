@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.build import build as build_resolved
 from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.run.resolve import ResolvedRun
+from moetune.memory.closed_form.form import kind_of
+from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run_file import load_run_config
 from moetune.training import run, trainer
 from moetune.training.checkpoint import parts_of
 from moetune.training.run_folder import RunFolder
 from moetune.training.trainer import load_summary
 from tests import small
-from tests.resolved import build, train
+from tests.resolved import build, train, verify
 
 KEYS = [
     "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "peak_allocated",
-    "expert_load",
+    "expert_load", "routing", "idle_experts", "unchanged", "notices",
 ]  # fmt: skip
 TIMES = ("tokens_per_second",)
 
@@ -325,3 +330,59 @@ def test_an_interrupt_that_was_dropped_ends_the_run_after_the_step(
         train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 9}))
     assert len(small.read_metrics(tmp_path / "run")) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_epochs_become_steps_and_resume_as_such(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    run = small.run_file(small_model, small_data, tmp_path / "run")
+    run["train"] = {name: value for name, value in run["train"].items() if name != "steps"} | {"epochs": 1.5}
+    result = train(RunConfig.model_validate(run))
+    an_epoch = -(-len(small.DATA) // 4)
+    assert result.steps == -(-3 * an_epoch // 2)
+    kept = load_run_config(tmp_path / "run" / "run.yaml").train
+    assert (kept.steps, kept.epochs) == (result.steps, None)
+    assert train(RunConfig.model_validate(run), resume="auto").steps == result.steps
+    run["train"]["steps"] = 3
+    with pytest.raises(ValueError, match="leave one out"):
+        RunConfig.model_validate(run)
+
+
+def test_what_is_known_of_the_length_is_said(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+    config = small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 50})
+    train(config, dry_run=True, console=Console(file=said))
+    lines = said.getvalue().splitlines()
+    assert lines[1].startswith("data: 14 examples in 14 sequences, ")
+    assert lines[2:] == [
+        "length: 50 steps of 4 an epoch, 12.5 epochs",
+        "warning: every example is seen 12 times; train.epochs says how often it should be, and train.steps=4 is once",
+    ]
+
+
+def test_dropout_and_noise_are_predicted(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "alpha": 8, "targets": ["attention"], "dropout": 0.2, "lr_ratio": 4.0}
+    train = {"sequence_length": 40, "neftune_alpha": 5.0}
+    config = small.run_config(small_model, small_data, tmp_path / "run", adapt={"lora": lora}, train=train)
+    outcome = verify(config, steps=2)
+    assert outcome.measured["peak_allocated"] == outcome.predicted["peak_allocated"]
+    kind = kind_of(resolve(config, "cpu"))
+    for section, key, other in (("lora", "dropout", 0.0), ("lora", "lr_ratio", 1.0), ("train", "neftune_alpha", 0.0)):
+        changed = {"lora": lora, "train": train} | {section: {**{"lora": lora, "train": train}[section], key: other}}
+        plain = small.run_config(
+            small_model, small_data, tmp_path / "run", adapt={"lora": changed["lora"]}, train=changed["train"]
+        )
+        assert kind_of(resolve(plain, "cpu")) != kind
+
+
+@pytest.mark.parametrize(("lr", "low", "high"), [(1e-2, 0.5, 1.0), (2e-5, 0.001, 0.4)])
+def test_weights_that_do_not_move_are_said(
+    lr: float, low: float, high: float, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    said = io.StringIO()
+    config = small.run_config(
+        small_model, small_data, tmp_path / "run", model={"dtype": "bf16", "base": "bf16"},
+        optimizer={"name": "adamw", "lr": lr}, train={"steps": 2, "sequence_length": 16}, data={"too_long": "truncate"},
+    )  # fmt: skip
+    train(config, console=Console(file=said, width=500))
+    found = re.search(r"note: (\S+)% of the weights that train in 16 bits have moved", said.getvalue())
+    assert (found is not None) == (high < 0.5)
+    assert found is None or low <= float(found[1]) / 100 <= high

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from peft.utils.other import get_pattern_key
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from moetune.adapt.start_from.peft_layout import (
     split_parts,
 )
 from moetune.anatomy.anatomy import MoeLayer
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, reading
 from moetune.run.names import linear_factors
 
 _OF_OTHERS = (
@@ -151,7 +150,7 @@ class _Reading:
             return None
         lora = self.adapted.selection.lora
         assert lora is not None
-        scale, wanted = self._scale(target, rank), lora.alpha / lora.rank
+        scale, wanted = self._scale(target, rank), lora.scale
         if not math.isclose(scale, wanted, rel_tol=1e-9):
             self.problems.append(f"{target}: alpha / rank is {scale:g}, and adapt.lora asks for {wanted:g}")
         return {"A": A, "B": B}
@@ -212,10 +211,8 @@ class _Reading:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    try:
+    with reading(repr(str(file))):
         return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{str(file)!r} cannot be read: {one_line(error)}") from error
 
 
 def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -224,10 +221,8 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         pickled = (folder / "adapter_model.bin").exists()
         reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
         raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it'}")
-    try:
+    with reading(f"adapter {str(folder)!r}: {CONFIG_FILE}"):
         settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} cannot be read: {one_line(error)}") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
     others = [f"{key}: {settings[key]}" for key in _OF_OTHERS if settings.get(key)]

@@ -12,6 +12,7 @@ from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 from moetune.errors import UserError
+from moetune.files import expanded
 from moetune.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.hub.fingerprint import Base
 
@@ -43,7 +44,7 @@ def open_start(adapted: Adapted) -> Start | None:
     start_from = adapted.run.config.adapt.start_from
     if start_from is None:
         return None
-    folder = Path(start_from).expanduser()
+    folder = expanded(start_from)
     if not folder.is_dir():
         raise UserError(f"adapt.start_from: folder {str(folder)!r} does not exist")
     manifest = read_manifest(folder)

@@ -186,8 +186,12 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     """Everything that the storages of a step depend on, but sizes."""
     config = run.config
     kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
-    numbers = ("max_grad_norm", "max_grad_value", "router_aux_loss", "router_z_loss")  # those that are 0 do nothing
+    # Those that are 0 do nothing.
+    numbers = ("max_grad_norm", "max_grad_value", "router_aux_loss", "router_z_loss", "neftune_alpha")
     kind["train"] = {"checkpointing": config.train.checkpointing} | {key: bool(kind["train"][key]) for key in numbers}
+    if (lora := config.adapt.lora) is not None:
+        unlike = {"dropout": lora.dropout > 0, "lr_ratio": lora.lr_ratio != 1}
+        kind["adapt"]["lora"] |= unlike | {"alpha": None, "rslora": None}
     kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
     kind["train"]["expert_memory"] = run.expert_memory
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)

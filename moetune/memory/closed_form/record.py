@@ -244,8 +244,11 @@ def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows
     )
     tracker = Tracker(steps.named)
     with steps.counting(count):
-        most = 2 if adapted.ranks.is_single else 3
-        log = steps.record(tracker, feed, min(most, config.train.accumulate))
+        if adapted.ranks.is_single:  # the last one, which adds to the gradients of those before it
+            micro_steps = min(2, config.train.accumulate)
+            log = steps.record(tracker, feed, micro_steps, begun=micro_steps - 1)
+        else:  # the first one and the last send other things than those between
+            log = steps.record(tracker, feed, min(3, config.train.accumulate))
 
     def rows_of(chunks: Chunks | None) -> list[int]:
         return (

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moetune.errors import UserError
 from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks, Moment, PartName, Parts, Phase, Sample
-from moetune.parallel.messages import Message
+from moetune.parallel.messages import Message, uncounted
 
 
 @dataclass(slots=True)
@@ -121,6 +122,8 @@ class Trace:
         collectives: dict[tuple[str, str, str], list[int]] = {}
         last = max((mark.step for mark in log.marks), default=0)
         for _, step, micro_step, phase, sent, _ in log.sent:
+            if step == last and uncounted(sent):
+                raise UserError(f"what ranks send cannot be counted: {sent.kind} is no collective that the count knows")
             if step == last and sent.ranks > 1:
                 key = (sent.kind, axis_of(sent), f"in {phase}")
                 times = 1 + left_out if micro_step == 1 else 1

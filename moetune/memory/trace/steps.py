@@ -29,6 +29,7 @@ from moetune.memory.trace.repeat import repeat
 from moetune.memory.trace.tracker import Tracker
 from moetune.optim.offload import HostUpdater
 from moetune.optim.optimizers import make_optimizer
+from moetune.optim.updater import Updater
 from moetune.parallel.ranks import local_tensor
 from moetune.patches.bitsandbytes import paged
 from moetune.step.batch import Batch, collate, random_rows
@@ -50,7 +51,7 @@ def vocabulary_of(adapted: Adapted) -> int:
 
 def evaluated_rows(config: RunConfig) -> int:
     """Rows of a batch of held-out data; 0 if there are none."""
-    if config.data is None or config.data.eval is None:
+    if config.data is None or not config.data.evaluates:
         return 0
     return config.train.eval_micro_batch or config.train.micro_batch
 
@@ -178,19 +179,22 @@ class Steps:
     def make_states(self) -> None:
         """Lets every optimizer make its states, by an update with gradients that nothing was computed for."""
         for updater in self.optimizer.updaters:
-            for parameter in updater.parameters:
-                parameter.grad = torch.empty_like(parameter)
-                if isinstance(updater, HostUpdater):
-                    updater.take(parameter)
+            _give_gradients(updater)
             updater.step()
             for parameter in updater.parameters:
                 parameter.grad = None
         self.optimizer.zero_grad()
 
-    def record(self, tracker: Tracker, feed: Feed, micro_steps: int) -> Log:
-        """One step, fed with what it need not be fed with; states must be there."""
+    def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
+        """One step, fed with what it need not be fed with; states must be there.
+
+        Args:
+            begun: of its micro-steps so many are not taken: the gradients that they leave are there.
+        """
+        for updater in self.optimizer.updaters if begun else ():
+            _give_gradients(updater)
         with self._following(tracker):
-            self._step(tracker, feed, micro_steps)
+            self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
         tracker.stop()
         return tracker.log
@@ -210,8 +214,12 @@ class Steps:
             tracker.add(tensor, "master_weights", "float32 copies")
         for tensor in self.optimizer.states():
             tracker.add(tensor, "optimizer_states")
+        for name, parameter in self.adapted.trainable().items():
+            if parameter.grad is not None:
+                tracker.add(parameter.grad, "gradients", self.adapted.part_of(name))
         for number, layer in self.layers.items():
-            for tensor in tensors_of(layer):
+            gradients = (parameter.grad for parameter in layer.parameters() if parameter.grad is not None)
+            for tensor in (*tensors_of(layer), *gradients):
                 tracker.belongs(tensor, number)
         self._say_whose_states(tracker)
         watching = self.adapted.links.watching_experts(tracker.enter_experts)
@@ -235,7 +243,7 @@ class Steps:
                         tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
                 if self.gpu is not None:
                     for tensor in paged(updater.optimizer, updated):
-                        tracker.manage(tensor)
+                        tracker.moved_to_host(tensor, managed=True)
 
     @contextmanager
     def _cutting(self, tracker: Tracker) -> Iterator[None]:
@@ -263,8 +271,8 @@ class Steps:
             for hook in hooks:
                 hook.remove()
 
-    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int) -> None:
-        for number in range(micro_steps):
+    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0) -> None:
+        for number in range(begun, micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = feed.batch_of(feed.rows)
@@ -295,6 +303,14 @@ class Steps:
         )
         if self.stepper.engine is not None:
             tracker.tag(self.stepper.engine.gradients(), "gradients")
+
+
+def _give_gradients(updater: Updater) -> None:
+    """Gradients that nothing was computed for, where the updater has them."""
+    for parameter in updater.parameters:
+        parameter.grad = torch.empty_like(parameter)
+        if isinstance(updater, HostUpdater):
+            updater.take(parameter)
 
 
 def labels_of(adapted: Adapted) -> dict[int, str]:

@@ -24,10 +24,10 @@ from moetune.experts.host import stays_on_host
 from moetune.experts.links import CountRows
 from moetune.memory.loading import load_peaks
 from moetune.memory.report import LoadPeaks
-from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.routing import BALANCED, Replayed, Routing
 from moetune.memory.trace.alike import Shortened, shorten
 from moetune.memory.trace.log import Trace
-from moetune.memory.trace.steps import Steps, batches_of
+from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.exchange import CountArriving, TokenExchange, as_they_leave
 from moetune.parallel.fake_group import fake_ranks
@@ -66,6 +66,9 @@ def trace(
     whole = run if isinstance(run, ResolvedRun) else resolve(run)
     whole.refuse_unpredictable()
     config = whole.config
+    steps_to_take = STEPS
+    if isinstance(routing, Replayed):  # the same steps, or its answers would be those to other questions
+        steps_to_take, micro_steps, routing = routing.steps, config.train.accumulate, routing.answers()
     is_even = micro_steps is None and isinstance(routing, Routing) and not routing.load
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_ranks(config.parallel, rank) as ranks:
@@ -83,7 +86,7 @@ def trace(
                     adapted.links.exchange.count_arriving = arriving
                 with steps.counting(routing):
                     if micro_steps is not None:
-                        traced = steps.run(tracker, micro_steps)
+                        traced = steps.run(tracker, micro_steps, steps=steps_to_take)
                     else:  # over several ranks the first and the last send other things than those between
                         most = 2 if ranks.is_single else 3
                         traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)

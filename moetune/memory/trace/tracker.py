@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
-from moetune.parallel.messages import message
+from moetune.parallel.messages import NAMESPACES, message
 from moetune.patches.torch import noting_resizes
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
@@ -123,10 +123,10 @@ class Tracker(TorchDispatchMode):
             if id(source) in self._alive:
                 block.part = self.log.blocks[self._alive[id(source)]].part  # a copy is what its original is
 
-    def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
+    def birth(self, size: int, part: PartName, op: str) -> int:
         """Notes that `size` bytes are alive from now on; returns the number of their block."""
         born = len(self.log.entries)
-        block = Block(size, part, self.phase, self.module, op, born, on_host=on_host, experts=self.experts)
+        block = Block(size, part, self.phase, self.module, op, born, experts=self.experts)
         self.log.blocks.append(block)
         self.log.entries.append(len(self.log.blocks) - 1)
         return len(self.log.blocks) - 1
@@ -181,15 +181,15 @@ class Tracker(TorchDispatchMode):
             if label is not None:
                 block.module, block.op = "", label
 
-    def moved_to_host(self, tensor: Tensor) -> None:
-        """Says that a tensor of a few bytes is on the host, which counts apart."""
-        if (number := self.block_of(tensor)) is not None:
-            self.log.blocks[number].on_host = True
+    def moved_to_host(self, tensor: Tensor, *, managed: bool = False) -> None:
+        """Says that a tensor is on the host, which counts apart.
 
-    def manage(self, tensor: Tensor) -> None:
-        """Says that the driver may have a tensor on either side."""
+        Args:
+            managed: whether the driver may have it on either side.
+        """
         if (number := self.block_of(tensor)) is not None:
-            self.log.blocks[number].managed = self.log.blocks[number].on_host = True
+            block = self.log.blocks[number]
+            block.on_host, block.managed = True, managed
 
     def block_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage, if it is followed."""
@@ -225,7 +225,7 @@ class Tracker(TorchDispatchMode):
             return args[0].fake_device  # torch asks more often than it computes; its own way to the answer is long
         if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # what they do with the tensors that they are made of comes here again
-        if func.namespace in ("c10d", "_c10d_functional") and (sent := message(func, args)) is not None:
+        if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
         out = func(*args, **(kwargs or {}))

@@ -1,0 +1,41 @@
+"""`moetune eval`: held-out loss of a run, an export or a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moetune.cli.imports import heavy_imports
+from moetune.cli.options import Json, KeepPacked, Opens
+
+
+def eval_(
+    model: Opens,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="As data.train in a run file; by default what the run held out.")
+    ] = None,
+    format_: Annotated[str | None, typer.Option("--format", help="As data.format; by default the run's.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Tokens a record may have; by default the run's, or 2048.")
+    ] = None,
+    base: KeepPacked = None,
+    json_: Json = False,
+) -> None:
+    """Held-out loss, perplexity and tokens of a run, an adapter, a merged checkpoint or a base: comparable numbers."""
+    import json
+
+    from moetune.cli.options import checked_base, checked_format
+
+    checked_format(format_)
+    packed = checked_base(base)
+    with heavy_imports():
+        from moetune.inference.evaluate import evaluate
+        from moetune.inference.opened import open_model
+
+    found = evaluate(open_model(model, base=packed), data, sequence_length, format_)
+    if json_:
+        print(json.dumps(found.to_json()))
+        return
+    print(f"held-out loss {found.loss:.4f}, perplexity {found.perplexity:.4g}")
+    print(f"{found.tokens:,} predicted tokens in {found.records:,} sequences of {found.data}")

@@ -1,0 +1,71 @@
+"""`moetune generate` and `moetune chat`: what a run, an export or a model writes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moetune.cli.imports import heavy_imports
+from moetune.cli.options import Json, KeepPacked, Opens
+
+MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; higher ones draw.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+
+
+def generate(
+    model: Opens,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.", show_default=False)],
+    chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a message for the chat template.")] = False,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    base: KeepPacked = None,
+    json_: Json = False,
+) -> None:
+    """Let a run, an adapter, a merged checkpoint or a base go on from a prompt. A run needs no merge."""
+    import json
+
+    from moetune.cli.options import checked_base
+
+    checked = checked_base(base)
+    with heavy_imports():
+        from moetune.inference.generate import generate as go_on
+        from moetune.inference.opened import open_model
+
+    asked = [{"role": "user", "content": prompt}] if chat else prompt
+    how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    text = go_on(open_model(model, base=checked), asked, stream=not json_, **how)  # type: ignore[arg-type]
+    if json_:
+        print(json.dumps({"schema": 1, "model": model, "prompt": prompt, "text": text}))
+
+
+def chat(
+    model: Opens,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.7,
+    seed: Seed = 0,
+    base: KeepPacked = None,
+) -> None:
+    """Talk with a run, an adapter, a merged checkpoint or a base. An empty line or Ctrl-D ends it."""
+    import sys
+
+    from moetune.cli.options import checked_base
+
+    checked = checked_base(base)
+    with heavy_imports():
+        from moetune.inference.generate import generate as go_on
+        from moetune.inference.opened import open_model
+
+    opened = open_model(model, base=checked)
+    messages = [{"role": "system", "content": system}] if system else []
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        messages.append({"role": "user", "content": line})
+        text = go_on(opened, messages, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True)
+        messages.append({"role": "assistant", "content": text})

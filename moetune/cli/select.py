@@ -1,0 +1,127 @@
+"""`moetune select`: which experts recorded scores choose, as a run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moetune.cli.imports import heavy_imports
+from moetune.cli.options import Json, Overrides, read_run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from moetune.run.choice import Chosen, Coverage
+
+
+def select(
+    scores: Annotated[Path, typer.Argument(metavar="SCORES.json", help="What moetune score wrote.")],
+    rule: Annotated[
+        str, typer.Option(metavar="tokens|gate|reap|foreground|random|least", help="What experts are ranked by.")
+    ] = "tokens",
+    p: Annotated[
+        float | None, typer.Option(help="As few as have this share of a layer's tokens, or of its gate weight.")
+    ] = None,
+    k: Annotated[int | None, typer.Option(help="So many of each layer.")] = None,
+    experts: Annotated[int | None, typer.Option(help="At most so many in all.")] = None,
+    parameters: Annotated[int | None, typer.Option(help="At most so many parameters in all.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
+    ] = None,
+    background: Annotated[
+        Path | None, typer.Option(metavar="SCORES.json", help="Of general text, for --rule foreground.")
+    ] = None,
+    layers: Annotated[str, typer.Option(help="Only these, such as 0-5.")] = "all",
+    seed: Annotated[int, typer.Option(help="Of --rule random.")] = 0,
+    run: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="The run file that is filled in.")] = None,
+    part: Annotated[
+        str, typer.Option("--as", metavar="experts|lora", help="Train them whole, or put LoRA on.")
+    ] = "experts",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file here. Default: stdout.")] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Choose experts by their scores, and say which share of the routed tokens they have, beside a random choice."""
+    from moetune.errors import UserError
+
+    if part not in ("experts", "lora"):
+        raise UserError(f"--as {part!r}: it is experts or lora")
+    if set_ and run is None:
+        raise UserError("--set changes a run file; give one with --run")
+    if out is not None and out.exists():
+        raise UserError(f"--out {str(out)!r} exists; choose another")
+
+    import json
+    import sys
+
+    with heavy_imports():
+        from rich.console import Console
+
+        from moetune.config import ChoiceConfig
+        from moetune.run.choice import coverage
+        from moetune.run.dtypes import this_device
+        from moetune.run.resolve import resolve
+        from moetune.run.scores import read_scores
+        from moetune.scoring.budget import within_budget
+        from moetune.scoring.select import choice_of, with_choice
+
+    given = {"p": p, "k": k, "experts": experts, "parameters": parameters, "budget": budget, "layers": layers}
+    more = {"rule": rule, "seed": seed, "background": None if background is None else str(background)}
+    read = read_scores(scores, "SCORES.json")
+    choice: ChoiceConfig = choice_of({"from": str(scores), **given, **more})
+    if isinstance(choice.budget, str) and run is None:
+        raise UserError(f"--budget {budget}: give --run RUN.yaml, whose memory it is")
+    config = with_choice(None if run is None else read_run(run, set_), read.model, choice, part)
+    adapt: Any = resolve(within_budget(config), this_device()).config.adapt
+    chosen: Chosen = adapt.lora.ids if part == "lora" else adapt.experts.ids
+    covers = coverage(chosen, read)
+    text = _yaml(config.model_copy(update={"adapt": adapt}), part, chosen)
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    if json_:
+        print(json.dumps(_json(chosen, covers, out)))
+        return
+    Console(file=sys.stderr if out is None else None).print(_table(chosen, covers))
+    print(text if out is None else f"written to {out}", end="" if out is None else "\n")
+
+
+def _yaml(config: Any, part: str, chosen: Chosen) -> str:
+    """The run file as it was written, with the choice spelled out."""
+    import yaml
+
+    raw = config.model_dump(mode="json", exclude_unset=True)
+    ids = {index: list(ids) for index, ids in chosen.items()}
+    if part == "lora":
+        raw["adapt"]["lora"]["ids"] = ids
+    else:
+        raw["adapt"]["experts"] = {"ids": ids}
+    raw["adapt"] = {key: value for key, value in raw["adapt"].items() if value is not None}
+    return str(yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, width=120))
+
+
+def _json(chosen: Chosen, covers: Coverage, out: Path | None) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "out": None if out is None else str(out),
+        "experts": {str(index): list(ids) for index, ids in chosen.items()},
+        "share": {str(index): share for index, share in covers.layers.items()},
+        "random_share": {str(index): share for index, share in covers.random.items()},
+        "total_share": covers.total,
+        "total_random_share": covers.random_total,
+    }
+
+
+def _table(chosen: Chosen, covers: Coverage) -> Table:
+    from rich.table import Table
+
+    table = Table(title="share of the routed tokens that carry loss", title_justify="left", show_footer=True)
+    table.add_column("layer", footer="all", justify="right")
+    table.add_column("experts", footer=str(sum(map(len, chosen.values()))))
+    table.add_column("these", footer=f"{100 * covers.total:.1f} %", justify="right")
+    table.add_column("as many at random", footer=f"{100 * covers.random_total:.1f} %", justify="right")
+    for index, ids in chosen.items():
+        shares = (f"{100 * of[index]:.1f} %" for of in (covers.layers, covers.random))
+        table.add_row(str(index), ", ".join(map(str, ids)), *shares)
+    return table

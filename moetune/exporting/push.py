@@ -1,0 +1,65 @@
+"""An export on the hub, with a model card that is made from the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+
+from moetune.errors import UserError, one_line
+from moetune.hub.delta_folder import MANIFEST
+from moetune.run_file import load_run_config
+from moetune.training.run_folder import RUN_FILE, RunFolder
+
+_LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta": None}
+
+
+def model_card(run: Path, format: str) -> ModelCard:
+    """What was trained on what, how, and how well, as a run folder has it. No path of this machine."""
+    config, folder = load_run_config(run / RUN_FILE), RunFolder(run)
+    base = config.model.path if not Path(config.model.path).expanduser().exists() else Path(config.model.path).name
+    train, lora = config.train, config.adapt.lora
+    facts = {
+        "routers": None if config.adapt.router == "none" else "in full precision",
+        "experts": None if config.adapt.experts is None else "chosen ones, in full precision",
+        "LoRA": None if lora is None else f"rank {lora.rank}, alpha {lora.alpha:g}",
+        "further parts": ", ".join(config.adapt.also) or None,
+        "steps": f"{train.steps} of {train.micro_batch * train.accumulate} × {train.sequence_length} tokens",
+        "optimizer": ", ".join({f"{one.name}, lr {one.lr:g}": None for one in config.optimizers.values()}),
+    }
+    losses = [line for line in folder.metrics() if "eval_loss" in line]
+    for line in losses[:1] + losses[1:][-1:]:
+        facts[f"held-out loss at step {line['step']}"] = f"{line['eval_loss']:.4f}"
+    lines = [
+        f"# {run.resolve().name}",
+        "",
+        f"Trained with moetune on {base}, whose frozen weights stayed in {config.model.base}.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in facts.items() if value is not None),
+    ]
+    tags = ["moetune", "mixture-of-experts"]
+    data = ModelCardData(base_model=base if "/" in base else None, library_name=_LIBRARIES[format], tags=tags)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
+
+
+def push(run: Path, exported: Path, format: str, repository: str, *, private: bool = True) -> str:
+    """Uploads an export without its manifest, which has paths of this machine; the address of the commit.
+
+    Raises:
+        UserError: no network, or no right to write there.
+    """
+    model_card(run, format).save(exported / "README.md")
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository, folder_path=exported, ignore_patterns=[MANIFEST], commit_message="moetune export"
+        )
+    except Exception as error:  # no network, no login, no right: all end here
+        raise UserError(
+            f"{str(exported)!r} was written, and could not be pushed to {repository!r}: {one_line(error)}; "
+            f"hf auth login, then hf upload {repository} {exported}"
+        ) from None
+    return str(commit.commit_url)

@@ -1,0 +1,1 @@
+"""What was trained, or is to be, in use: evaluated, asked, compared."""

@@ -1,0 +1,64 @@
+"""Whether an export, in stock transformers and PEFT, is as good as the trained model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetune.errors import UserError
+from moetune.inference.evaluate import mean_loss, rows_of
+from moetune.inference.opened import Opened, open_model
+from moetune.step.batch import Row
+from moetune.training.data import load_data, pad_token_id
+
+_LENGTH = 64  # of a row of random tokens
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """The loss of the trained model and of what was exported, in nats, on the same rows."""
+
+    rows: int
+    of: str
+    tokens: int
+    trained_loss: float
+    exported_loss: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
+    """Compares on the first rows of the run's held-out (else training) data, or on random tokens if those are gone.
+
+    Both compute in float32 on the CPU, one after the other, each whole in memory. They differ by rounding to the
+    checkpoint's dtype and, where the run packed its base, by the error of that packing.
+    """
+    trained = open_model(str(run), device="cpu", dtype="fp32")
+    found, of, pad = _rows(trained, rows)
+    expected, tokens = mean_loss(trained.model, found, pad)
+    del trained
+    loss, _ = mean_loss(open_model(str(exported), device="cpu", dtype="fp32").model, found, pad)
+    return LossCheck(len(found), of, tokens, expected, loss)
+
+
+def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
+    """Rows, where they are from, and the token that pads them."""
+    config = trained.config
+    assert config is not None
+    if config.data is not None:
+        try:
+            pad = pad_token_id(trained.tokenizer)
+            if config.data.evaluates:
+                return rows_of(trained)[0][:count], "held-out data", pad
+            data = config.data.model_copy(update={"packing": False, "chat_template": None})
+            return [*load_data(data, trained.tokenizer, config.train).train][:count], "training data", pad
+        except (UserError, OSError, ValueError):
+            pass  # data that are gone by now are no reason to fail
+    draw = torch.Generator().manual_seed(config.train.seed)
+    vocabulary = trained.model.config.get_text_config().vocab_size
+    ids = [torch.randint(vocabulary, (_LENGTH,), generator=draw).numpy() for _ in range(count)]
+    return [{"input_ids": row, "labels": row} for row in ids], "random tokens", 0

@@ -1,0 +1,90 @@
+"""Held-out loss of anything that can be opened, over the same sequences whatever it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from moetune.config import DataConfig, TrainConfig
+from moetune.errors import UserError
+from moetune.inference.opened import Opened
+from moetune.step.batch import Row, collate
+from moetune.step.step import held_out_loss
+from moetune.training.data import load_data, pad_token_id
+
+_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss over every predicted token, in nats, and of how many."""
+
+    model: str
+    kind: str
+    data: str
+    records: int
+    tokens: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self), "perplexity": self.perplexity}
+
+
+def evaluate(
+    opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
+) -> Evaluation:
+    """Evaluates on a data set, each record in a sequence of its own.
+
+    Args:
+        data: as `data.train` in a run file; by default what the run held out.
+        sequence_length: tokens; by default the run's, else a run file's default.
+        format: by default the run's, else `auto`.
+
+    Raises:
+        UserError: there are no data, or they cannot be used.
+    """
+    rows, name = rows_of(opened, data, sequence_length, format)
+    loss, tokens = mean_loss(opened.model, rows, pad_token_id(opened.tokenizer))
+    return Evaluation(opened.name, opened.kind, name, len(rows), tokens, loss)
+
+
+def rows_of(
+    opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
+) -> tuple[list[Row], str]:
+    """What is evaluated on, one record a row, and what it is called."""
+    config = opened.config
+    train = TrainConfig() if config is None else config.train
+    if sequence_length is not None:
+        train = train.model_copy(update={"sequence_length": sequence_length})
+    given = None if config is None else config.data
+    settings = DataConfig(train="none") if given is None else given
+    settings = settings.model_copy(update={"packing": False, "chat_template": None})  # the tokenizer has it
+    if format is not None:
+        settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
+    if data is not None:
+        settings = settings.model_copy(update={"train": data, "eval": None, "validation": None})
+        return [*load_data(settings, opened.tokenizer, train).train], data
+    if given is None or not given.evaluates:
+        raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
+    held_out = load_data(settings, opened.tokenizer, train).eval
+    assert held_out is not None
+    return [*held_out], "what the run held out"
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, rows: list[Row], pad_token_id: int) -> tuple[float, int]:
+    """(mean cross-entropy over every predicted token, how many tokens that is)."""
+    total, tokens = 0.0, 0
+    for start in range(0, len(rows), _ROWS):
+        batch = collate(rows[start : start + _ROWS], pad_token_id)
+        loss, predicted = held_out_loss(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
+        total, tokens = total + loss.item(), tokens + int(predicted)
+    return total / tokens, tokens

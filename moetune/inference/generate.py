@@ -1,0 +1,64 @@
+"""Text from anything that can be opened, by transformers' own generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from moetune.errors import UserError
+from moetune.inference.opened import Opened
+from moetune.training.data import pad_token_id
+
+Message = dict[str, str]
+
+
+def generate(
+    opened: Opened,
+    prompt: str | list[Message],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stream: bool = False,
+) -> str:
+    """What a model writes after a prompt, special tokens left out.
+
+    Args:
+        prompt: text to go on from, or messages, which the chat template writes.
+        temperature: 0 takes the likeliest token.
+        stream: also print it as it comes.
+
+    Raises:
+        UserError: messages, and the tokenizer has no chat template; or the prompt is empty.
+    """
+    tokenizer: Any = opened.tokenizer
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt")
+    elif not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {opened.name!r} has no chat template; give a prompt as text, or train with "
+            "data.chat_template"
+        )
+    else:
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    ids = inputs["input_ids"].to(opened.model.device)
+    if not ids.numel():
+        raise UserError("the prompt has no token to go on from")
+    torch.manual_seed(seed)
+    how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    model: Any = opened.model
+    written = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad_token_id(tokenizer),
+        use_cache=True,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
+        **how,
+    )
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)

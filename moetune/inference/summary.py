@@ -1,0 +1,47 @@
+"""What a run folder holds, for its page."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+from moetune.adapt.count import count
+from moetune.errors import UserError
+from moetune.report.run import RunFacts
+from moetune.run.dtypes import this_device
+from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run_file import load_run_config
+from moetune.training.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
+
+_PACKAGES = ("moetune", "torch", "transformers", "peft", "bitsandbytes", "datasets")
+
+
+def run_of(path: Path) -> ResolvedRun:
+    """The run of a run folder, resolved for this machine.
+
+    Raises:
+        UserError: it is no run folder, or its model is gone.
+    """
+    if not (path / RUN_FILE).is_file():
+        raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
+    return resolve(load_run_config(path / RUN_FILE), this_device())
+
+
+def facts_of(path: Path, run: ResolvedRun) -> RunFacts:
+    """What the folder holds now."""
+    counted = count(run)
+    memory, drift = path / MEMORY_FILE, path / DRIFT_FILE
+    assert counted.trainable is not None
+    return RunFacts(
+        name=path.resolve().name,
+        model=run.config.model.path,
+        steps=run.config.train.steps,
+        metrics=RunFolder(path).metrics(),
+        memory=json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else None,
+        trainable=counted.trainable,
+        parameters=counted.census.total,
+        versions={name: metadata.version(name) for name in _PACKAGES},
+        drift=json.loads(drift.read_text(encoding="utf-8")) if drift.is_file() else None,
+        run_file=(path / RUN_FILE).read_text(encoding="utf-8"),
+    )

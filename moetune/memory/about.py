@@ -1,0 +1,62 @@
+"""What a run is, in words: what a report says that it predicted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import date
+
+from moetune.anatomy.selection import ranges
+from moetune.config import OptimizerConfig
+from moetune.run.resolve import ResolvedRun
+
+_VERSION: str = vars(sys.modules["moetune"])["__version__"]  # what imports this has imported the package
+
+
+def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
+    """What is predicted, by name."""
+    config, train = run.config, run.config.train
+    base = f"{config.model.base}{', double-quantized' * (config.model.base == 'nf4' and config.model.double_quant)}"
+    step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {train.accumulate} micro-batches a step"
+    sizes = {axis: getattr(config.parallel, axis) for axis in ("replicate", "fsdp", "ep", "tp")}
+    layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return (
+        ("trains", "; ".join(trains(run))),
+        ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
+        ("batch", f"{step}, checkpointing {train.checkpointing}"),
+        ("optimizer", optimizers(run)),
+        *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
+        ("moetune", f"{_VERSION}, {date.today().isoformat()}"),
+    )
+
+
+def trains(run: ResolvedRun) -> Iterator[str]:
+    """What trains, part by part."""
+    adapt, selection = run.config.adapt, run.selection
+    if selection.experts:
+        count = sum(map(len, selection.experts.values()))
+        yield f"{count} experts: {ranges(next(iter(selection.experts.values())))} of layers {ranges(selection.experts)}"
+    if adapt.router != "none":
+        yield f"routers of {'all layers' if adapt.router == 'all' else f'layers {ranges(adapt.router)}'}"
+    if adapt.lora is not None:
+        yield f"LoRA rank {adapt.lora.rank} on {', '.join(adapt.lora.targets)}"
+    if adapt.also:
+        yield ", ".join(adapt.also)
+
+
+def optimizers(run: ResolvedRun) -> str:
+    said = {part: _optimizer(optimizer) for part, optimizer in run.optimizers.items()}
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return "; ".join(f"{part}: {name}" for part, name in said.items())
+
+
+def _optimizer(optimizer: OptimizerConfig) -> str:
+    words: list[str] = [optimizer.name]
+    if optimizer.master_weights != "none":
+        words.append({"fp32": "float32 master weights", "stochastic": "stochastic rounding"}[optimizer.master_weights])
+    if optimizer.fused_backward:
+        words.append("fused backward")
+    if optimizer.offload:
+        words.append("on the host")
+    return ", ".join(words)

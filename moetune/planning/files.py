@@ -1,0 +1,55 @@
+"""A plan's candidates as commented run files, which `train` takes as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from moetune.errors import UserError
+from moetune.planning.plan import Candidate, Plan
+from moetune.report.units import gib
+
+
+def write_runs(plan: Plan, folder: Path) -> list[Path]:
+    """Writes a run file for each candidate.
+
+    Raises:
+        UserError: one of that name is there, or it cannot be written.
+    """
+    files = [folder / f"{number}-{_slug(one)}.yaml" for number, one in enumerate(plan.candidates, 1)]
+    for file in files:
+        if file.exists():
+            raise UserError(f"{str(file)!r} exists; choose another folder with --write")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, one in zip(files, plan.candidates, strict=True):
+            file.write_text(run_text(one, file), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+    return files
+
+
+def _slug(one: Candidate) -> str:
+    base = one.config.model.base
+    return re.sub(r"[^a-z0-9]+", "-", f"{one.goal} {one.optimizer.split(',')[0]} {base}".lower()).strip("-")
+
+
+def run_text(one: Candidate, file: Path) -> str:
+    """A candidate as the run file of that name."""
+    raw = one.config.model_dump(mode="json", exclude_unset=True)
+    raw.setdefault("data", {"train": "data.jsonl"})
+    raw["output"] = f"runs/{file.stem}"
+    report = one.report
+    assert report.gpu is not None
+    given_up = f"\n# Given up: {'; '.join(one.gives_up)}." if one.gives_up else ""
+    host = f", and {gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
+    order = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware", "output")
+    body = yaml.safe_dump(
+        {key: raw[key] for key in order if key in raw}, sort_keys=False, default_flow_style=None, width=100
+    )
+    return (
+        f"# {one.config.model.path}: {one.trains}; {one.optimizer}.\n#\n#     moetune train {file}\n#\n"
+        f"# Predicted ({report.method}): needs {gib(report.required)} of {report.gpu.name}{host}.{given_up}\n{body}"
+    )

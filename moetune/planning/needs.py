@@ -1,0 +1,65 @@
+"""What runs need, one after the other: by closed form where there is one, and traced before anything is recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.changes import with_settings
+from moetune.memory.closed_form.depth import Depths
+from moetune.memory.closed_form.record import NoClosedForm
+from moetune.memory.predict import predict
+from moetune.memory.report import MemoryReport
+from moetune.memory.routing import BALANCED, Routing
+from moetune.run.resolve import ResolvedRun, resolve
+
+
+@dataclass
+class Needs:
+    """Predictions of runs of one model, which share the model and what closed forms have recorded.
+
+    Attributes:
+        gpu: name or size of the card; None for `hardware.gpu` of each run.
+    """
+
+    gpu: str | None = None
+    routing: Routing = BALANCED
+    _depths: Depths = field(default_factory=Depths)
+    _like: ResolvedRun | None = None
+
+    def resolve(self, config: RunConfig) -> ResolvedRun:
+        self._like = resolve(config, like=self._like)
+        return self._like
+
+    def of(self, config: RunConfig) -> MemoryReport:
+        """By closed form, or traced if there is none.
+
+        Raises:
+            UserError: as `predict`.
+        """
+        run = self.resolve(config)
+        how = {"gpu": self.gpu, "routing": self.routing, "advise": False}
+        try:
+            return predict(run, method="formula", depths=self._depths, **how)  # type: ignore[arg-type]
+        except NoClosedForm:
+            return predict(run, method="trace", **how)  # type: ignore[arg-type]
+
+    def traced(self, config: RunConfig) -> MemoryReport:
+        return predict(self.resolve(config), method="trace", gpu=self.gpu, routing=self.routing, advise=False)
+
+
+def changed(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """The run file with these values.
+
+    Raises:
+        UserError: it is then no valid run file.
+    """
+    try:
+        return with_settings(config, settings)
+    except ValidationError as error:
+        said = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+        raise UserError(f"{', '.join(f'{key}={value}' for key, value in settings.items())}: {said}") from None

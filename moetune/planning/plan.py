@@ -1,0 +1,266 @@
+"""A plan: for each way to a goal the most that fits a card, best first; where nothing does, what is nearest to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moetune.catalog.gpus import find_gpu, gpu_names
+from moetune.config import RunConfig
+from moetune.errors import UserError, one_line
+from moetune.memory.about import optimizers, trains
+from moetune.memory.report import MemoryReport
+from moetune.planning.combine import Combination, combination
+from moetune.planning.needs import Needs, changed
+from moetune.planning.search import Found, Search
+from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
+from moetune.run.resolve import resolve_model
+
+SHORTEST = 1024
+"""Tokens of a sequence, unless asked otherwise."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that fits.
+
+    Attributes:
+        trains, optimizer, gives_up: in words.
+        report: traced, if the plan was to be sure.
+        beyond: a notch more of the same, and what that needs, which is too much; None if there is no more.
+    """
+
+    goal: Goal
+    config: RunConfig
+    trains: str
+    optimizer: str
+    gives_up: tuple[str, ...]
+    amount: int
+    report: MemoryReport
+    beyond: tuple[str, MemoryReport] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "goal": self.goal,
+            "run": self.config.model_dump(mode="json", exclude_unset=True),
+            "trains": self.trains,
+            "gives_up": list(self.gives_up),
+            "peak_process": self.report.peak_process,
+            "required_bytes": self.report.required,
+            "headroom_bytes": self.report.headroom_bytes,
+            "host_bytes": self.report.fullest.host_bytes,
+            "fullest_phase": None if self.report.moment is None else self.report.moment.phase,
+            "method": self.report.method,
+            "verdict": self.report.verdict,
+            "fits": self.report.fits,
+            "tokens_per_second_estimate": None,
+            "beyond": None
+            if self.beyond is None
+            else {"what": self.beyond[0], "required_bytes": self.beyond[1].required},
+        }
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The run that is nearest to fitting, by how much it does not, and what would make it fit.
+
+    Attributes:
+        combination: changes of the run file; None if none are known.
+        cards: the smallest that have the memory it needs; "2 × name" if two of the card that was asked for have it.
+    """
+
+    config: RunConfig
+    report: MemoryReport
+    combination: Combination | None
+    cards: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.config.model_dump(mode="json", exclude_unset=True),
+            "required_bytes": self.report.required,
+            "headroom_bytes": self.report.headroom_bytes,
+            "combination": None
+            if self.combination is None
+            else {
+                "settings": list(self.combination.flags),
+                "why": list(self.combination.why),
+                "required_bytes": self.combination.report.required,
+                "host_bytes": self.combination.report.fullest.host_bytes,
+            },
+            "cards": list(self.cards),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Candidates best first; without any, what misses least. `notes` say what was left out, and why."""
+
+    model: str
+    gpu: str
+    usable_bytes: int
+    candidates: tuple[Candidate, ...]
+    miss: Miss | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `moetune plan MODEL --json` prints."""
+        return {
+            "schema": 1,
+            "model": self.model,
+            "gpu": {"name": self.gpu, "usable_bytes": self.usable_bytes},
+            "fits": bool(self.candidates),
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "nearest_miss": None if self.miss is None else self.miss.to_json(),
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    model: str,
+    gpu: str,
+    *,
+    goals: Iterable[Goal] = GOALS,
+    count: int = 1,
+    length: int = SHORTEST,
+    host: int | None = None,
+    data: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """Searches the ways to each goal.
+
+    Args:
+        count: of such cards.
+        length: tokens of a sequence.
+        host: bytes of host memory that a run may take; None for any.
+        data: what the run files train on.
+        say: is told what is looked at.
+
+    Raises:
+        UserError: no such model or card.
+    """
+    card = find_gpu(gpu)
+    start = RunConfig.model_validate(
+        {
+            "model": {"path": model},
+            "adapt": {},
+            "train": {"sequence_length": length},
+            "hardware": {"gpu": gpu},
+            **({} if data is None else {"data": {"train": data}}),
+        }
+    )
+    anatomy = resolve_model(start.model).anatomy
+    search = Search(start, anatomy, needs := Needs(), card.memory.value, card.context.value)
+    found: list[Found] = []
+    tried: list[Way] = []
+    notes: list[str] = []
+    for goal in goals:
+        if goal != "lora" and not anatomy.moe_layers:
+            continue
+        all_ways = list(ways(goal, anatomy, count))
+        plain = [way for way in all_ways if not _is_slow(way)]
+        for some in (plain, [way for way in all_ways if way not in plain]):
+            for way in some:
+                say(f"{goal}: {way.words}")
+                tried.append(way)
+                try:
+                    one = search.largest(way)
+                except UserError as error:  # not every model has every way
+                    notes.append(f"{goal}, {way.words}: {one_line(error)}")
+                    continue
+                if one is not None and host is not None and one.report.fullest.host_bytes > host:
+                    notes.append(f"{goal}, {way.words}: wants more than {host:,} bytes of host memory")
+                elif one is not None:
+                    found.append(one)
+                    if search.is_all(one):  # all other ways give up more, for nothing
+                        break
+            if any(one.way.goal == goal for one in found):
+                break
+    if not tried:
+        raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
+    candidates = []
+    for one in _ranked(found):
+        say(f"tracing: {one.way.words}")
+        if (sure := _traced(one, search)) is not None:
+            candidates.append(_candidate(sure, needs))
+        else:
+            notes.append(f"{one.way.goal}, {one.way.words}: fits by closed form and not by trace; left out")
+    miss = None if candidates else _nearest(search, tried, say)
+    return Plan(model, gpu, card.memory.value, tuple(candidates), miss, tuple(notes))
+
+
+def _is_slow(way: Way) -> bool:
+    """Whether it is tried only where nothing else fits: all but an optimizer on the host, which can be worth it."""
+    return way.settings.get("model.experts_on") == "host" or way.settings["train.checkpointing"] == "offload"
+
+
+def _ranked(found: Iterable[Found]) -> list[Found]:
+    """Goal by goal; what stays on the card first, then what trains most, then what gives up least. A way that trains no
+    more than one that gives up less, and at no more tokens at once, is left out."""
+    ranked: list[Found] = []
+    for one in sorted(
+        found,
+        key=lambda f: (GOALS.index(f.way.goal), f.way.on_host, -f.amount, f.way.order, -f.config.train.micro_batch),
+    ):
+        beaten = any(
+            other.way.goal == one.way.goal
+            and other.way.order < one.way.order
+            and other.amount >= one.amount
+            and other.config.train.micro_batch >= one.config.train.micro_batch
+            for other in found
+        )
+        if not beaten:
+            ranked.append(one)
+    return ranked
+
+
+def _traced(one: Found, search: Search) -> Found | None:
+    """The same, traced. Where the trace has a little more, as sizes rounded up at another moment, and that is too much,
+    the most that leaves room for it."""
+    found: Found | None = one
+    for _ in range(3):
+        if found is None:
+            break
+        report = search.needs.traced(found.config)
+        if report.fits:
+            return replace(found, report=report)
+        search.margin += max(report.required - found.report.required, 1)
+        found = search.largest(one.way)
+    return None
+
+
+def _candidate(one: Found, needs: Needs) -> Candidate:
+    run = needs.resolve(one.config)
+    what = "; ".join(trains(run))
+    return Candidate(
+        one.way.goal, one.config, what, optimizers(run), one.way.gives_up, one.amount, one.report, one.beyond
+    )
+
+
+def _fits_two(search: Search, config: RunConfig) -> bool:
+    """Whether a run for one card fits two of them together."""
+    if config.parallel.ranks > 1 or search.context >= search.usable:
+        return False
+    divided = changed(config, next(layouts(search.anatomy, 2)))
+    try:
+        return bool(search.needs.of(divided).fits)
+    except UserError:  # not every model can be divided
+        return False
+
+
+def _nearest(search: Search, tried: list[Way], say: Callable[[str], None]) -> Miss | None:
+    """The way that needs least at its smallest, by arithmetic; it is looked at."""
+    say("nothing fits: looking for what is nearest")
+    for way in sorted(tried, key=lambda way: (search.bound(way, 0), way.order)):
+        config = search.smallest(way)
+        try:
+            report = search.needs.of(config)
+        except UserError:
+            continue
+        together = combination(config, report, search.needs)
+        larger = sorted((find_gpu(name) for name in gpu_names()), key=lambda card: card.memory.value)
+        cards = [card.full_name for card in larger if card.memory.value >= report.required][:2]
+        if _fits_two(search, config):
+            cards.append(f"2 × {search.start.hardware.gpu}")
+        return Miss(config, report, together, tuple(cards))
+    return None

@@ -1,0 +1,87 @@
+"""The ways to reach a goal: settings that decide which tensors a step makes, best first, with what each gives up.
+
+How much trains, and how many tokens at once, is not among them: those are sizes, solved for each way (search.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from moetune.anatomy.anatomy import Anatomy
+from moetune.memory.changes import is_setting_of_host
+
+Goal = Literal["router", "experts", "lora"]
+GOALS: tuple[Goal, ...] = get_args(Goal)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings as dotted keys, and what they give up, in words."""
+
+    goal: Goal
+    settings: dict[str, Any]
+    gives_up: tuple[str, ...] = ()
+    order: int = field(default=0, compare=False)
+
+    @property
+    def words(self) -> str:
+        return ", ".join(str(value) for key, value in self.settings.items() if key.startswith(("model", "optimizer")))
+
+    @property
+    def on_host(self) -> bool:
+        return any(is_setting_of_host(key, value) for key, value in self.settings.items())
+
+
+_MICRO_STEPS = 8
+_STATES_8BIT = "states in 8 bits, weights rounded stochastically"
+_OPTIMIZERS: dict[Goal, tuple[tuple[dict[str, Any], tuple[str, ...]], ...]] = {
+    "experts": (
+        ({"optimizer.name": "adamw", "optimizer.master_weights": "fp32"}, ()),
+        ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "stochastic"}, (_STATES_8BIT,)),
+        (
+            {"optimizer.name": "lomo", "optimizer.master_weights": "stochastic", "train.accumulate": 1},
+            ("no moments (LOMO is SGD), no accumulation",),
+        ),
+        (
+            {"optimizer.name": "adamw", "optimizer.offload": True},
+            ("speed: gradients leave and weights return every step",),
+        ),
+    ),
+    "lora": (({"optimizer.name": "adamw"}, ()), ({"optimizer.name": "adamw8bit"}, ("states in 8 bits",))),
+    "router": (({"optimizer.name": "adamw"}, ()),),
+}
+_BASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"model.base": "bf16"}, ()),
+    ({"model.base": "int8"}, ("the base in 8 bits",)),
+    ({"model.base": "nf4"}, ("the base in 4 bits",)),
+    ({"model.base": "nf4", "model.experts_on": "host"}, ("the base in 4 bits", "speed: experts come from the host")),
+)
+_CHECKPOINTING: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"train.checkpointing": "full"}, ()),
+    ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
+)
+
+
+def ways(goal: Goal, anatomy: Anatomy, count: int) -> Iterator[Way]:
+    """All ways to a goal on so many cards, best first."""
+    order = 0
+    for layout in layouts(anatomy, count):
+        for base, lost in _BASES:
+            for optimizer, lost_too in _OPTIMIZERS[goal]:
+                for checkpointing, lost_as_well in _CHECKPOINTING:
+                    settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}
+                    yield Way(goal, settings, (*lost, *lost_too, *lost_as_well), order)
+                    order += 1
+
+
+def layouts(anatomy: Anatomy, count: int) -> Iterator[dict[str, Any]]:
+    """Settings that divide a run over so many cards: experts spread over them, else all that is not packed."""
+    if count == 1:
+        yield {}
+        return
+    cards = {"hardware.count": count, "parallel.fsdp": count}
+    if anatomy.moe_layers and all(layer.shape.num_experts % count == 0 for layer in anatomy.moe_layers):
+        yield {**cards, "parallel.ep": count}
+    yield cards

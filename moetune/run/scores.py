@@ -1,0 +1,165 @@
+"""What a data set does to a model's routers, as `moetune score` recorded it: the file `scores.json`.
+
+Shapes, of one layer: E experts, K of them a token, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moetune.anatomy.anatomy import Anatomy
+from moetune.errors import UserError
+
+SCHEMA = 1
+Scope = str
+SCOPES: tuple[Scope, ...] = ("loss", "all")
+"""Tokens that carry loss: whose next token is one that trains. And all, padding left out."""
+
+
+class Statistics(BaseModel):
+    """Of one layer over the tokens of one scope; lists have a value for each of E experts.
+
+    Attributes:
+        count: T.
+        tokens: tokens that were routed to the expert.
+        share: its part of the layer's routed tokens, which sum to 1, and `interval`, 95 % of it, by bootstrap over
+            documents.
+        weight_sum, weight_mean: of its gate weights, as the experts are given them; the mean over its tokens.
+        probability: mean over all T of the router's softmax; null where the router keeps its logits to itself.
+        entropy: mean over all T of that softmax's entropy, in nats.
+        reap: mean over its tokens of gate weight × ‖expert output‖₂ (REAP, arXiv 2510.13999).
+        pairs: row e has how often e was chosen together with e + 1, e + 2, …
+        unused: experts without a token.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    count: int = Field(ge=0)
+    tokens: list[int]
+    share: list[float]
+    interval: list[tuple[float, float]]
+    weight_sum: list[float]
+    weight_mean: list[float]
+    probability: list[float] | None
+    entropy: float | None
+    reap: list[float]
+    pairs: list[list[int]]
+    unused: list[int]
+
+
+class LayerScores(BaseModel):
+    """Of one layer, in both scopes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(gt=0)
+    loss: Statistics
+    all: Statistics
+
+    @model_validator(mode="after")
+    def _a_value_an_expert(self) -> LayerScores:
+        for of_scope in (self.loss, self.all):
+            for name in ("tokens", "share", "weight_sum", "reap"):
+                if len(getattr(of_scope, name)) != self.num_experts:
+                    raise ValueError(f"{name} has not a value for each of {self.num_experts} experts")
+            if min(of_scope.tokens) < 0:
+                raise ValueError("a count of tokens is below 0")
+        return self
+
+
+class Scored(BaseModel):
+    """One data set that was scored.
+
+    Attributes:
+        digest: SHA-256 of the ids, labels and positions of the rows that were scored.
+        tokens, loss_tokens: padding left out; those that carry loss.
+        layers: its own statistics, where there are several data sets.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    digest: str
+    rows: int
+    tokens: int
+    loss_tokens: int
+    layers: dict[int, LayerScores] | None = None
+
+
+class Scores(BaseModel):
+    """The file.
+
+    Attributes:
+        base: digest of the checkpoint's files; null for random weights.
+        run: what of the run file decides about the result: the model, and how rows are made of data.
+        expert_load: of all tokens, by layer: what `predict --routing` and `parallel.load` read.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_: int = Field(default=SCHEMA, alias="schema")
+    model: str
+    base: str | None
+    run: dict[str, Any]
+    data: list[Scored]
+    tokens: int
+    loss_tokens: int
+    expert_load: dict[int, list[int]]
+    layers: dict[int, LayerScores]
+
+    def to_text(self) -> str:
+        """JSON, a line for each list."""
+        return _lines(self.model_dump(mode="json", by_alias=True)) + "\n"
+
+
+def read_scores(file: str | Path, where: str) -> Scores:
+    """Reads what `moetune score` wrote.
+
+    Args:
+        where: what names the file, for messages.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        raw = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        if not isinstance(raw, dict) or "layers" not in raw:
+            raise ValueError("it holds no layers")
+        if raw.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is {raw.get('schema')!r}, not {SCHEMA}")
+        return Scores.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    raise UserError(f"{where}: {str(file)!r} is not what moetune score writes: {reason}")
+
+
+def refuse_other_model(scores: Scores, anatomy: Anatomy, where: str) -> None:
+    """Raises `UserError` unless the scores are of a model with these layers and experts."""
+    found = {index: layer.num_experts for index, layer in scores.layers.items()}
+    expected = {layer.index: layer.shape.num_experts for layer in anatomy.moe_layers}
+    for index in sorted(found.keys() | expected.keys()):
+        if found.get(index) != expected.get(index):
+            raise UserError(
+                f"{where}: the scores are of another model ({scores.model}): layer {index} has "
+                f"{found.get(index, 'no')} experts there and {expected.get(index, 'none')} here"
+            )
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    """JSON with objects spread over lines and lists on one each."""
+    if not isinstance(value, Mapping) or not value:
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            return "[" + ", ".join(_lines(item, indent) for item in value) + "]"
+        return json.dumps(value)
+    inner = f"{indent} "
+    items = ",\n".join(f"{inner}{json.dumps(str(key))}: {_lines(item, inner)}" for key, item in value.items())
+    return f"{{\n{items}\n{indent}}}"

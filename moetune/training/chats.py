@@ -1,0 +1,131 @@
+"""Records of other tools' forms as the forms that are tokenized: a chat's messages, or a prompt and its completion.
+
+Alpaca    {"instruction": .., "input": .., "output": ..}           and, of some, "system" and "history"
+ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  and, of some, "system" and "tools"
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from moetune.errors import UserError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPEAKERS = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+}
+"""Who speaks in ShareGPT files, and the role that it is."""
+_ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+"""The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
+
+
+class MalformedError(UserError):
+    """One record cannot be used; the message says why."""
+
+
+def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
+    """Prompt and completion as Stanford Alpaca writes them, for models without a chat template."""
+    instruction, given = checked_text(record["instruction"], "instruction"), _optional(record, "input")
+    paired = ", paired with an input that provides further context" if given else ""
+    block = f"### Input:\n{given}\n\n" if given else ""
+    prompt = _ALPACA.format(paired=paired, instruction=instruction, input=block)
+    return {"prompt": prompt, "completion": record["output"]}
+
+
+def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
+    """A chat of an Alpaca record: its earlier turns, if it has any, then instruction and input, and the output."""
+    system, given = _optional(record, "system"), _optional(record, "input")
+    turns = [(question, answer) for question, answer in record.get("history") or ()]
+    asked = "\n\n".join((checked_text(record["instruction"], "instruction"), *([given] if given else ())))
+    messages = [{"role": "system", "content": system}] if system else []
+    for question, answer in (*turns, (asked, record["output"])):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}
+
+
+def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
+    """A chat of a ShareGPT record."""
+    turns, system = record["conversations"], _optional(record, "system")
+    if not isinstance(turns, list):
+        raise MalformedError(f"conversations is {kind(turns)}, not a list")
+    messages: list[Any] = [{"role": "system", "content": system}] if system else []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise MalformedError(f"turn {number} is {kind(turn)}, not an object with from and value")
+        speaker = turn.get("from", turn.get("role"))
+        if speaker not in _SPEAKERS:
+            raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
+        messages.append({"role": _SPEAKERS[speaker], "content": turn.get("value", turn.get("content"))})
+    return {"messages": messages, "tools": record.get("tools")}
+
+
+def checked_messages(value: object) -> list[dict[str, Any]]:
+    """The messages of a chat. An assistant's content may be null beside tool calls.
+
+    Raises:
+        MalformedError: they are not what a chat template takes.
+    """
+    if not isinstance(value, list):
+        raise MalformedError(f"messages is {kind(value)}, not a list")
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict):
+            raise MalformedError(f"message {number} is {kind(message)}, not an object with role and content")
+        role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+        if role not in ROLES:
+            raise MalformedError(f"message {number}: unknown role {role!r}; it may be {', '.join(ROLES)}")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise MalformedError(f"tool_calls of message {number} is no list of objects")
+        # An empty system message is common, and harmless.
+        if not (calls and content in (None, "")) and (role == "assistant" or content != ""):
+            checked_text(content, f"content of message {number}")
+        # Parquet has every key in every message.
+        messages.append({"content": None} | {key: given for key, given in message.items() if given is not None})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise MalformedError("no message of the assistant, so nothing to train on")
+    return messages
+
+
+def checked_tools(value: object) -> list[Any] | None:
+    """The tools of a chat: a list, or the JSON text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError:
+            raise MalformedError("tools is neither a list nor the JSON text of one") from None
+    if not (value is None or isinstance(value, list)):
+        raise MalformedError(f"tools is {kind(value)}, not a list")
+    return value or None
+
+
+def checked_text(value: object, what: str) -> str:
+    """The value, if it is text that can be tokenized."""
+    if not isinstance(value, str):
+        raise MalformedError(f"{what} is {kind(value)}, not text")
+    if not value.strip():
+        raise MalformedError(f"{what} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise MalformedError(f"{what} holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def kind(value: object) -> str:
+    """What JSON calls a value."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def _optional(record: dict[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str | None):
+        raise MalformedError(f"{key} is {kind(value)}, not text")
+    return (value or "").strip()

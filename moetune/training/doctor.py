@@ -1,0 +1,152 @@
+"""Whether this machine can train, or a run on it: each thing that training needs, what was found, and the remedy."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from packaging.requirements import Requirement
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.predict import allocator_here, predict
+from moetune.memory.verify import catalog_name
+from moetune.report.units import gib
+from moetune.run.dtypes import this_device
+from moetune.run.resolve import resolve
+
+Outcome = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. A problem would make a run fail; a note may be worth knowing."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine_machine() -> Iterator[Check]:
+    """What holds of every run on this machine."""
+    yield Check("Python", "ok", sys.version.split()[0])
+    yield from _packages()
+    yield _bitsandbytes()
+    yield from _cuda()
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "none"
+    yield _noted(
+        allocator_here() == "expandable",
+        "allocator settings",
+        settings,
+        "unset PYTORCH_ALLOC_CONF, or write expandable_segments:True in it: plain segments leave holes on a full card",
+    )
+    memory = host_memory()
+    yield Check("host memory", "ok", "unknown" if memory is None else f"{gib(memory)} available")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield Check("locked memory", "ok", "no limit" if locked == resource.RLIM_INFINITY else f"limit {gib(locked)}")
+    yield Check("disk", "ok", f"{gib(shutil.disk_usage(Path()).free)} free in {Path().absolute()}")
+
+
+def examine_run(config: RunConfig) -> Iterator[Check]:
+    """What one run needs of this machine."""
+    device = this_device()
+    try:
+        run = resolve(config, device)
+        card = catalog_name(torch.device("cuda", 0)) if device == "cuda" else None
+        report = predict(run, method="formula", gpu=card, advise=False)
+    except UserError as error:
+        yield Check("run file", "problem", str(error), "mend the run file")
+        return
+    yield Check("run file", "ok", f"{config.model.path}, for {device}")
+    if config.parallel.ranks > 1 and device == "cuda" and torch.cuda.device_count() < config.parallel.ranks:
+        found = f"{torch.cuda.device_count()} GPUs for {config.parallel.ranks} ranks"
+        yield Check("GPUs", "problem", found, "divide the run over fewer ranks in parallel:")
+    needs = report.required - report.fullest.outside_allocator
+    host = report.fullest.host_bytes + (needs if device == "cpu" else 0)
+    room = host_memory()
+    if device == "cuda":
+        free = torch.cuda.mem_get_info()[0]  # of which a context, this process's, is taken already
+        remedy = "moetune predict says what would save most; nvidia-smi shows who else is on the card"
+        yield _judged(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
+    if host and room is not None:
+        remedy = "end other programs, or let less wait on the host"
+        yield _judged(host <= room, "host memory of the run", f"{gib(host)} needed, {gib(room)} available", remedy)
+
+
+def host_memory() -> int | None:
+    """Bytes of host memory that a program can still have; None if the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":") for line in lines)
+    return int(sizes["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in sizes else None
+
+
+def _packages() -> Iterator[Check]:
+    """The versions that this package asks for."""
+    try:
+        wanted = [Requirement(line) for line in metadata.requires("moetune") or ()]
+    except metadata.PackageNotFoundError:
+        yield Check("packages", "note", "moetune runs from a folder, not installed", "pip install .")
+        return
+    for one in wanted:
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(one.name)
+        except metadata.PackageNotFoundError:
+            yield Check(one.name, "problem", "not installed", f"pip install '{one}'")
+            continue
+        is_right = one.specifier.contains(version, prereleases=True)
+        yield _judged(is_right, one.name, version, f"pip install '{one}'")
+
+
+def _bitsandbytes() -> Check:
+    from bitsandbytes.cextension import lib
+
+    is_there = "Mock" not in type(lib).__name__
+    remedy = "pip install --force-reinstall bitsandbytes, of a build for this CUDA version"
+    return _judged(is_there, "bitsandbytes' library", type(lib).__name__, remedy)
+
+
+def _cuda() -> Iterator[Check]:
+    if torch.version.cuda is None:
+        yield Check("CUDA", "note", "torch is a CPU build: runs train on the CPU", "pip install torch, of a CUDA build")
+        return
+    if not torch.cuda.is_available():
+        remedy = (
+            "nvidia-smi shows the driver's CUDA version; install a driver for at least that of torch, or another torch"
+        )
+        yield Check("CUDA", "problem", f"torch is built for CUDA {torch.version.cuda} and finds no GPU", remedy)
+        return
+    yield Check("CUDA", "ok", f"torch is built for {torch.version.cuda}")
+    for number in range(torch.cuda.device_count()):
+        name, (major, minor) = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
+        yield _noted(major >= 8, name, f"compute capability {major}.{minor}", "set model.dtype: fp16: no fast bfloat16")
+        free, total = torch.cuda.mem_get_info(number)
+        remedy = "nvidia-smi shows who else is on the card"
+        yield _noted(free > 0.95 * total, f"{name}, memory", f"{gib(free)} free of {gib(total)}", remedy)
+    if torch.cuda.device_count() > 1:
+        remedy = "install a torch build with NCCL"
+        yield _judged(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)
+
+
+def _judged(is_right: bool, name: str, found: str, remedy: str) -> Check:
+    return Check(name, "ok", found) if is_right else Check(name, "problem", found, remedy)
+
+
+def _noted(is_right: bool, name: str, found: str, remedy: str) -> Check:
+    return Check(name, "ok", found) if is_right else Check(name, "note", found, remedy)

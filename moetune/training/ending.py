@@ -1,0 +1,30 @@
+"""What is said when a run has ended."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from moetune.report.units import gib
+from moetune.training.run_folder import MEMORY_FILE, RunFolder
+
+
+def ending(path: Path) -> Iterator[str]:
+    """The best evaluation, memory as predicted and as measured, where everything is, and what to do next."""
+    folder = RunFolder(path)
+    evaluations = [line for line in folder.metrics() if "eval_loss" in line]
+    if len(evaluations) > 1:
+        best = min(evaluations, key=lambda line: line["eval_loss"])
+        yield f"best held-out loss {best['eval_loss']:.4f}, at step {best['step']}"
+    if (path / MEMORY_FILE).is_file():
+        memory = json.loads((path / MEMORY_FILE).read_text(encoding="utf-8"))
+        sizes = [(name, memory[name]["peak_allocated"]) for name in ("predicted", "measured")]
+        if all(size for _, size in sizes):
+            yield "peak memory: " + ", ".join(f"{name} {gib(size)}" for name, size in sizes)
+    if checkpoints := folder.checkpoints():
+        yield f"weights in {checkpoints[-1]}, losses in {folder.metrics_file}"
+    run = shlex.quote(str(path))
+    yield f"next: moetune report {run}"
+    yield f"      moetune export {run} --format merged --out {shlex.quote(str(path) + '-merged')}"

@@ -1,0 +1,79 @@
+"""`moetune data`: what a run's data become, as text, JSON and a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moetune.cli.main import app
+from moetune.errors import UserError
+from moetune.report.data import lines
+from tests.report.test_page import Page
+
+RUN = """
+model: {path: tiny-mixtral}
+adapt: {router: all}
+data: {train: talks.json, validation: 0.2, too_long: drop}
+train: {sequence_length: 64, micro_batch: 2, accumulate: 2}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    records = [{"instruction": f"Say <b>{row}</b>", "input": "", "output": "so " * row} for row in range(1, 81, 2)]
+    (tmp_path / "talks.json").write_text(json.dumps(records))
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path / "run.yaml"
+
+
+def data(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_counts_add_up(run: Path) -> None:
+    found = json.loads(data(run, "--json"))
+    train, held_out = found["train"], found["eval"]
+    assert found["schema"] == 1
+    assert train["dropped"] > 0
+    assert train["records"] + held_out["records"] + train["dropped"] == 40
+    assert train["tokens"] + train["padding"] == 64 * train["sequences"]
+    assert sum(count for *_, count in train["lengths"]["histogram"]) == train["records"]
+    assert found["steps_an_epoch"] == -(-train["sequences"] // found["sequences_a_step"])
+    for record in found["first"]:
+        text = "".join(token for token, _ in record)
+        answer = "".join(token for token, trains in record if trains)
+        assert "[INST]Say <b>" in text
+        assert re.fullmatch(r"(so ?)+</s>", answer)
+
+
+def test_text_marks_what_carries_loss(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = data(run, "--records", "1")
+    assert "«so" in text
+    assert "</s>»" in text
+    for line in lines(json.loads(data(run, "--json"))):
+        assert line in text
+
+
+def test_the_page_stands_alone_and_shows_text_as_text(run: Path, tmp_path: Path) -> None:
+    data(run, "--html", tmp_path / "data.html")
+    html = (tmp_path / "data.html").read_text()
+    page = Page(html)
+    assert "Say <b>" in page.text
+    assert "src=" not in html
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_a_missing_file_is_named_with_both_places(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run.write_text(RUN.replace("talks.json", "talk.json"))
+    with pytest.raises(
+        UserError, match=r"no such file: 'talk.json', neither beside .* nor in .* Did you mean 'talks.json'"
+    ):
+        data(run)

@@ -1,0 +1,62 @@
+"""What costs nothing answers at once, and the program says what it is."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import moetune as package
+from moetune.cli.main import _EXAMPLES
+from tests import small
+
+
+def test_version(moetune: Callable[..., Any]) -> None:
+    assert moetune("--version").out == f"moetune {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "gone.yaml"], "run file 'gone.yaml' cannot be read"),
+        (["data", "gone.yaml"], "run file 'gone.yaml' cannot be read"),
+        (["train", "run.yaml", "--set", "data.train=gone.jsonl"], "no such file: 'gone.jsonl'"),
+        (["predict", "run.yaml", "--gpu", "l4os"], "l4os"),
+        (["train", "run.yaml", "--set", "hardware.gpu=l4os"], "l4os"),
+        (["train", "run.yaml"], "already holds a run"),
+        (["report", "gone"], "run folder 'gone' does not exist"),
+        (["eval", "tiny-mixtral", "--base", "nf3"], "--base 'nf3'"),
+    ],
+)
+def test_cheap_checks_load_no_torch(arguments: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(small.run_file(Path("gone"), Path("unicode-names"), Path("done")))
+    )
+    (tmp_path / "done" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "done" / "run.yaml").write_text("")
+    code = (
+        "import sys; from moetune.cli.main import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert done.stdout == "[]\n"
+
+
+def test_every_command_has_an_example_that_is_its_own(moetune: Callable[..., Any]) -> None:
+    for command, example in _EXAMPLES.items():
+        name = command.__name__.rstrip("_")
+        assert shlex.split(example)[:2] == ["moetune", name]
+        said = moetune(name, "--help").out
+        assert "Example: moetune" in said
+        for option in shlex.split(example)[2:]:
+            assert not option.startswith("--") or option in said

@@ -1,0 +1,213 @@
+"""Damaged run folders, checkpoints that were sealed again, and the manifests of whatever moetune writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moetune.adapt.packed_base import check_manifest
+from moetune.adapt.start_from.delta import check_delta
+from moetune.adapt.start_from.peft_adapter import check_peft
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.exporting.export import export
+from moetune.hub.delta_folder import read_delta
+from moetune.hub.tensor_files import read_checkpoint
+from moetune.optim.optimizers import make_optimizer
+from moetune.run.deepspeed_json import deepspeed_json
+from moetune.run.placement import read_load
+from moetune.run.resolve import resolve
+from moetune.run_file import load_run_config
+from moetune.training import checkpoint as checkpoints
+from moetune.training import trainer
+from moetune.training.inputs import Inputs
+from moetune.training.manifest import damage, write_manifest
+from moetune.training.run_folder import RunFolder, _base_text, step_of
+from tests import small
+from tests.fuzz.damage import answer, cases, damaged, damaged_json, damaged_yaml, garbled_bytes, write
+from tests.resolved import build, train, write_packed_base
+
+Written = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def written(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A run, its exports and a packed base; and what reads them, built once."""
+    folder = tmp_path_factory.mktemp("written")
+    settings = {"steps": 2, "save_every": 1}
+    run = small.run_file(small_model, small_data, folder / "run", "lora", train=settings)
+    train(RunConfig.model_validate(run))
+    experts = small.run_file(small_model, small_data, folder / "experts", "experts", train=settings | {"steps": 1})
+    train(RunConfig.model_validate(experts))
+    export(folder / "run", "peft", folder / "peft")
+    export(folder / "experts", "delta", folder / "delta")
+    write_packed_base(str(small_model), folder / "packed", "nf4", double_quant=True)
+    config = resolve(RunConfig.model_validate(run), "cpu").config
+    adapted = build(config, "cpu")
+    return {
+        "folder": folder, "run": run, "config": config, "adapted": adapted, "optimizer": make_optimizer(adapted),
+        "resolved": resolve(config, "cpu"), "of_experts": build(RunConfig.model_validate(experts), "meta"),
+    }  # fmt: skip
+
+
+class Scheduler:
+    """What `read_optimizer` sets of one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.base_lrs, self.lr_lambdas = optimizer, [1e-2], [lambda step: 1.0]
+        self.last_epoch = self._step_count = 0
+
+
+def read_run(path: Path, written: Written) -> None:
+    """All that resuming and exporting read of a run folder before a step is taken."""
+    folder, adapted = RunFolder(path), written["adapted"]
+    folder.metrics()
+    newest = folder.check(written["config"].model_copy(update={"output": str(path)}), "auto", overwrite=False)
+    folder.base()
+    if newest is None:
+        return
+    folder.inputs(newest)
+    load_run_config(path / "run.yaml")
+    trainer.check_checkpoint(newest)
+    with trainer._whole(str(newest)):
+        checkpoints.read_trained(newest, adapted)
+        trainer.read_load(newest, adapted)
+        checkpoints.read_optimizer(newest, adapted, written["optimizer"], Scheduler(written["optimizer"]))
+
+
+def damaged_file(raw: bytes, name: str, draw: random.Random) -> bytes:
+    if name.endswith(".yaml"):
+        return damaged_yaml(yaml.safe_load(raw), draw)
+    if name.endswith(".json"):
+        return damaged_json(raw.decode(), draw)
+    return garbled_bytes(raw, draw)
+
+
+def seal_again(file: Path, path: Path, draw: random.Random) -> None:
+    """As one would who can write there: digests fit what is there now."""
+    if "checkpoints" in file.parts and file.name != "manifest.json":
+        newest = next(parent for parent in file.parents if parent.parent.name == "checkpoints")
+        write_manifest(newest, step_of(newest))
+    elif file.name in ("base.json", "inputs.json"):
+        try:
+            raw = json.loads(file.read_bytes())
+            if file.name == "base.json":
+                raw.pop("seal", None), raw.pop("schema", None)
+                body = type("Base", (), {"to_json": lambda self: raw})()
+                file.write_text(_base_text(body))
+            else:
+                file.write_text(Inputs(raw["run"], raw["data"], raw["config"], raw["files"]).to_json())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+
+
+def test_run_folders(pytestconfig: pytest.Config, written: Written, tmp_path: Path) -> None:
+    answers = []
+    path = Path(shutil.copytree(written["folder"] / "run", tmp_path / "run"))
+    whole = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    read_run(path, written)
+    for seed in cases(pytestconfig):
+        draw = random.Random(seed)
+        for file in draw.sample(list(whole), draw.choice((1, 1, 2))):
+            if draw.random() < 0.1:
+                file.unlink()
+                continue
+            file.write_bytes(damaged_file(whole[file], file.name, draw))
+            if draw.random() < 0.8:
+                seal_again(file, path, draw)
+        changed = [str(file) for file in whole if not file.is_file() or file.read_bytes() != whole[file]]
+        answers.append(answer(seed, lambda: read_run(path, written), lambda c=changed: repr(c)))
+        for file, raw in whole.items():
+            if not file.is_file() or file.read_bytes() != raw:
+                write(file, raw)
+    assert len(answers) / 10 < sum(isinstance(one, UserError) for one in answers) < len(answers)
+
+
+def test_runs_go_on_or_say_why_not(pytestconfig: pytest.Config, written: Written, tmp_path: Path) -> None:
+    """The same damage, and training itself: what was not noticed when it was read must not matter."""
+    longer = written["run"] | {"train": written["run"]["train"] | {"steps": 3, "save_every": 3}}
+    for seed in range(300 if pytestconfig.getoption("--all") else 6):
+        draw = random.Random(seed)
+        path = Path(shutil.copytree(written["folder"] / "run", tmp_path / f"run-{seed}"))
+        file = draw.choice(sorted(file for file in (path / "checkpoints" / "step-2").rglob("*.json")))
+        file.write_bytes(damaged_file(file.read_bytes(), file.name, draw))
+        seal_again(file, path, draw)
+        run = RunConfig.model_validate(longer | {"output": str(path)})
+        answer(seed, lambda run=run: train(run, resume="auto"), lambda file=file: f"{file}: {file.read_text()}")
+        shutil.rmtree(path)
+
+
+def readers(written: Written) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
+    """A file, and what reads the folder that it is in."""
+    folder, config = written["folder"], written["config"]
+    packed = config.model.model_copy(update={"path": str(folder / "packed"), "dtype": "fp32"})
+    selection = written["resolved"].selection
+
+    def deepspeed(path: Path) -> Any:
+        parallel = {"engine": "deepspeed", "zero": 2, "deepspeed": str(path / "ds.json")}
+        return deepspeed_json(RunConfig.model_validate(written["run"] | {"parallel": parallel}))
+
+    write(folder / "ds" / "ds.json", json.dumps({"zero_optimization": {"overlap_comm": True}, "x": [1]}).encode())
+    return {
+        "packed": (Path("packed/packed.json"), lambda path: check_manifest(path, packed, selection)),
+        "delta": (Path("delta/manifest.json"), lambda path: check_delta(written["of_experts"], read_delta(path))),
+        "tensors": (
+            Path("delta/delta.safetensors"),
+            lambda path: check_delta(written["of_experts"], read_delta(path)),
+        ),
+        "adapter": (Path("peft/adapter_config.json"), lambda path: check_peft(written["adapted"], path)),
+        "load": (Path("run/memory.json"), lambda path: read_load(str(path / "memory.json"), "--routing")),
+        "deepspeed": (Path("ds/ds.json"), deepspeed),
+        "checkpoint": (Path("run/checkpoints/step-2/manifest.json"), damage),
+        "index": (Path("index/model.safetensors.index.json"), read_checkpoint),
+    }
+
+
+def test_manifests(pytestconfig: pytest.Config, written: Written, tmp_path: Path) -> None:
+    """Each kind has as many cases as its share of the seeds."""
+    index = {"weight_map": {"model.norm.weight": "part.safetensors"}, "metadata": {"total_size": 1}}
+    write(written["folder"] / "index" / "model.safetensors.index.json", json.dumps(index).encode())
+    shutil.copy(written["folder"] / "delta" / "delta.safetensors", written["folder"] / "index" / "part.safetensors")
+    kinds = readers(written)
+    copies = Path(shutil.copytree(written["folder"], tmp_path / "copies"))
+    refused = 0
+    for seed in cases(pytestconfig):
+        draw = random.Random(seed)
+        name, read = kinds[list(kinds)[seed % len(kinds)]]
+        file = copies / name
+        whole = (written["folder"] / name).read_bytes()
+        raw = damaged_file(whole, file.name, draw)
+        if name.name == "manifest.json" and "checkpoints" in name.parts and draw.random() < 0.5:
+            said = json.loads(whole)
+            raw = sealed(damaged({key: said[key] for key in ("step", "files")}, draw))
+        file.write_bytes(raw)
+        found = answer(seed, lambda read=read, file=file: read(file.parent), lambda raw=raw: repr(raw))
+        refused += isinstance(found, (UserError, str))
+        file.write_bytes(whole)
+    assert refused > len(cases(pytestconfig)) / 4
+
+
+def sealed(said: Any) -> bytes:
+    from moetune.training.manifest import _text
+
+    try:
+        return _text(said["step"], said["files"]).encode("utf-8", "surrogatepass")
+    except (KeyError, TypeError):
+        return json.dumps(said).encode()
+
+
+def test_a_manifest_names_files_of_its_folder_only(written: Written, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written["folder"] / "packed", tmp_path / "packed"))
+    said = json.loads((folder / "packed.json").read_text())
+    name = next(iter(said["files"]))
+    for outside in (f"../packed/{name}", str(folder / name), "..", f"./{name}", "a/b.safetensors", "evil.bin"):
+        (folder / "packed.json").write_text(json.dumps(said | {"files": {outside: said["files"][name]}}))
+        with pytest.raises(UserError, match=r"packed\.json' is damaged"):
+            readers(written)["packed"][1](folder)

@@ -1,0 +1,99 @@
+"""Every command that writes, ended by signals at random moments and begun again, leaves what it leaves undisturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.config import RunConfig
+from moetune.exporting.apply import apply_delta
+from moetune.exporting.export import export
+from tests import small
+from tests.processes import processes
+from tests.resolved import train, write_packed_base
+from tests.training.test_resume import assert_same, work_alone
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+Work = Callable[[Path, bool], None]
+"""Writes to a folder; the second time it goes on with, or replaces, what is there."""
+
+
+@pytest.fixture(scope="module")
+def runs(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose experts train and one with LoRA, and a delta."""
+    folder = tmp_path_factory.mktemp("signals")
+    for adapt in ("experts", "lora"):
+        train(small.run_config(small_model, small_data, folder / adapt, adapt, train={"steps": 1}))
+    for adapt in ("experts", "lora"):
+        config = small.run_config(small_model, small_data, folder / adapt, adapt, train={"steps": 2, "save_every": 1})
+        train(config, overwrite=True)
+    export(folder / "experts", "delta", folder / "delta")
+    shutil.copytree(small_model, folder / "model")
+    return folder
+
+
+def work(command: str, runs: Path, out: Path, again: bool, run: dict[str, Any]) -> None:
+    work_alone()
+    overwrite = again
+    if command == "train":
+        train(RunConfig.model_validate(run | {"output": str(out)}), resume="auto" if again else "never")
+    elif command == "quantize":
+        write_packed_base(str(runs / "model"), out, "nf4", True)
+    elif command == "apply":
+        apply_delta(runs / "delta", runs / "model", out, overwrite=overwrite)
+    else:
+        export(runs / ("lora" if command == "peft" else "experts"), command, out, overwrite=overwrite)  # type: ignore[arg-type]
+
+
+def in_process(*arguments: Any, number: int | None = None, after: float = 60.0) -> int:
+    process = processes.Process(target=work, args=arguments)
+    process.start()
+    process.join(after)
+    if number is not None and process.is_alive():
+        os.kill(process.pid or 0, number)
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("command", ["train", "delta", "peft", "merged", "apply", "quantize"])
+def test_signals_at_random_moments(
+    command: str, runs: Path, small_model: Path, small_data: Path, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    run = small.run_file(small_model, small_data, tmp_path / "x", "lora", train={"steps": 4, "save_every": 1})
+    reference = tmp_path / "reference" / "out"
+    reference.parent.mkdir()
+    begun = time.perf_counter()
+    assert in_process(command, runs, reference, False, run) == 0
+    seconds = time.perf_counter() - begun
+    draw = random.Random(command)
+    interrupted = 0
+    rounds = [(number, turn) for turn in range(8 if pytestconfig.getoption("--all") else 1) for number in SIGNALS]
+    for index, (number, _) in enumerate(rounds):
+        out = tmp_path / f"try-{index}" / "out"
+        out.parent.mkdir()
+        for again in (False, True):  # the second beginning is disturbed, too
+            after = draw.uniform(0, seconds)
+            interrupted += in_process(command, runs, out, again, run, number=number, after=after) != 0
+        if not (command == "quantize" and (out / "packed.json").exists()):
+            assert in_process(command, runs, out, True, run) == 0, f"{signal.Signals(number).name}, round {index}"
+        if command == "train":
+            assert_same(run | {"output": str(out)}, run | {"output": str(reference)})
+        else:
+            assert contents(out) == contents(reference), f"{signal.Signals(number).name}, round {index}"
+        left = [path.name for path in out.parent.iterdir() if path != out and any(path.iterdir())]
+        assert left == []
+    assert interrupted >= len(rounds) / 2
+    print(f"{command}: {interrupted} interrupted, {len(rounds)} ended equal")

@@ -1,0 +1,62 @@
+"""One record serves runs that differ in how many layers are alike: to the byte what their own records say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.memory.closed_form import form
+from moetune.memory.closed_form.depth import Depths
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.run.resolve import resolve
+from tests.memory.models import toy_run, write_toy
+from tests.thinned import thinned
+
+PRETRAINED = {"weights": "pretrained", "dtype": "bf16"}
+ADAPT: dict[str, dict[str, Any]] = {
+    "lomo": {"model": PRETRAINED, "optimizer": {"name": "lomo"}, "train": {"accumulate": 1}},
+    "adamw": {
+        "model": PRETRAINED,
+        "optimizer": {"name": "adamw", "master_weights": "fp32"},
+        "train": {"accumulate": 2},
+    },
+    "host": {
+        "model": {**PRETRAINED, "base": "nf4", "experts_on": "host"},
+        "optimizer": {"name": "adamw", "offload": True},
+        "train": {"accumulate": 1, "checkpointing": "offload"},
+    },
+}
+
+
+@pytest.mark.parametrize("how", thinned(ADAPT))
+def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = 0
+    record = form.record
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal recorded
+        recorded += 1
+        return record(*arguments)
+
+    monkeypatch.setattr(form, "record", counted)
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)
+    depths = Depths()
+    for layers in (4, 6):
+        adapt = {"router": "all", "experts": {"layers": f"0-{layers - 1}", "ids": [1]}}
+        run = resolve(toy_run(toy, "mixtral", adapt, **ADAPT[how]))
+        before = recorded
+        found = depths.at(run)
+        assert recorded - before == (layers == 4)
+        own = ClosedForm(run).at(run.config)
+        assert (found.parts, found.peak.host, found.load) == (own.parts, own.peak.host, own.load)
+
+
+def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path) -> None:
+    """Five layers train and five do not: who is born with all of which group cannot be told."""
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)
+    depths = Depths()
+    for layers in (5, 6):
+        run = resolve(toy_run(toy, "mixtral", {"experts": {"layers": f"0-{layers - 1}", "ids": [1]}}, model=PRETRAINED))
+        assert depths.at(run).parts == ClosedForm(run).at(run.config).parts

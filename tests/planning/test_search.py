@@ -1,0 +1,125 @@
+"""The search finds what trying everything finds, and looks at few of all runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.anatomy.anatomy import Anatomy
+from moetune.catalog.gpus import find_gpu
+from moetune.config import RunConfig
+from moetune.memory.predict import predict
+from moetune.planning.needs import Needs, changed
+from moetune.planning.plan import _traced
+from moetune.planning.search import Search, exhaustive
+from moetune.planning.ways import ways
+from moetune.run.resolve import resolve_model
+
+
+@dataclass
+class Answer:
+    required: int
+    usable: int
+
+    @property
+    def headroom_bytes(self) -> int:
+        return self.usable - self.required
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom_bytes >= 0
+
+
+class Arithmetic:
+    """In place of predictions: what arithmetic says, and what a layer's gradients take beside it."""
+
+    def __init__(self, usable: int, beside: int, a_layer: int) -> None:
+        self.usable, self.beside, self.a_layer, self.asked = usable, beside, a_layer, set()
+        self.search: Any = None
+        self.way: Any = None
+
+    def of(self, config: RunConfig) -> Any:
+        experts = config.adapt.experts
+        assert experts is not None
+        layers, each = len(experts.layers), len(experts.ids)
+        self.asked.add((layers, each))
+        rows = config.train.micro_batch - 1
+        return Answer(
+            self.search.bound(self.way, layers * each) + self.beside + self.a_layer * each + rows * 10**9, self.usable
+        )
+
+
+@cache
+def anatomy(model: str) -> Anatomy:
+    return resolve_model(start(model).model).anatomy
+
+
+def start(model: str, gpu: str = "44GiB") -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": model}, "adapt": {}, "hardware": {"gpu": gpu}, "train": {"sequence_length": 64}}
+    )
+
+
+def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
+    draw = random.Random(0)
+    model = anatomy("mixtral-8x7b")
+    there = [way for way in ways("experts", model, 1) if way.settings["model.base"] == "nf4"]
+    for _ in range(12):
+        usable = int(draw.uniform(20, 160) * 2**30)
+        answers = Arithmetic(usable, int(draw.uniform(0, 3) * 2**30), int(draw.uniform(0, 2**30)))
+        way = draw.choice(there)
+        search = Search(start("mixtral-8x7b"), model, answers, usable)  # type: ignore[arg-type]
+        answers.search, answers.way = search, way
+        found = search.largest(way)
+        looked_at = len(answers.asked)
+        best = exhaustive(search, way)
+        if found is None:
+            assert best is None
+            continue
+        experts = found.config.adapt.experts
+        assert experts is not None
+        assert (len(experts.layers), len(experts.ids)) == best
+        assert found.report.fits
+        assert found.beyond is None or not found.beyond[1].fits
+        assert looked_at < len(list(search.grid())) / 4
+
+
+def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
+    """A way that is left out because of it could not have fitted."""
+    model = anatomy(str(small_model))
+    search = Search(start(str(small_model)), model, Needs(), find_gpu("44GiB").memory.value)
+    way = next(iter(ways("experts", model, 1)))
+    config = search.smallest(way)
+    assert search.bound(way, 1) <= search.needs.of(config).required
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [0, 1, 3])  # 2, LOMO, is a few bytes beyond the card by trace
+def test_what_is_found_fits_by_trace_and_a_notch_more_does_not(number: int, small_model: Path) -> None:
+    model = anatomy(str(small_model))
+    needs = Needs()
+    roomy = Search(start(str(small_model)), model, needs, find_gpu("44GiB").memory.value)
+    way = [way for way in ways("experts", model, 1) if way.settings["train.checkpointing"] == "full"][number]
+    between = [
+        needs.of(roomy.config(way, roomy._of_experts(layers, each))).required for layers, each in ((1, 3), (2, 2))
+    ]
+    gpu = f"{sum(between) // 2}B"
+    search = Search(start(str(small_model), gpu), model, needs, find_gpu(gpu).memory.value)
+    found = search.largest(way)
+    assert found is not None
+    assert found.beyond is not None
+    experts = found.config.adapt.experts
+    assert experts is not None
+    assert (len(experts.layers), len(experts.ids)) == exhaustive(search, way)
+    found = _traced(found, search)
+    assert found is not None
+    assert found.beyond is not None
+    assert found.report.method == "trace"
+    assert found.report.fits
+    further = changed(found.config, {"train.micro_batch": 2 * found.config.train.micro_batch})
+    assert not predict(further, advise=False).fits or not found.beyond[1].fits

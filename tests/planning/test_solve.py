@@ -1,0 +1,90 @@
+"""The largest value that fits: with it the run fits by trace, and one notch further it does not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.predict import predict
+from moetune.planning.needs import Needs
+from moetune.planning.solve import axis_of, last_that_fits, solve
+from moetune.run.resolve import resolve
+
+
+@pytest.mark.parametrize("shape", ["line", "curve", "steps"])
+def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
+    heights = {"line": lambda n: 7 * n, "curve": lambda n: n * n * n, "steps": lambda n: n // 8 * 100}
+    draw = random.Random(0)
+    for _ in range(200):
+        count, border = draw.randrange(1, 300), draw.randrange(-3, 320)
+        room = heights[shape](border) if border >= 0 else -1
+        asked: list[int] = []
+
+        def headroom(number: int, room: int = room, asked: list[int] = asked) -> int:
+            asked.append(number)
+            return room - heights[shape](number)
+
+        fits = [number for number in range(count) if heights[shape](number) <= room]
+        assert last_that_fits(count, headroom, draw.randrange(count)) == (fits[-1] if fits else -1)
+        assert len(asked) == len(set(asked)) <= 40
+
+
+@pytest.fixture(scope="module")
+def needs() -> Needs:
+    return Needs()
+
+
+def config(model: Path, gpu: str, **sections: Any) -> RunConfig:
+    raw = {
+        "model": {"path": str(model)},
+        "adapt": {"router": "all", "experts": {"layers": "1", "ids": [2]}},
+        "train": {"sequence_length": 64, "accumulate": 1},
+        "hardware": {"gpu": gpu},
+    }
+    return RunConfig.model_validate(raw | sections)
+
+
+def test_micro_batch(small_model: Path, needs: Needs) -> None:
+    run = config(small_model, "560MiB")
+    solved = solve(run, "train.micro_batch", needs)
+    assert solved.at is not None
+    assert solved.over is not None
+    assert solved.value > 1
+    assert solved.beyond == solved.value + 1
+    for value, fits in ((solved.value, True), (solved.beyond, False)):
+        train = run.train.model_copy(update={"micro_batch": value})
+        assert predict(run.model_copy(update={"train": train}), advise=False).fits is fits
+    assert solved.settings == (f"train.micro_batch={solved.value}",)
+    assert solved.to_json()["at"]["method"] == "trace"
+
+
+def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, needs: Needs) -> None:
+    solved = solve(config(small_model, "44GiB"), "adapt.experts.layers", needs)
+    assert (solved.value, solved.beyond, solved.over) == ((0, 1), None, None)
+    assert solved.settings == ("adapt.experts.layers=0-1",)
+    axis = axis_of(resolve(config(small_model, "44GiB")), "adapt.experts.layers")
+    assert list(axis.values) == [(1,), (0, 1)]
+    axis = axis_of(resolve(config(small_model, "44GiB")), "adapt.experts.ids")
+    assert list(axis.values) == [(2,), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
+
+
+def test_nothing_fits(small_model: Path, needs: Needs) -> None:
+    solved = solve(config(small_model, "510MiB"), "train.micro_batch", needs)
+    assert (solved.value, solved.at, solved.beyond) == (None, None, 1)
+    assert solved.over is not None
+    assert solved.over.fits is False
+    assert solved.to_json()["fits"] is False
+
+
+def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, needs: Needs) -> None:
+    with pytest.raises(UserError, match=r"train\.microbatch.*Did you mean 'train\.micro_batch'"):
+        solve(config(small_model, "44GiB"), "train.microbatch", needs)
+    with pytest.raises(UserError, match=r"has no adapt\.lora"):
+        solve(config(small_model, "44GiB"), "adapt.lora.rank", needs)
+    with pytest.raises(UserError, match="needs a card"):
+        solve(config(small_model, "44GiB", hardware={}), "train.micro_batch", needs)

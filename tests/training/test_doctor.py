@@ -1,0 +1,63 @@
+"""`moetune doctor`: what would make a run fail is a problem, with its remedy, and exit code 1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.training import doctor
+
+Run = Callable[..., Any]
+
+
+def outcomes(ended: Any) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(ended.out)["checks"]}
+
+
+def test_a_machine_that_is_well(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["numpy>=2", "none; extra == 'dev'"])
+    ended = moetune("doctor", "--json")
+    assert ended.code == 0
+    found = outcomes(ended)
+    assert found["numpy"]["outcome"] == "ok"
+    assert "none" not in found
+    assert found["bitsandbytes' library"]["outcome"] == "ok"
+    assert "a run can start" in moetune("doctor").out
+
+
+def test_what_is_missing_or_of_another_version(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["numpy<1", "no-such-package>=3"])
+    ended = moetune("doctor", "--json")
+    assert ended.code == 1
+    found = outcomes(ended)
+    assert (found["numpy"]["outcome"], found["numpy"]["remedy"]) == ("problem", "pip install 'numpy<1'")
+    assert found["no-such-package"]["found"] == "not installed"
+
+
+def test_a_card_that_is_not_found(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ended = moetune("doctor", "--json")
+    assert ended.code == 1
+    assert outcomes(ended)["CUDA"]["found"] == "torch is built for CUDA 13.0 and finds no GPU"
+
+
+@pytest.mark.slow
+def test_a_run_that_needs_more_than_there_is(
+    moetune: Run, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(f"model: {{path: {small_model}}}\nadapt: {{router: all}}\ntrain: {{sequence_length: 64}}\n")
+    monkeypatch.setattr(doctor, "this_device", lambda: "cpu")
+    assert outcomes(moetune("doctor", run, "--json"))["host memory of the run"]["outcome"] == "ok"
+    monkeypatch.setattr(doctor, "host_memory", lambda: 1000)
+    ended = moetune("doctor", run, "--json")
+    assert ended.code == 1
+    assert outcomes(ended)["host memory of the run"]["outcome"] == "problem"
+    ended = moetune("doctor", run, "--set", "adapt.router=9", "--json")
+    assert "layer 9" in outcomes(ended)["run file"]["found"]

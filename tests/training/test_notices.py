@@ -1,0 +1,118 @@
+"""What trains nothing, or nothing of use, is said on the terminal and in the metrics."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetune.errors import UserError
+from tests import small
+from tests.resolved import train
+
+Err = pytest.CaptureFixture[str]
+
+
+def said(capsys: Err) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+
+
+def changed(model: Path, folder: Path, change: Any) -> Path:
+    """A copy of a model with other weights."""
+    copy = Path(shutil.copytree(model, folder))
+    tensors = load_file(copy / "model.safetensors")
+    for name, tensor in tensors.items():
+        change(name, tensor)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_a_run_that_learns_says_nothing(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
+    train(small.run_config(small_model, small_data, tmp_path / "run", "lora"))
+    assert said(capsys) == []
+    for line in small.read_metrics(tmp_path / "run"):
+        assert (line["idle_experts"], line["unchanged"], line["notices"]) == (0, [], [])
+
+
+def collapse(name: str, tensor: torch.Tensor) -> None:
+    """Every token goes to the first two experts, if what comes to the router is positive."""
+    if "gate.weight" in name:
+        tensor.zero_()
+        tensor[0], tensor[1] = 5.0, 4.0
+    if "post_attention_layernorm" in name:
+        tensor.zero_()
+
+
+def test_experts_without_tokens_and_collapsed_routers(
+    small_model: Path, small_data: Path, tmp_path: Path, capsys: Err
+) -> None:
+    """Logits are all 0 then, and of equal ones the router takes the same two always."""
+    model = changed(small_model, tmp_path / "model", collapse)
+    experts = {"experts": {"layers": "all", "ids": [0, 1, 2, 3]}}
+    train(small.run_config(model, small_data, tmp_path / "run", "experts", adapt=experts | {"router": "none"}))
+    notes = said(capsys)
+    assert [note for note in notes if "routing of layer 1 has collapsed: of 4 experts 2.0 are in use" in note]
+    assert [note for note in notes if "experts train and have received no token (layer:expert 0:" in note]
+    last = small.read_metrics(tmp_path / "run")[-1]
+    assert last["idle_experts"] == small.LAYERS * (small.EXPERTS - small.TOP_K)
+    assert "collapsed routers" in last["notices"]
+
+
+def test_updates_that_round_away(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
+    optimizer = {"name": "sgd", "lr": 1e-12}
+    train(small.run_config(small_model, small_data, tmp_path / "run", "router", optimizer=optimizer))
+    assert any("no weight of router has changed" in note for note in said(capsys))
+    assert small.read_metrics(tmp_path / "run")[-1]["unchanged"] == ["router"]
+
+
+def test_a_warmup_that_has_not_begun_is_none(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
+    train(small.run_config(small_model, small_data, tmp_path / "run", "router", train={"warmup": 2}))
+    assert said(capsys) == []
+
+
+def test_equal_logits(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
+    def silence(name: str, tensor: torch.Tensor) -> None:
+        if name in ("lm_head.weight", "model.norm.weight"):
+            tensor.zero_()
+
+    model = changed(small_model, tmp_path / "model", silence)
+    train(small.run_config(model, small_data, tmp_path / "run", "router"))
+    assert any("every token is as likely as any other" in note for note in said(capsys))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_documents_longer_than_the_model_has_positions(packing: bool, tmp_path: Path, capsys: Err) -> None:
+    model = small.write_model(tmp_path / "model", max_position_embeddings=16)
+    data = small.write_data(tmp_path / "data.jsonl")
+    train(small.run_config(model, data, tmp_path / "run", "router", data={"packing": packing}))
+    (note,) = said(capsys)
+    assert "the model has 16 positions" in note
+    assert small.read_metrics(tmp_path / "run")[0]["notices"] == ["long positions"]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_base_that_is_not_finite(
+    name: str, packing: bool, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    def break_one(which: str, tensor: torch.Tensor) -> None:
+        if which == name:
+            tensor.fill_(float("nan"))
+
+    model = changed(small_model, tmp_path / "model", break_one)
+    with pytest.raises(UserError, match=rf"^{name} of the base holds values that are not finite"):
+        train(small.run_config(model, small_data, tmp_path / "run", "router", data={"packing": packing}))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_pad_token_without_an_embedding(packing: bool, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"pad_token": "<beyond>"}))
+    with pytest.raises(UserError, match=r"pads with token \d+; the model has embeddings for \d+ only"):
+        train(small.run_config(model, small_data, tmp_path / "run", "router", data={"packing": packing}))
