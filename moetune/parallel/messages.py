@@ -12,7 +12,7 @@ from moetune.patches.torch import process_group
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast"]
 NAMESPACES = ("c10d", "_c10d_functional")
-_SENDS_NOTHING = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
+_SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan"}
 
 
 @dataclass(frozen=True)
