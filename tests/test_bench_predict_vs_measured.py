@@ -18,7 +18,7 @@ import torch
 from moetune.config import RunConfig
 from moetune.memory.measure import Measured
 from moetune.memory.predict import predict
-from moetune.memory.routing import BALANCED
+from moetune.memory.routing import Replayed
 from moetune.run.resolve import resolve
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"
@@ -124,7 +124,8 @@ def imagined(bench: ModuleType, small_model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_case_that_runs(imagined: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(10, 20, 30, 1.0, BALANCED, [[3, 1], [2, 2]], None)
+    routing = Replayed("measured", None, {0: [3, 1]}, 2, ((3, 1), (2, 2)))
+    measured = Measured(10, 20, 30, 1.0, routing, None)
     monkeypatch.setattr(imagined, "measure", lambda config, device, steps: measured)
     row = json.loads(json.dumps(imagined.run_on_cuda("tiny", None)))
     assert row["measured"] == {"allocated": 10, "reserved": 20, "process": 30}

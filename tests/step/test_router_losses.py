@@ -244,5 +244,5 @@ def test_auto_is_the_architectures_own_coefficient(small_model: Path, tmp_path: 
     without = run_config(tmp_path, {"router": "all"}, train={"router_aux_loss": "auto"})
     with pytest.raises(UserError, match="auto is the architecture's own coefficient"):
         resolve(without, "cpu")
-    with pytest.raises(ValueError, match="neither a number from 0 up nor auto"):
+    with pytest.raises(ValueError, match="neither a number from 0 to 1e6 nor auto"):
         small.run_config(small_model, Path(), Path(), train={"router_aux_loss": "yes"})
