@@ -124,7 +124,7 @@ def imagined(bench: ModuleType, small_model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_case_that_runs(imagined: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    routing = Replayed("measured", None, {0: [3, 1]}, 2, ((3, 1), (2, 2)))
+    routing = Replayed("balanced", steps=2, calls=((3, 1), (2, 2)))
     measured = Measured(10, 20, 30, 1.0, routing, None)
     monkeypatch.setattr(imagined, "measure", lambda config, device, steps: measured)
     row = json.loads(json.dumps(imagined.run_on_cuda("tiny", None)))
