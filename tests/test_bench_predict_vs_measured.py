@@ -18,7 +18,7 @@ import torch
 from moetune.config import RunConfig
 from moetune.memory.measure import Measured
 from moetune.memory.predict import predict
-from moetune.memory.routing import Replayed
+from moetune.memory.routing import BALANCED
 from moetune.run.resolve import resolve
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"
@@ -124,8 +124,8 @@ def imagined(bench: ModuleType, small_model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_case_that_runs(imagined: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    routing = Replayed("balanced", steps=2, calls=((3, 1), (2, 2)))
-    measured = Measured(10, 20, 30, 1.0, routing, None)
+    measured = Measured(10, 20, 30, 1.0, BALANCED, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(Measured, "counts", [[3, 1], [2, 2]])
     monkeypatch.setattr(imagined, "measure", lambda config, device, steps: measured)
     row = json.loads(json.dumps(imagined.run_on_cuda("tiny", None)))
     assert row["measured"] == {"allocated": 10, "reserved": 20, "process": 30}
