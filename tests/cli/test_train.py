@@ -111,7 +111,7 @@ def assert_quiet(err: str) -> None:
     """Nothing on stderr but what moetune has to say: no warning and no progress bar of another library."""
     lines = [re.sub(r"\d[\d.,]*\d|\d", "#", line) for line in err.splitlines()]
     assert [line.partition(": trains ")[2] or line for line in lines[:3]] == [
-        "# parameters (router # experts #)",
+        "# parameters (router #, experts #)",
         "data: # examples in # sequences, # training tokens, # with loss",
         "length: # steps of # an epoch, # epochs",
     ]

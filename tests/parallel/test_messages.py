@@ -13,7 +13,7 @@ from moetune.memory.trace.log import Log, Mark, Sent, Trace
 from moetune.parallel.messages import NAMESPACES, Message, message, uncounted
 from moetune.patches.torch import fake_process_group
 
-SILENT = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
+SILENT = {"_wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
 COUNTED = {
     "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "all_reduce", "all_reduce_",
     "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "reduce_", "broadcast_",
