@@ -15,8 +15,9 @@ from moetune.run.resolve import resolve
 def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
     """The run file with `k` in the place of a `budget` of memory; without one, as it is.
 
-    By bisection, over traces of the run with as many experts in each layer. The experts that are chosen are traced at
-    the end, because a layer's peak depends a little on which of its experts train.
+    By bisection, over traces of the run with as many experts in each layer. From there on the experts that are chosen
+    are traced, because a layer's peak depends on which of its experts train: the others are worked on in groups of
+    neighbours.
 
     Args:
         on_try: is told each number that was tried, and whether it fits.
@@ -51,18 +52,26 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
         """With the first k experts of each of the layers: those that are alike stand for each other in a trace."""
         return _with_ids(config, key, {index: tuple(range(k)) for index in ids})
 
+    def of_choice(k: int) -> RunConfig:
+        return _with(config, key, choice.model_copy(update={"budget": None, "k": k}))
+
     low, high = 0, most + 1  # low fits, or is none; high does not, or is more than there are
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle, first(middle)) else (low, middle)
-    while low and not fits(low, settled := _with(config, key, choice.model_copy(update={"budget": None, "k": low}))):
+    if low and not fits(low, of_choice(low)):
         low -= 1
+        while low and not fits(low, of_choice(low)):
+            low -= 1
+    else:
+        while low < most and fits(low + 1, of_choice(low + 1)):
+            low += 1
     if not low:
         raise UserError(
             f"adapt.{key}: one expert of each of {len(ids)} layers takes {gib(required[1])}, more than the budget of "
             f"{budget}; name fewer layers, or see moetune predict for what takes less"
         )
-    return settled
+    return of_choice(low)
 
 
 def _choice(config: RunConfig, key: str) -> ChoiceConfig | None:
