@@ -30,19 +30,21 @@ class Notices:
 
     def __init__(self, adapted: Adapted, trained: int, console: Console) -> None:
         self.adapted, self.trained, self.console = adapted, trained, console
-        self._said: dict[str, set[object]] = {}
-        self._begun = self._known = self._sample()
-        self._unjudged: dict[int, Tensor] = {}  # tokens that each expert has received since its layer was judged
+        self._said: set[tuple[str, object]] = set()
+        self._holds: list[str] = []
+        self._of_data: list[str] = []
+        self.begin()
 
-    @property
-    def kinds(self) -> list[str]:
-        """Of what was said."""
-        return list(self._said)
+    def begin(self) -> None:
+        """Weights are from here on compared with what they are now."""
+        self._begun = self._known = self._sample()
 
     def say(self, kind: str, text: str, about: object = None) -> None:
-        """Says it, if nothing of its kind was said before of the same thing."""
-        if about not in self._said.setdefault(kind, set()):
-            self._said[kind].add(about)
+        """Says it, unless it was said of the same thing before. A line of metrics has its kind each time."""
+        if kind not in self._holds:
+            self._holds.append(kind)
+        if (kind, about) not in self._said:
+            self._said.add((kind, about))
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
@@ -56,11 +58,12 @@ class Notices:
                 f"documents of up to {longest} tokens, and the model has {most} positions (max_position_embeddings): "
                 f"what lies beyond it has not learnt; train.sequence_length: {most} cuts there",
             )
+        self._of_data = list(self._holds)
 
     def about_step(
         self, loss: float | None, updated: bool, load: dict[int, Tensor], received: dict[int, Tensor]
     ) -> dict[str, object]:
-        """What a line of metrics says beside its numbers.
+        """What a line of metrics says beside its numbers: the same, whether the run was interrupted before it or not.
 
         Args:
             loss: of the steps since the last line; None if all were skipped.
@@ -68,6 +71,7 @@ class Notices:
             load: by layer, the tokens that each expert received in them, on the host.
             received: the same since the run began.
         """
+        self._holds = list(self._of_data)
         size = self.adapted.run.model.settings.get_text_config().vocab_size
         if loss is not None and abs(loss - math.log(size)) <= _EQUAL * math.log(size):
             self.say(
@@ -88,7 +92,7 @@ class Notices:
                 f"no weight of {', '.join(still)} has changed: the updates are smaller than what their precision can "
                 "hold; raise optimizer.lr, or set optimizer.master_weights: fp32 or stochastic",
             )
-        return {"idle_experts": len(idle), "unchanged": still if updated else [], "notices": self.kinds}
+        return {"idle_experts": len(idle), "unchanged": still if updated else [], "notices": self._holds}
 
     def at_end(self, received: dict[int, Tensor]) -> None:
         """Names experts that trained on nothing, however short the run was, and says if updates mostly rounded away."""
@@ -126,9 +130,7 @@ class Notices:
             )
 
     def _about_collapse(self, load: dict[int, Tensor]) -> None:
-        for layer, tokens in load.items():
-            self._unjudged[layer] = self._unjudged.get(layer, 0) + tokens
-        judged = {layer: tokens for layer, tokens in self._unjudged.items() if is_enough(tokens)}
+        judged = {layer: tokens for layer, tokens in load.items() if is_enough(tokens)}
         for layer, used in collapsed(self.adapted.run, judged).items():
             self.say(
                 "collapsed routers",
@@ -137,8 +139,6 @@ class Notices:
                 "optimizer.router.lr moves routers less",
                 about=layer,
             )
-        for layer in judged:
-            del self._unjudged[layer]
 
     @torch.no_grad()
     def _sample(self) -> dict[str, Tensor]:

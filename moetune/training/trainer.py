@@ -269,6 +269,7 @@ class MoeTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _whole(resume_from_checkpoint):
             checkpoint.read_trained(Path(resume_from_checkpoint), self.adapted)
+            self.notices.begin()
             self.total_load.update(read_load(Path(resume_from_checkpoint), self.adapted))
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:

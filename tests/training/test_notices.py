@@ -54,7 +54,8 @@ def test_experts_without_tokens_and_collapsed_routers(
     """Logits are all 0 then, and of equal ones the router takes the same two always."""
     model = changed(small_model, tmp_path / "model", collapse)
     experts = {"experts": {"layers": "all", "ids": [0, 1, 2, 3]}}
-    train(small.run_config(model, small_data, tmp_path / "run", "experts", adapt=experts | {"router": "none"}))
+    adapt, accumulate = experts | {"router": "none"}, {"accumulate": 4}
+    train(small.run_config(model, small_data, tmp_path / "run", "experts", adapt=adapt, train=accumulate))
     notes = said(capsys)
     assert [note for note in notes if "routing of layer 1 has collapsed: of 4 experts 2.0 are in use" in note]
     assert [note for note in notes if "experts train and have received no token (layer:expert 0:" in note]

@@ -51,7 +51,7 @@ def test_router_losses_of_a_dense_model(small_model: Path, small_data: Path, tmp
 def test_a_router_that_keeps_its_logits(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_losses, "_find_logits", lambda output, num_experts: None)
+    monkeypatch.setattr(router_losses, "find_logits", lambda output, num_experts: None)
     with pytest.raises(UserError, match="router of layer 0"):
         train(small.run_config(small_model, small_data, tmp_path / "run", train={"router_z_loss": 0.1}))
     assert not (tmp_path / "run").exists()
