@@ -42,6 +42,7 @@ def bench() -> Iterator[ModuleType]:
 # --- On a CPU -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_real_steps_take_what_was_predicted(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_run_that_fits(moetune: Run) -> None:
     assert result["changes"] == []
 
 
+@pytest.mark.full
 def test_a_run_that_does_not_fit(shallow: list[str], moetune: Run) -> None:
     ended = moetune("predict", ROUTER, *SHORT, *shallow, "--gpu", "1GiB", "--method", "formula", "--json")
     assert ended.code == 1

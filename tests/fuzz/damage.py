@@ -15,7 +15,7 @@ import yaml
 from moetune.errors import UserError
 
 MOST_BYTES = 4096
-PUSH, ALL = 250, 10_000
+PUSH, ALL = 80, 10_000
 """Cases of a generator."""
 
 HOSTILE: tuple[Any, ...] = (

@@ -68,7 +68,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("command", ["train", "delta", "peft", "merged", "apply", "quantize"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("train", marks=pytest.mark.full), "delta", "peft", "merged", "apply", "quantize"]
+)
 def test_signals_at_random_moments(
     command: str, runs: Path, small_model: Path, small_data: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -93,7 +93,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.slow
 @settings(
-    max_examples=4,
+    max_examples=2,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

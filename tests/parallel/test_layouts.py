@@ -11,9 +11,9 @@ from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
 
-SPANNING = ("replicate 2 × fsdp 2, ep 2", "tp 2 × ep 2")
-"""Every axis, beside another: on a push; the other layouts with `--all`, and those of ZeRO and DeepSpeed, which
-test_predict.py and test_runs.py have on a push too."""
+SPANNING = ("replicate 2 × fsdp 2, ep 2",)
+"""Three axes beside each other: on a push. The other layouts with `--all`; tp, ZeRO and DeepSpeed are in test_runs.py and
+test_predict.py on a push too."""
 
 
 def every_layout() -> list[Any]:

@@ -144,7 +144,7 @@ def test_ranks_that_see_the_same_data_draw_the_same_numbers(noisy_model: Path, e
     assert one == other
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_exports_are_those_of_one_process(small_model: Path, even_data: Path, tmp_path: Path) -> None:
     for adapt, layout, formats in (("experts", "ep 4", ("delta", "merged")), ("lora", "ep 2", ("peft", "merged"))):
         for name, of in (("one", "alone"), ("many", layout)):

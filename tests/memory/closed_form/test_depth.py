@@ -30,7 +30,7 @@ ADAPT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", thinned(ADAPT))
+@pytest.mark.parametrize("how", thinned(ADAPT, len(ADAPT)))
 def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = 0
     record = form.record
