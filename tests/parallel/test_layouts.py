@@ -12,8 +12,8 @@ from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
 
 SPANNING = ("replicate 2 × fsdp 2, ep 2",)
-"""Three axes beside each other: on a push. The other layouts with `--all`; tp, ZeRO and DeepSpeed are in test_runs.py and
-test_predict.py on a push too."""
+"""Three axes beside each other: on a push. The other layouts with `--all`; tp, ZeRO and DeepSpeed are in test_runs.py
+and test_predict.py on a push too."""
 
 
 def every_layout() -> list[Any]:
