@@ -72,13 +72,14 @@ def answering() -> Iterator[None]:
     that what they cost is counted.
 
     - `occurrences` says that all numbers occur as often: shapes depend on how many tokens each expert receives.
-    - `tolist` of floats gives ones: a mean divides by a sum.
+    - `tolist` and `cpu` of floats give ones: a mean divides by a sum, and what a copy leaves alone may be NaN.
 
     Any other number that the host reads is zero (device.c), which is finite, and no flag. So transformers, which looks
     whether all positions of a batch follow on one another, finds that they do not, as in a batch of packed documents,
     and makes their mask. And cuDNN is not asked for attention: its plans are made on a real card.
     """
-    occurrences, tolist, with_cudnn = links.occurrences, Tensor.tolist, torch.backends.cuda.cudnn_sdp_enabled()
+    occurrences, tolist, cpu = links.occurrences, Tensor.tolist, Tensor.cpu
+    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
     def balanced(ids: Tensor, num_experts: int) -> Tensor:
         counted = occurrences(ids, num_experts)
@@ -92,10 +93,14 @@ def answering() -> Iterator[None]:
         listed = tolist(self)
         return tolist(torch.ones(self.shape)) if self.is_cuda and self.is_floating_point() else listed
 
-    links.occurrences, Tensor.tolist = balanced, ones
+    def ones_on_host(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy = cpu(self, *args, **kwargs)
+        return copy.detach().fill_(1) if self.is_cuda and self.is_floating_point() else copy
+
+    links.occurrences, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        links.occurrences, Tensor.tolist = occurrences, tolist
+        links.occurrences, Tensor.tolist, Tensor.cpu = occurrences, tolist, cpu  # type: ignore[method-assign]
         torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
