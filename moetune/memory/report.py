@@ -244,6 +244,17 @@ class MemoryReport:
     def fits(self) -> bool | None:
         return None if self.verdict is None else self.verdict != "no"
 
+    def figures(self) -> dict[str, Any]:
+        """What plans and comparisons print of it."""
+        return {
+            "method": self.method,
+            "verdict": self.verdict,
+            "required_bytes": self.required,
+            "headroom_bytes": self.headroom_bytes,
+            "peak_process": self.peak_process,
+            "host_bytes": self.fullest.host_bytes,
+        }
+
     def to_json(self) -> dict[str, Any]:
         """The object that `moetune predict --json` prints."""
         return {

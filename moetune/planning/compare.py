@@ -40,12 +40,7 @@ class Compared:
             "name": self.name,
             "trains": self.trains,
             "gpu": {"name": report.gpu.name, "usable_bytes": report.gpu.usable_bytes},
-            "method": report.method,
-            "verdict": report.verdict,
-            "required_bytes": report.required,
-            "headroom_bytes": report.headroom_bytes,
-            "peak_process": report.peak_process,
-            "host_bytes": report.fullest.host_bytes,
+            **report.figures(),
             "left_out_by_active_parameters": self.left_out,
             "combination": None if self.combination is None else list(self.combination.flags),
         }

@@ -9,14 +9,13 @@ together. So what one line says bounds all runs that have more experts a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import ranges
 from moetune.config import OptimizerConfig, RunConfig
-from moetune.errors import UserError
 from moetune.memory.arithmetic import state_bytes
 from moetune.memory.report import MemoryReport
 from moetune.planning.needs import Needs, changed
@@ -211,19 +210,3 @@ class Search:
                 each += state_bytes(optimizer, (size,), width) + 4 * size * (width == 4)
                 each += 0 if optimizer.fused_backward else 2 * size
         return self.context + int(stored + experts * each) // config.parallel.ranks
-
-
-def exhaustive(search: Search, way: Way) -> tuple[int, int] | None:
-    """The winner of the whole grid, every point of it evaluated: what `Search.largest` has to find."""
-    fits: Sequence[tuple[int, int, int]] = [
-        (layers * each, -report.required, layers)
-        for layers, each in search.grid()
-        if (report := search.needs.of(search.config(way, search._of_experts(layers, each)))).fits
-    ]
-    if not fits:
-        return None
-    amount, _, layers = max(fits)
-    return layers, amount // layers
-
-
-__all__ = ["Found", "Search", "UserError", "exhaustive"]

@@ -60,15 +60,7 @@ class Solved:
         def said(value: Any, report: MemoryReport | None) -> dict[str, Any] | None:
             if report is None:
                 return None
-            return {
-                "value": list(value) if isinstance(value, tuple) else value,
-                "method": report.method,
-                "verdict": report.verdict,
-                "required_bytes": report.required,
-                "headroom_bytes": report.headroom_bytes,
-                "peak_process": report.peak_process,
-                "host_bytes": report.fullest.host_bytes,
-            }
+            return {"value": list(value) if isinstance(value, tuple) else value, **report.figures()}
 
         return {
             "schema": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,8 @@ from moetune.config import RunConfig
 from moetune.memory.predict import predict
 from moetune.planning.needs import Needs, changed
 from moetune.planning.plan import _traced
-from moetune.planning.search import Search, exhaustive
-from moetune.planning.ways import ways
+from moetune.planning.search import Search
+from moetune.planning.ways import Way, ways
 from moetune.run.resolve import resolve_model
 
 
@@ -63,6 +64,19 @@ def start(model: str, gpu: str = "44GiB") -> RunConfig:
     return RunConfig.model_validate(
         {"model": {"path": model}, "adapt": {}, "hardware": {"gpu": gpu}, "train": {"sequence_length": 64}}
     )
+
+
+def exhaustive(search: Search, way: Way) -> tuple[int, int] | None:
+    """The winner of the whole grid, every point of it evaluated: what `Search.largest` has to find."""
+    fits: Sequence[tuple[int, int, int]] = [
+        (layers * each, -report.required, layers)
+        for layers, each in search.grid()
+        if (report := search.needs.of(search.config(way, search._of_experts(layers, each)))).fits
+    ]
+    if not fits:
+        return None
+    amount, _, layers = max(fits)
+    return layers, amount // layers
 
 
 def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
