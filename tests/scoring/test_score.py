@@ -238,7 +238,7 @@ def test_a_budget_takes_the_most_that_fits(part: str, small_model: Path, tmp_pat
     settled = resolve(found)
     chosen = settled.selection.experts if part == "experts" else settled.selection.lora_experts
     assert chosen == {0: (1, 2), 1: (1, 2)}
-    assert tried[-2:] == [(2, True), (3, False)]  # the last ones are of the experts that are chosen
+    assert set(tried[-2:]) == {(2, True), (3, False)}  # traces, of the experts that are chosen
     assert within_budget(found) is found
     with pytest.raises(UserError, match="one expert of each of 2 layers takes"):
         within_budget(run(budget="1MiB"))
