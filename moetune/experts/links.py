@@ -20,6 +20,9 @@ CountRows = Callable[[int, Tensor, int], list[int]]
 
 ExpertWatch = Callable[[Sequence[int]], None]
 
+NormWatch = Callable[[int, Tensor], None]
+"""(a layer's index, ‖expert output‖₂ of each choice [T, K] in float32, before it is weighted)"""
+
 GradientHook = Callable[[nn.Parameter, Tensor], None]
 """(a parameter, its gradient)"""
 
@@ -47,8 +50,8 @@ class Exchange(Protocol):
 class BankLinks:
     """What surrounds the banks of one model.
 
-    The last three are for who watches a run, and may change while it goes on: `counting_by`, `eager_gradients_to` and
-    `watching_experts`.
+    The last four are for who watches a run, and may change while it goes on: `counting_by`, `eager_gradients_to`,
+    `watching_experts` and `watching_norms`.
     They are fields, because autograd runs a GPU's backward pass on a thread of its own, which sees no context variable.
 
     Attributes:
@@ -62,6 +65,7 @@ class BankLinks:
         eager_gradient_hook: takes each gradient of a fully trained matrix in backward, as soon as it is there; None
             leaves them to autograd, which keeps all of a layer's until its backward is through.
         expert_watch: is told which experts' rows are computed next, in forward and in backward; none: no one's.
+        norm_watch: is told after a layer's forward pass how long its experts' outputs were.
     """
 
     expert_memory: int = 0
@@ -71,6 +75,11 @@ class BankLinks:
     count_rows: CountRows = read_rows
     eager_gradient_hook: GradientHook | None = None
     expert_watch: ExpertWatch | None = None
+    norm_watch: NormWatch | None = None
+
+    def room_for_norms(self, like: Tensor) -> Tensor | None:
+        """Float32 in the shape of ids, for the norms of their experts' outputs; None if no one asks for them."""
+        return None if self.norm_watch is None else torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
     @contextmanager
     def counting_by(self, count_rows: CountRows) -> Iterator[None]:
@@ -99,3 +108,12 @@ class BankLinks:
             yield
         finally:
             self.expert_watch = None
+
+    @contextmanager
+    def watching_norms(self, watch: NormWatch) -> Iterator[None]:
+        """Inside, `watch` is told of each layer's outputs. Forward passes without gradients only."""
+        self.norm_watch = watch
+        try:
+            yield
+        finally:
+            self.norm_watch = None

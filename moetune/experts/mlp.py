@@ -113,8 +113,11 @@ class TokenSum:
             torch.sum(self._rows.view(-1, self._top_k, self._rows.shape[1]), 1, out=self.out_TH)
 
 
-def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
+def expert_mlp(
+    bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Routing, norms: Tensor | None = None
+) -> Tensor:
     """The sum over each token's experts, weighted: y [T, H] in x's dtype; gradients flow to x, the weights, the bank.
+    `norms` [T, K], where no gradient is asked for, is filled with the norms of what is summed, before it is weighted.
 
     The autograd node is made before the products run, and they fill its output afterwards. A checkpointed layer stops
     its recomputation at the last tensor that backward needs, and for most models that is this node's: the experts'
@@ -124,7 +127,7 @@ def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Rout
     y_TH = _ExpertMlp.apply(bank, routing, keeps, x_TH, weights_TK, *bank.parameters())
     if not keeps:
         with torch.no_grad():
-            _fill(bank, routing, x_TH, weights_TK, y_TH)
+            _fill(bank, routing, x_TH, weights_TK, y_TH, norms=norms)
     return y_TH
 
 
@@ -135,22 +138,33 @@ def _fill(
     weights_TK: Tensor,
     y_TH: Tensor,
     rows: list[Tensor] | None = None,
+    norms: Tensor | None = None,
 ) -> None:
-    """Adds up y; `rows` is given the gate_up rows [N, O] of each group."""
+    """Adds up y; `rows` is given the gate_up rows [N, O] of each group, `norms` those of their outputs."""
     total = TokenSum(y_TH, routing, list(bank.groups(x_TH.dtype)))
     for group in routing.groups(bank, weights_TK, x_TH.dtype):
-        _add_group(bank, group, x_TH, total, rows)
+        _add_group(bank, group, x_TH, total, rows, norms)
     total.finish()
 
 
-def _add_group(bank: ExpertBank, group: Group, x_TH: Tensor, total: TokenSum, kept: list[Tensor] | None) -> None:
+def _add_group(
+    bank: ExpertBank,
+    group: Group,
+    x_TH: Tensor,
+    total: TokenSum,
+    kept: list[Tensor] | None,
+    norms: Tensor | None,
+) -> None:
     gate_up, down = bank.projections(group.slots, x_TH.dtype)
     gate_up_NO = gate_up.forward(x_TH[group.token_N], group.rows)
     act_NI = bank.activation(gate_up_NO)
     if kept is not None:
         kept.append(gate_up_NO)
     del gate_up_NO, gate_up
-    total.add(group, down.forward(act_NI, group.rows).mul_(group.weight_N1))
+    out_NH = down.forward(act_NI, group.rows)
+    if norms is not None:
+        norms.view(-1).index_copy_(0, group.flat_N, torch.linalg.vector_norm(out_NH, dim=-1, dtype=torch.float32))
+    total.add(group, out_NH.mul_(group.weight_N1))
 
 
 class _ExpertMlp(torch.autograd.Function):
