@@ -14,6 +14,7 @@ from moetune.experts.host import ExpertPrefetcher
 
 if TYPE_CHECKING:
     from moetune.experts.bank import ExpertBank
+    from moetune.experts.dense import DenseWeights
 
 CountRows = Callable[[int, Tensor, int], list[int]]
 """(a layer's index, its chosen experts [T, K], E) -> the rows of each of its E experts, which sum to T·K."""
@@ -60,6 +61,7 @@ class BankLinks:
         keep_rows: whether forward keeps the gate_up rows [T·K, O] that backward would compute again.
         prefetcher: brings packed experts from the host; None where they are on the device.
         exchange: None where every rank holds all experts.
+        dense: under `train.dense_router_gradient`, the weights of experts that are not chosen.
         count_rows: how many rows each expert receives: the one number of a step that shapes depend on. Read from the
             ids, unless there is an assumption in their place, or a recorder.
         eager_gradient_hook: takes each gradient of a fully trained matrix in backward, as soon as it is there; None
@@ -72,6 +74,7 @@ class BankLinks:
     keep_rows: bool = False
     prefetcher: ExpertPrefetcher | None = None
     exchange: Exchange | None = None
+    dense: DenseWeights | None = None
     count_rows: CountRows = read_rows
     eager_gradient_hook: GradientHook | None = None
     expert_watch: ExpertWatch | None = None

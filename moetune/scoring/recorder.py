@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from moetune.adapt.build import Adapted
 from moetune.anatomy.moe import MoeLayer
+from moetune.anatomy.routers import find_logits, logits_module
 from moetune.parallel.ranks import Ranks
 from moetune.run.scores import SCOPES, LayerScores, Statistics
 from moetune.step.batch import Batch, Row
 from moetune.step.loss import IGNORED
-from moetune.step.router_losses import find_logits, logits_module
 
 REPLICATES = 200
 _DONE = "done"
@@ -61,7 +61,7 @@ class Recorder:
                 ids, weights = (kwargs[name] if name in kwargs else args[i] for i, name in names.items())
                 self._chosen[layer.index] = ids, weights
 
-        yield logits_module(model, layer).register_forward_hook(saw_logits)
+        yield logits_module(model, layer.router, layer.shape.num_experts).register_forward_hook(saw_logits)
         yield model.get_submodule(layer.experts).register_forward_pre_hook(saw_choice, with_kwargs=True)
 
     def remove(self) -> None:
