@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
@@ -31,6 +31,7 @@ from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.exchange import CountArriving, TokenExchange, as_they_leave
 from moetune.parallel.fake_group import fake_ranks
+from moetune.patches.torch import QuickFakeMode
 from moetune.run.resolve import ResolvedRun, resolve
 
 
@@ -88,7 +89,7 @@ def trace(
 @contextmanager
 def faked(
     run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, arriving: CountArriving = as_they_leave
-) -> Iterator[tuple[Adapted, Shortened | None, FakeTensorMode]]:
+) -> Iterator[tuple[Adapted, Shortened | None, QuickFakeMode]]:
     """The model of a run on fake tensors, what its layers stand for, and the mode that it computes in.
 
     Args:
@@ -97,7 +98,7 @@ def faked(
     Raises:
         NotTraceable: what is done inside looks at values.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = QuickFakeMode()
     with fake_ranks(run.config.parallel, rank) as ranks:
         short = shorten(run, ranks) if shortened and can_be_shortened(run.config) else None
         capability = None if gpu is None else gpu.capability
