@@ -23,6 +23,7 @@ from moetune.anatomy.source import find_model_source
 from moetune.config import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, open_run
+from moetune.files import expanded
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.resolve import resolve
 from moetune.training.checkpoint import parts_of
@@ -73,7 +74,7 @@ def open_model(
     Raises:
         UserError: it is none of these, or its weights cannot be read.
     """
-    device, path = device or this_device(), Path(what).expanduser()
+    device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
         if base is not None:
             raise UserError(f"{what!r} is a run, on a base that is packed as it was in training; leave --base out")

@@ -33,6 +33,7 @@ from moetune.adapt.start_from.start import open_start
 from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import write_whole
+from moetune.report.console import terminal
 from moetune.run.resolve import ResolvedRun
 from moetune.run.scores import Scored, Scores
 from moetune.scoring.recorder import Recorder, Sums
@@ -97,7 +98,7 @@ def score(
         UserError: the model is dense; data, base or `adapt.start_from` cannot be read, or documents would see each
             other; the output exists.
     """
-    console = console or Console(stderr=True)
+    console = console or terminal(stderr=True)
     device = run.device(device)
     config = run.config
     if not run.anatomy.moe_layers:
