@@ -84,7 +84,7 @@ def make_bank(
         layer.shape,
         BankPlan(selection.experts.get(layer.index, ()), lora),
         activation_of(experts, has_gate=layer.shape.has_gate),
-        storage=config.base,
+        storage=config.storage,
         double_quant=config.double_quant,
         dtype=dtype,
         device=device,
@@ -115,17 +115,18 @@ def pack_linear(
     device: torch.device,
     fill: Fill = has_values,
 ) -> None:
-    """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision agree."""
+    """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision agree, and
+    where the base is MXFP4, which is for experts."""
     linear = cast(nn.Linear, model.get_submodule(path))
     fill(path)
-    if DTYPES.get(config.base) == dtype:
+    if DTYPES.get(config.base) == dtype or config.base == "mxfp4":
         return
     packed: nn.Module
     if config.base == "nf4":
         packed = _linear_4bit(linear, config.double_quant, dtype, device)
     else:
         weight, bias = linear.weight.to(device), linear.bias
-        packed = PackedLinear(weight, None if bias is None else bias.to(device), config.base)
+        packed = PackedLinear(weight, None if bias is None else bias.to(device), config.storage)
     model.set_submodule(path, packed.requires_grad_(False))
 
 

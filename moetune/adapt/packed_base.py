@@ -30,12 +30,12 @@ from moetune.experts.host import stays_on_host
 from moetune.experts.links import BankLinks
 from moetune.files import WriterLock, aside_of, check_path, settle, write_whole
 from moetune.hub.fingerprint import Base, Fingerprint, digesting
+from moetune.hub.snapshot import PACKED_MANIFEST as MANIFEST
 from moetune.hub.snapshot import copy_small_file, small_files
 from moetune.hub.tensor_files import is_name_of_weights
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
 
-MANIFEST = "packed.json"
 REST = "rest.safetensors"
 _BEGUN = ".packed.begun.json"
 _THREADS = 4
@@ -287,7 +287,7 @@ def _fill(
 
 def _read_held(opened: Any, name: str, bank: ExpertBank | None) -> Tensor:
     """A tensor, or of one with a row for each expert of a layer the rows of those that are here."""
-    if bank is None or name.endswith(".nested_code") or len(bank.held) == bank.expert_shape.num_experts:
+    if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)
     rows = opened.get_slice(name)
     return torch.cat([rows[expert : expert + 1] for expert in bank.held])

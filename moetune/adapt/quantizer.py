@@ -26,6 +26,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moetune.adapt.pack import bank_links, install_bank, make_bank, out_in, pack_linear
+from moetune.adapt.unread import Unread
 from moetune.anatomy.anatomy import Anatomy, read_anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
@@ -34,6 +35,7 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.links import BankLinks
 from moetune.hub.names import STACKS
+from moetune.hub.quantized import Mxfp4
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.patches.transformers import mark_initialized
 from moetune.run import refusals
@@ -159,17 +161,18 @@ class MoetuneQuantizer(HfQuantizer):
         self.missing[path].discard((last, expert))
         self._read += math.prod(_shape(self.layers[path], last))
 
-    def put(self, name: str, weight: Tensor, first: int | None = None) -> None:
+    def put(self, name: str, weight: Tensor | Unread, first: int | None = None) -> None:
         """Stores what was read under a parameter's name: a linear layer's weight, the matrix [1, ...] of expert
-        `first`, or a stack of all experts' [E, ...]. What does not fit is noted in `problems`."""
+        `first`, or a stack of all experts' [E, ...], which may be unread. What does not fit is noted in `problems`."""
         path, _, last = name.rpartition(".")
-        self._read += weight.numel()
-        if self.quantization_config.on_read is not None:
-            self.quantization_config.on_read(self._read / self._all)
+        if path in self.quantization_config.done:
+            return
+        if isinstance(weight, Unread):
+            self._put_unread(name, weight)
+            return
+        self._note_read(weight.numel())
         if path in self.linears:
             self._put_linear(path, weight)
-            return
-        if path in self.quantization_config.done:
             return
         layer, bank = self.layers[path], self._bank(path)
         expected = _shape(layer, last)
@@ -183,7 +186,40 @@ class MoetuneQuantizer(HfQuantizer):
             for expert, matrix in zip(experts, weight, strict=True):
                 bank.put_(expert, matrix_of(last), out_in(layer, last, matrix))
         self.missing[path] -= {(last, expert) for expert in experts}
+        self._let_go_if_full(path)
+
+    def _put_unread(self, name: str, stack: Unread) -> None:
+        """Stores a stack of experts that are published in MXFP4: each as it is, unless it trains, or is to be packed
+        otherwise."""
+        path, _, last = name.rpartition(".")
+        layer, stored = self.layers[path], stack.stored
+        assert isinstance(stored, Mxfp4)
+        expected = (layer.shape.num_experts, *_shape(layer, last))
+        if stored.shape != expected:
+            self.problems.append(f"{name} is {[*stored.shape]}, not {[*expected]}")
+            self.missing[path] -= {(last, expert) for expert in range(layer.shape.num_experts)}
+            return
+        bank, matrix = self._bank(path), matrix_of(last)
+        for expert in range(layer.shape.num_experts):
+            if expert in bank.frozen_slots and self.quantization_config.model.base == "mxfp4":
+                assert matrix in ("gate_up", "down")
+                bank.put_packed_(expert, matrix, stored.packed(expert))
+                self._note_read(math.prod(expected[1:]))
+                self.missing[path].discard((last, expert))
+                self._let_go_if_full(path)
+            elif expert in bank.held:
+                self.put(name, stored.rows(expert, expert + 1, stack.device), expert)
+            else:
+                self.pass_over(name, expert)
+
+    def _note_read(self, weights: int) -> None:
+        self._read += weights
+        if self.quantization_config.on_read is not None:
+            self.quantization_config.on_read(self._read / self._all)
+
+    def _let_go_if_full(self, path: str) -> None:
         if not self.missing[path] and not self.problems and self.quantization_config.on_bank is not None:
+            bank = self._bank(path)
             self.quantization_config.on_bank(path, bank)
             bank.to("meta")
 

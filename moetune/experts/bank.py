@@ -7,7 +7,7 @@ model's own layout; how gate and up lie in the rows of gate_up (one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal, cast
@@ -203,6 +203,11 @@ class ExpertBank(nn.Module):
             getattr(self, part)[self.frozen_slots[expert]].copy_(tensor)
         else:
             getattr(self, name).pack_(self.frozen_slots[expert], tensor)
+
+    @torch.no_grad()
+    def put_packed_(self, expert: int, part: Literal["gate_up", "down"], stored: Mapping[str, Tensor]) -> None:
+        """Stores a frozen expert's weight as a checkpoint has it packed."""
+        getattr(self, part).put_packed_(self.frozen_slots[expert], stored)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
         """Neighbouring slots, whose experts are unpacked and multiplied together: of one kind, and as many as have

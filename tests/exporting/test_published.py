@@ -1,0 +1,116 @@
+"""A run on a base as it is published quantized, from training to every export: all compute the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moetune.catalog import find_model
+from moetune.exporting.apply import apply_delta
+from moetune.exporting.export import export
+from moetune.inference.evaluate import evaluate
+from moetune.inference.opened import open_model
+from moetune.training.checkpoint import TRAINED_FILE
+from moetune.training.run_folder import RunFolder
+from tests import small
+from tests.exporting.runs import tensors_of
+from tests.published import write_mxfp4
+from tests.resolved import train
+
+ADAPT: dict[str, dict[str, Any]] = {
+    "lora": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"},
+    "full": {"router": "all", "experts": {"layers": "1", "ids": [0, 3]}},
+}
+
+
+def write(folder: Path) -> Path:
+    """With a tokenizer."""
+    entry = find_model("tiny-mixtral")
+    assert entry is not None
+    assert entry.folder is not None
+    sizes = {"vocab_size": entry.config["vocab_size"], "num_hidden_layers": 2, "num_local_experts": 4}
+    write_mxfp4(folder, **sizes, layer_types=["sliding_attention", "full_attention"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(entry.folder / name, folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Run:
+    base: Path
+    data: Path
+    path: Path
+    resumed: Path
+
+
+@pytest.fixture(scope="module", params=ADAPT)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trained at once, and in two parts."""
+    folder = tmp_path_factory.mktemp(request.param)
+    base, data = write(folder / "base"), small.write_data(folder / "data.jsonl")
+    made = Run(base, data, folder / "run", folder / "resumed")
+    model = {"attention": "eager", "dtype": "fp32"}
+    for path, steps in ((made.path, (4,)), (made.resumed, (2, 4))):
+        for last in steps:
+            more = {"model": model, "train": {"steps": last, "save_every": 2}}
+            config = small.run_config(base, data, path, **{**more, "adapt": ADAPT[request.param]})
+            train(config, resume="auto")
+    return made
+
+
+def newest(path: Path) -> dict[str, torch.Tensor]:
+    folder = RunFolder(path).newest_whole()
+    assert folder is not None
+    return load_file(folder / TRAINED_FILE)
+
+
+def test_a_run_goes_on_to_the_bit(run: Run) -> None:
+    assert "base: mxfp4" in (run.path / "run.yaml").read_text()
+    once, twice = newest(run.path), newest(run.resumed)
+    assert once
+    assert all(torch.equal(twice[name], tensor) for name, tensor in once.items())
+
+
+def test_exports_compute_what_the_run_does(run: Run, tmp_path: Path) -> None:
+    def loss(what: Path) -> float:
+        return evaluate(open_model(str(what), dtype="fp32"), str(run.data), 64, "auto").loss
+
+    expected = loss(run.path)
+    assert expected != pytest.approx(loss(run.base), rel=1e-4)
+    merged = export(run.path, "merged", tmp_path / "merged")
+    assert any("mxfp4" in note for note in merged.notes)
+    assert loss(tmp_path / "merged") == pytest.approx(expected, rel=2e-3)  # trained weights rounded to bfloat16
+    if "lora" in run.path.parent.name:
+        export(run.path, "peft", tmp_path / "adapter")
+        assert loss(tmp_path / "adapter") == pytest.approx(expected, rel=1e-5)
+        return
+    export(run.path, "delta", tmp_path / "delta")
+    apply_delta(tmp_path / "delta", run.base, tmp_path / "applied")
+    one, other = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "applied")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run: Run, tmp_path: Path) -> None:
+    export(run.path, "merged", tmp_path / "merged")
+    expected = AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.bfloat16).state_dict()
+    found = tensors_of(tmp_path / "merged")
+    assert found.keys() == expected.keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    changed = {name for name in found if not torch.equal(found[name], expected[name])}
+    assert changed
+    if "lora" in run.path.parent.name:
+        assert not any("embed" in name or "norm" in name for name in changed)
+    else:
+        assert changed <= {name for name in found if "router" in name or "layers.1.mlp.experts" in name}
+        down = "model.layers.1.mlp.experts.down_proj"
+        assert torch.equal(found[down][[1, 2]], expected[down][[1, 2]])
