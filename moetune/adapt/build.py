@@ -113,6 +113,7 @@ def build(
         device,
         keep_rows=config.train.checkpointing == "none",
         expert_memory=run.expert_memory,
+        gate_up_apart=run.model.gate_up_apart,
     )
 
     set_seed(config.train.seed)
@@ -202,7 +203,7 @@ def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.
     folder = Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
     weight_files(folder)  # an index that names a pickle is refused before anybody opens it
     with reading(f"the weights of {source.name!r} in {str(folder)!r}"), no_progress_bars():
-        tensors = unread_tensors(model, folder, device) if model.published.method else None
+        tensors = unread_tensors(model, packing.selection, folder, device) if model.published.method else None
         loaded: Any = type(model.plain).from_pretrained(
             str(folder) if tensors is None else None,
             state_dict=tensors,

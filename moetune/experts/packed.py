@@ -42,6 +42,7 @@ class PackedStack(nn.Module):
     NF4 and its double quantization are those of QLoRA (arXiv 2305.14314), computed by bitsandbytes one matrix at a
     time, so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit. MXFP4 is that of the OCP
     Microscaling Formats 1.0: 32 weights of 4 bits (E2M1) share a power of two; it is unpacked as transformers does.
+    With `pieces`, the rows of a matrix are divided into so many, and each is packed (NF4) as if it were a matrix.
     The data are persistent buffers: loaders that fill what is missing leave them alone.
 
     With a `prefetcher` they stay in pinned host memory whatever the model is moved to; matrices are packed on `device`,
@@ -63,15 +64,18 @@ class PackedStack(nn.Module):
         storage: Storage,
         *,
         double_quant: bool = True,
+        pieces: int = 1,
         device: torch.device | str | None = None,
         prefetcher: ExpertPrefetcher | None = None,
     ) -> None:
         super().__init__()
-        self.count, self.shape, self.storage = count, shape, storage
+        assert pieces == 1 or storage == "nf4"
+        self.count, self.shape, self.storage, self.pieces = count, shape, storage, pieces
         self.double_quant = double_quant and storage == "nf4"
         self.prefetcher = prefetcher
         self._packs_on = torch.device("cpu" if device is None else device)
-        weights, blocks = shape[0] * shape[1], -(-shape[0] * shape[1] // BLOCK)
+        count *= pieces
+        weights, blocks = shape[0] * shape[1] // pieces, -(-shape[0] * shape[1] // pieces // BLOCK)
 
         def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
             if self.on_host:
@@ -115,14 +119,15 @@ class PackedStack(nn.Module):
         weight = weight.to(self._packs_on if self.on_host else self.data.device).contiguous()
         match self.storage:
             case "nf4":
-                packed, state = bnb.quantize_4bit(
-                    weight, blocksize=BLOCK, compress_statistics=self.double_quant, quant_type="nf4"
-                )
-                self.data[index].copy_(packed.view(-1))
-                self.absmax[index].copy_(state.absmax)
-                if self.double_quant:
-                    self.nested_absmax[index].copy_(state.state2.absmax)
-                    self.offset[index].copy_(state.offset)
+                for row, piece in enumerate(weight.chunk(self.pieces), index * self.pieces):
+                    packed, state = bnb.quantize_4bit(
+                        piece, blocksize=BLOCK, compress_statistics=self.double_quant, quant_type="nf4"
+                    )
+                    self.data[row].copy_(packed.view(-1))
+                    self.absmax[row].copy_(state.absmax)
+                    if self.double_quant:
+                        self.nested_absmax[row].copy_(state.state2.absmax)
+                        self.offset[row].copy_(state.offset)
             case "int8":
                 # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
                 for rows in _int8_slices(self.shape):
@@ -135,13 +140,15 @@ class PackedStack(nn.Module):
                 self.data[index].copy_(weight)
 
     @torch.no_grad()
-    def put_packed_(self, index: int, stored: Mapping[str, Tensor]) -> None:
-        """Stores what is packed already as matrix `index`: by the names of the buffers, in their dtypes."""
-        for name, tensor in stored.items():
-            row = self.get_buffer(name)[index]
-            assert row.shape == tensor.shape, f"{name} {tuple(tensor.shape)} does not fit {tuple(row.shape)}"
-            assert row.dtype == tensor.dtype
-            row.copy_(tensor)
+    def put_packed_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
+        """Stores what is packed already as matrix `index`: each piece by the names of the buffers, in their dtypes."""
+        assert len(pieces) == self.pieces
+        for number, stored in enumerate(pieces, index * self.pieces):
+            for name, tensor in stored.items():
+                row = self.get_buffer(name)[number]
+                assert row.shape == tensor.shape, f"{name} {tuple(tensor.shape)} does not fit {tuple(row.shape)}"
+                assert row.dtype == tensor.dtype
+                row.copy_(tensor)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
         """Matrix `index` [R, C] in `dtype`: a fresh tensor, or the stored one where it has that dtype already."""
@@ -150,6 +157,8 @@ class PackedStack(nn.Module):
     def matrices(self, which: slice, dtype: torch.dtype) -> Tensor:
         """Neighbouring matrices [n, R, C], as one tensor; each as `matrix` gives it, bit for bit."""
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
+        if self.pieces > 1:
+            which = slice(which.start * self.pieces, which.stop * self.pieces)
         data = buffers["data"][which]
         match self.storage:
             case "nf4":
@@ -166,7 +175,8 @@ class PackedStack(nn.Module):
 
     def _unpack_nf4(self, data: Tensor, which: slice, buffers: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         """All matrices together where each is made of whole blocks, and so are their scales; else one by one."""
-        ops, count, (rows, columns) = torch.ops.bitsandbytes, len(data), self.shape
+        ops, count = torch.ops.bitsandbytes, len(data)
+        rows, columns = self.shape[0] // self.pieces, self.shape[1]
         absmax = buffers["absmax"][which]
         if self.double_quant:
             together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
@@ -182,7 +192,7 @@ class PackedStack(nn.Module):
                 packed.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(packed) * rows, columns), dtype
             )
             for packed, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
-        ).view(count, rows, columns)
+        ).view(-1, *self.shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
         return self if self.on_host else super()._apply(fn, recurse)

@@ -24,12 +24,15 @@ class Published:
     Attributes:
         method: transformers' name of the quantization; empty for none.
         base: the storage that keeps them as they are published; None where there is none.
+        double_quant: where that is NF4.
+        gate_up_apart: whether it packs an expert's gate and up each by itself.
         is_read: whether they can be read at all.
     """
 
     method: str = ""
     base: Storage | None = None
     double_quant: bool = True
+    gate_up_apart: bool = False
     is_read: bool = True
 
     def settle(self, config: ModelConfig) -> ModelConfig:
@@ -46,7 +49,7 @@ def published(source: ModelSource) -> Published:
     if source.folder is not None and (file := Path(source.folder) / PACKED_MANIFEST).is_file():
         with suppress(Exception):  # one that is damaged is refused when it is opened
             packed = json.loads(file.read_text(encoding="utf-8"))
-            return Published("moetune", packed["base"], packed["double_quant"])
+            return Published("moetune", packed["base"], packed["double_quant"], packed.get("gate_up_apart", False))
     raw: Any = getattr(source.config, "quantization_config", None)
     if raw is None:
         return Published()
@@ -55,4 +58,15 @@ def published(source: ModelSource) -> Published:
     match method:
         case "mxfp4":
             return Published(method, "mxfp4")
+        case "fp8" if settings.get("weight_block_size"):
+            return Published(method)
+        case "bitsandbytes" if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
+            is_nf4 = settings.get("bnb_4bit_quant_type") == "nf4"
+            double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
+            return Published(method, "nf4" if is_nf4 else None, double_quant, gate_up_apart=is_nf4)
     return Published(method, is_read=False)
+
+
+def keeps_gate_up_apart(how: Published, config: ModelConfig) -> bool:
+    """Whether gate and up are packed each by itself, because the checkpoint is kept as it has them."""
+    return how.gate_up_apart and (config.base, config.double_quant) == (how.base, how.double_quant)

@@ -30,8 +30,8 @@ def of_published(published: Published, model: ModelConfig) -> Iterator[str]:
     """A checkpoint in a format that is not read, or that is to be kept as it is not."""
     if not published.is_read and model.weights == "pretrained":
         yield (
-            f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4 is "
-            "read; moetune packs the base itself: give a bf16 checkpoint of this model"
+            f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
+            "FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this model"
         )
     kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
     if kept and model.double_quant != published.double_quant:

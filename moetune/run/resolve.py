@@ -23,7 +23,7 @@ from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
 from moetune.run.linears import linears_to_pack
 from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts, read_load
-from moetune.run.published import Published, published
+from moetune.run.published import Published, keeps_gate_up_apart, published
 from moetune.sizes import parse_size
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
@@ -55,6 +55,11 @@ class ResolvedModel:
     def dtype(self) -> torch.dtype:
         """Of compute, and of what trains except low-rank factors, which are float32."""
         return DTYPES[self.config.dtype]
+
+    @property
+    def gate_up_apart(self) -> bool:
+        """Whether an expert's gate and up are packed each by itself: they are kept as they are published."""
+        return keeps_gate_up_apart(self.published, self.config)
 
 
 @dataclass(frozen=True)

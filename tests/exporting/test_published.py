@@ -13,17 +13,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from moetune.adapt.start_from.start import open_start
 from moetune.catalog import find_model
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
+from moetune.hub.fingerprint import Base, take_fingerprint
+from moetune.hub.quantized import Quantized, open_checkpoint
 from moetune.inference.evaluate import evaluate
 from moetune.inference.opened import open_model
 from moetune.training.checkpoint import TRAINED_FILE
 from moetune.training.run_folder import RunFolder
 from tests import small
-from tests.exporting.runs import tensors_of
-from tests.published import write_mxfp4
-from tests.resolved import train
+from tests.exporting import runs
+from tests.exporting.runs import tensors_of, write_run
+from tests.published import write_4bit, write_fp8, write_mxfp4
+from tests.reference import run_config, token_ids
+from tests.resolved import build, train
 
 ADAPT: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"},
@@ -114,3 +119,38 @@ def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run
         assert changed <= {name for name in found if "router" in name or "layers.1.mlp.experts" in name}
         down = "model.layers.1.mlp.experts.down_proj"
         assert torch.equal(found[down][[1, 2]], expected[down][[1, 2]])
+
+
+@pytest.mark.parametrize(("kind", "adapt"), [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both")])
+def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: Path) -> None:
+    """Frozen weights as the checkpoint's own unpacking gives them, and the stock model computes what was trained."""
+    if kind == "4bit":
+        base = write_4bit(tmp_path / "base", "mixtral", hidden_size=64)
+    else:
+        base = write_fp8(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    run = write_run(tmp_path / "run", base, runs.ADAPT[adapt], storage="auto")
+    assert run.adapted.run.config.model.base == "nf4"
+    export(run.path, "merged", tmp_path / "merged")
+    expected, found = open_checkpoint(base), tensors_of(tmp_path / "merged")
+    assert found.keys() == expected.keys()
+    same = [name for name in found if torch.equal(found[name], expected[name].rows().reshape(found[name].shape))]
+    assert 0 < len(found) - len(same) < len(found)
+    assert any(isinstance(expected[name], Quantized) and "experts" in name for name in same) or adapt == "lora"
+    if kind == "4bit":  # kept as it is, so nothing was lost but in rounding to 16 bits
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits, trained = (model(token_ids()).logits for model in (plain, run.adapted.model))
+        assert (logits - trained).norm() < 0.02 * trained.norm()
+    if adapt != "lora":
+        export(run.path, "delta", tmp_path / "delta")
+        apply_delta(tmp_path / "delta", base, tmp_path / "applied")
+        applied = tensors_of(tmp_path / "applied")
+        full = {name for name in applied if adapt == "full" or torch.equal(applied[name], found[name])}
+        assert all(torch.equal(applied[name], found[name]) for name in full)
+        again = runs.ADAPT[adapt] | {"start_from": str(tmp_path / "delta")}
+        started = build(run_config(base, again, model={"weights": "pretrained", "dtype": "fp32"}), "cpu")
+        start = open_start(started)
+        assert start is not None
+        start.load(started, Base("base", take_fingerprint(base)))
+        whole = {name for name in run.adapted.trainable() if "lora" not in name}
+        assert all(torch.equal(started.trainable()[name], run.adapted.trainable()[name]) for name in whole)

@@ -18,7 +18,7 @@ from moetune.memory.routing import Routing, parse_routing
 from moetune.memory.trace import Trace, trace
 from moetune.run.resolve import resolve
 from tests.memory.models import LAYOUTS, toy_run, write_toy
-from tests.published import write_mxfp4
+from tests.published import write_4bit, write_mxfp4
 from tests.resolved import measure
 
 GiB = 2**30
@@ -135,10 +135,15 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
     assert_alike(toy_run(toys[model_type], model_type, adapt, **sections))
 
 
-def test_so_they_do_on_a_base_as_it_is_published(tmp_path: Path) -> None:
-    """And the closed form is the trace."""
-    folder = write_mxfp4(tmp_path, vocab_size=256, num_hidden_layers=2, num_local_experts=4)
-    config = toy_run(folder, "gpt_oss", MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
+def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path) -> None:
+    """In MXFP4, and in NF4 with gate and up apart. And the closed form is the trace."""
+    sizes = {"vocab_size": 256, "num_hidden_layers": 2, "num_local_experts": 4}
+    if model_type == "gpt_oss":
+        folder = write_mxfp4(tmp_path, **sizes)
+    else:
+        folder = write_4bit(tmp_path, model_type, hidden_size=64, head_dim=16, **sizes)
+    config = toy_run(folder, model_type, MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})
     assert_alike(config)
     run = resolve(config)
     traced, found = trace(run), ClosedForm(run).at(run.config)
