@@ -140,7 +140,8 @@ def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: 
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
         with torch.no_grad():
             logits, trained = (model(token_ids()).logits for model in (plain, run.adapted.model))
-        assert (logits - trained).norm() < 0.02 * trained.norm()
+        error = (logits - trained).norm(dim=-1) / trained.norm(dim=-1)
+        assert error.median() < 0.01  # of tokens: one may be routed otherwise
     if adapt != "lora":
         export(run.path, "delta", tmp_path / "delta")
         apply_delta(tmp_path / "delta", base, tmp_path / "applied")
