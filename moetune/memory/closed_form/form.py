@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake
@@ -44,6 +44,7 @@ from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
 from moetune.memory.trace.tracing import can_be_shortened, peaks_of_loading
 from moetune.parallel.exchange import TokenExchange, as_they_leave
 from moetune.parallel.fake_group import fake_ranks
+from moetune.patches.torch import QuickFakeMode
 from moetune.run.resolve import ResolvedRun
 from moetune.step.loss import Chunks
 from moetune.step.tail import split
@@ -162,7 +163,7 @@ class ClosedForm:
     @contextmanager
     def _steps(self) -> Iterator[tuple[Steps, Shortened]]:
         """A shortened model on fake tensors, its optimizer's states made."""
-        config, mode = self.run.config, FakeTensorMode(allow_non_fake_inputs=True)
+        config, mode = self.run.config, QuickFakeMode()
         if config.parallel.engine == "deepspeed":
             raise NoClosedForm("DeepSpeed has no closed form: it joins all that trains; use --method trace")
         with fake_ranks(config.parallel, self.rank) as ranks:

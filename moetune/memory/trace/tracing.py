@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
@@ -31,6 +31,7 @@ from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.exchange import CountArriving, TokenExchange, as_they_leave
 from moetune.parallel.fake_group import fake_ranks
+from moetune.patches.torch import QuickFakeMode
 from moetune.run.resolve import ResolvedRun, resolve
 
 
@@ -70,7 +71,7 @@ def trace(
     if isinstance(routing, Replayed):  # the same steps, or its answers would be those to other questions
         steps_to_take, micro_steps, routing = routing.steps, config.train.accumulate, routing.answers()
     is_even = micro_steps is None and isinstance(routing, Routing) and not routing.load
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = QuickFakeMode()
     with fake_ranks(config.parallel, rank) as ranks:
         short = shorten(whole, ranks) if shortened and is_even and can_be_shortened(config) else None
         capability = None if gpu is None else gpu.capability
