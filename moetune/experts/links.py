@@ -55,6 +55,7 @@ class BankLinks:
         expert_memory: bytes that a group's unpacked matrices may take, one of each expert at a time; a group has one
             expert at least.
         keep_rows: whether forward keeps the gate_up rows [T·K, O] that backward would compute again.
+        gate_up_apart: whether an expert's gate and up are packed each by itself, as in checkpoints that hold them so.
         prefetcher: brings packed experts from the host; None where they are on the device.
         exchange: None where every rank holds all experts.
         count_rows: how many rows each expert receives: the one number of a step that shapes depend on. Read from the
@@ -66,6 +67,7 @@ class BankLinks:
 
     expert_memory: int = 0
     keep_rows: bool = False
+    gate_up_apart: bool = False
     prefetcher: ExpertPrefetcher | None = None
     exchange: Exchange | None = None
     count_rows: CountRows = read_rows

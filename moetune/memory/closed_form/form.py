@@ -197,6 +197,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     kind["train"]["expert_memory"] = run.expert_memory
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.data is None or config.data.packing}
+    kind["published"] = run.model.published.method
     kind["settings"] = run.model.settings.to_dict()
     return kind
 
