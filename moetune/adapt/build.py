@@ -38,6 +38,7 @@ from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
 from moetune.config import Part
 from moetune.errors import UserError, reading
+from moetune.experts.dense import DenseWeights
 from moetune.experts.links import BankLinks
 from moetune.hub.snapshot import download
 from moetune.hub.tensor_files import weight_files
@@ -158,6 +159,8 @@ def build(
         enable_checkpointing(model, offload_to=device if config.train.checkpointing == "offload" else None)
     else:
         keep_choices(model)
+    if config.train.dense_router_gradient:
+        links.dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in anatomy.moe_layers})
     adapted = Adapted(run, model, ranks, links)
     assert adapted.trainable().keys() <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(adapted.trainable()) == len(run.parts), "something of the run does not train"

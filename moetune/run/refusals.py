@@ -98,6 +98,30 @@ def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:
         )
 
 
+def of_dense_gradient(
+    config: RunConfig, anatomy: Anatomy, trains: frozenset[Part], scores: Mapping[int, str]
+) -> Iterator[str]:
+    """Routers whose gradient cannot go through all experts.
+
+    Args:
+        scores: layer index -> what its router's weights are of its logits, where that is known.
+    """
+    option = "train.dense_router_gradient"
+    if "router" not in trains:
+        yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
+    if config.parallel.ep > 1:
+        yield (
+            f"{option}: every token goes through all experts in backward, and with parallel.ep: {config.parallel.ep} a "
+            "rank holds some of them; set parallel.ep: 1"
+        )
+    unknown = [layer for layer in anatomy.moe_layers if layer.index not in scores]
+    if unknown:
+        yield (
+            f"{option}: the weights that {unknown[0].router} ({anatomy.model_type}) gives are neither a softmax nor a "
+            "sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
+        )
+
+
 def of_auto_coefficient(model_type: str) -> Iterator[str]:
     """An architecture without a coefficient of its own."""
     yield (

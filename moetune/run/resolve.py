@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
+from moetune.anatomy.routers import Score, known_scores
 from moetune.anatomy.selection import NOTHING, Selection, examine_selection
 from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.anatomy.stack import leave_out
@@ -74,6 +75,7 @@ class ResolvedRun:
         parts: name in the adapted model -> part, of every parameter that trains, on all ranks together.
         optimizers: of the parts that train.
         placement: layer index -> for each of the `ep` ranks the ids of its experts; empty where they are not spread.
+        router_scores: layer index -> the function of its router's logits, under `train.dense_router_gradient`.
         problems: why it can be neither predicted nor trained; empty for what `resolve` returns.
     """
 
@@ -84,6 +86,7 @@ class ResolvedRun:
     parts: Mapping[str, Part] = field(repr=False)
     optimizers: Mapping[Part, OptimizerConfig]
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    router_scores: Mapping[int, Score] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
@@ -210,9 +213,12 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
             placement = balance_experts(anatomy, selection, parallel.ep, load)
     except UserError as error:
         problems.append(str(error))
-    return ResolvedRun(
-        config, device_type, model, selection, parts, optimizers, placement, tuple(dict.fromkeys(problems))
-    )
+    router_scores: dict[int, Score] = {}
+    if config.train.dense_router_gradient:
+        router_scores = known_scores(plain, anatomy.moe_layers)
+        problems += refusals.of_dense_gradient(config, anatomy, trains, router_scores)
+    said = tuple(dict.fromkeys(problems))
+    return ResolvedRun(config, device_type, model, selection, parts, optimizers, placement, router_scores, said)
 
 
 def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:
