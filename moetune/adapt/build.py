@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.integrations.neftune import activate_neftune
 from transformers.utils import logging as transformers_logging
 
@@ -33,6 +33,7 @@ from moetune.adapt.pack import (
 )
 from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.quantizer import MoetuneConfig
+from moetune.adapt.unread import unread_tensors
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
 from moetune.config import Part
@@ -123,6 +124,7 @@ def build(
         device,
         keep_rows=config.train.checkpointing == "none",
         expert_memory=run.expert_memory,
+        gate_up_apart=run.model.gate_up_apart,
     )
 
     set_seed(config.train.seed)
@@ -218,8 +220,10 @@ def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.
     folder = Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
     weight_files(folder)  # an index that names a pickle is refused before anybody opens it
     with reading(f"the weights of {source.name!r} in {str(folder)!r}"), no_progress_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder),
+        tensors = unread_tensors(model, packing.selection, folder, device) if model.published.method else None
+        loaded: Any = type(model.plain).from_pretrained(
+            str(folder) if tensors is None else None,
+            state_dict=tensors,
             config=model.settings,
             dtype=model.dtype,
             quantization_config=packing,
@@ -234,6 +238,8 @@ def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.
     wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
     if wrong:
         raise UserError(f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}")
+    if tensors is not None and (folder / "generation_config.json").is_file():  # transformers was given no folder
+        built.generation_config = GenerationConfig.from_pretrained(str(folder))
     built.hf_quantizer.remove_quantization_config(built)  # to Trainer it is a model like any other
     return built
 

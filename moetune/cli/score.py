@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, in_a_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,9 @@ def score(
         list[str] | None,
         typer.Option(metavar="FILE", help="What to read, as under data.train; repeatable. Default: the run file's."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the scores are written.")] = Path("scores.json"),
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the scores are written.", callback=in_a_folder)
+    ] = Path("scores.json"),
     tokens: Annotated[int, typer.Option(min=1, help="Of each FILE.")] = 131_072,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
     predict: Annotated[
@@ -41,17 +43,16 @@ def score(
     import json
     import sys
 
-    from moetune.config import AdaptConfig, ModelConfig, RunConfig
     from moetune.errors import UserError
     from moetune.parallel.launch import is_quiet, start_ranks, was_launched
-    from moetune.run_file import load_run_config
+    from moetune.run_file import load_run_config, read_run_config
 
     if model.endswith((".yaml", ".yml")):
         config = load_run_config(model, set_ or ())
     elif set_:
         raise UserError("--set changes a run file; give one in the place of MODEL")
     else:
-        config = RunConfig(model=ModelConfig(path=model), adapt=AdaptConfig(router="all"))
+        config = read_run_config({"model": {"path": model}, "adapt": {"router": "all"}}, (), "score")
     if gpu is not None and not predict:
         raise UserError("--gpu is the card that --predict predicts for; scoring itself takes this machine's")
     if predict:
@@ -90,9 +91,9 @@ def score(
         print(json.dumps({"out": str(out), **scores.model_dump(mode="json", by_alias=True)}))
         return
 
-    from rich.console import Console
+    from moetune.report.console import terminal
 
-    console = Console(markup=False)
+    console = terminal()
     console.print(_table(scores))
     for line in (
         f"{scores.tokens:,} tokens, {scores.loss_tokens:,} of them carry loss",

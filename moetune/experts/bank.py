@@ -7,7 +7,7 @@ model's own layout; how gate and up lie in the rows of gate_up (one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal, cast
@@ -159,13 +159,20 @@ class ExpertBank(nn.Module):
         frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
 
-        def packed(out: int, into: int) -> PackedStack:
-            prefetcher = self.links.prefetcher
+        def packed(out: int, into: int, pieces: int = 1) -> PackedStack:
             return PackedStack(
-                len(frozen), (out, into), storage, double_quant=double_quant, device=device, prefetcher=prefetcher
+                len(frozen),
+                (out, into),
+                storage,
+                double_quant=double_quant,
+                pieces=pieces,
+                device=device,
+                prefetcher=self.links.prefetcher,
             )
 
-        self.gate_up, self.down = packed(rows, shape.hidden), packed(shape.hidden, shape.intermediate)
+        apart = self.links.gate_up_apart and shape.has_gate and shape.is_concatenated
+        self.gate_up = packed(rows, shape.hidden, 2 if apart else 1)
+        self.down = packed(shape.hidden, shape.intermediate)
         if self.links.prefetcher is not None:
             self.links.prefetcher.add_layer(layer, (self.gate_up, self.down))
 
@@ -203,6 +210,11 @@ class ExpertBank(nn.Module):
             getattr(self, part)[self.frozen_slots[expert]].copy_(tensor)
         else:
             getattr(self, name).pack_(self.frozen_slots[expert], tensor)
+
+    @torch.no_grad()
+    def put_packed_(self, expert: int, part: Part, *pieces: Mapping[str, Tensor]) -> None:
+        """Stores a frozen expert's weight as a checkpoint has it packed: of gate and up, each if they are apart."""
+        getattr(self, part).put_packed_(self.frozen_slots[expert], *pieces)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
         """Neighbouring slots, whose experts are unpacked and multiplied together: of one kind, and as many as have

@@ -59,6 +59,7 @@ class BankLinks:
         expert_memory: bytes that a group's unpacked matrices may take, one of each expert at a time; a group has one
             expert at least.
         keep_rows: whether forward keeps the gate_up rows [T·K, O] that backward would compute again.
+        gate_up_apart: whether an expert's gate and up are packed each by itself, as in checkpoints that hold them so.
         prefetcher: brings packed experts from the host; None where they are on the device.
         exchange: None where every rank holds all experts.
         dense: under `train.dense_router_gradient`, the weights of experts that are not chosen.
@@ -72,6 +73,7 @@ class BankLinks:
 
     expert_memory: int = 0
     keep_rows: bool = False
+    gate_up_apart: bool = False
     prefetcher: ExpertPrefetcher | None = None
     exchange: Exchange | None = None
     dense: DenseWeights | None = None

@@ -14,10 +14,10 @@ from transformers.utils import is_flash_attn_2_available
 
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
-from moetune.anatomy.source import ModelSource
 from moetune.config import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
 from moetune.run.dtypes import DeviceType
 from moetune.run.linears import linears_to_pack, read_directly
+from moetune.run.published import Published
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
@@ -26,14 +26,18 @@ _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_fl
 # --- The model ----------------------------------------------------------------------------------------------------
 
 
-def of_quantized(source: ModelSource, model: ModelConfig) -> Iterator[str]:
-    """A checkpoint that is quantized cannot be packed again."""
-    quantization = getattr(source.config, "quantization_config", None)
-    if quantization is not None and model.weights == "pretrained":
-        method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
+def of_published(published: Published, model: ModelConfig) -> Iterator[str]:
+    """A checkpoint in a format that is not read, or that is to be kept as it is not."""
+    if not published.is_read and model.weights == "pretrained":
         yield (
-            f"model.path: {model.path!r} is already quantized ({method}); moetune packs the base itself: give a bf16 "
-            "checkpoint of this model"
+            f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
+            "FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this model"
+        )
+    kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
+    if kept and model.double_quant != published.double_quant:
+        yield (
+            f"model.double_quant: {str(model.double_quant).lower()}, but {model.path!r} is published with "
+            f"{str(published.double_quant).lower()}; leave it out to keep that, or set base: nf4 to pack it anew"
         )
 
 

@@ -24,6 +24,7 @@ from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
 from moetune.run.linears import linears_to_pack
 from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts, read_load
+from moetune.run.published import Published, keeps_gate_up_apart, published
 from moetune.sizes import parse_size
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
@@ -36,8 +37,9 @@ class ResolvedModel:
     """The model of a run: found, configured, built without storage, and read.
 
     Attributes:
-        config: the `model:` block, `dtype` spelled out.
+        config: the `model:` block, `dtype` and `base` spelled out.
         source: what it is called, and where its weights are.
+        published: how those are stored there.
         settings: transformers' configuration with the run's attention and dtype. Not to be changed.
         plain: the model on the meta device as transformers has it, before any adaptation. Not to be changed.
         anatomy: its parts.
@@ -45,6 +47,7 @@ class ResolvedModel:
 
     config: ModelConfig
     source: ModelSource
+    published: Published
     settings: PretrainedConfig = field(repr=False)
     plain: PreTrainedModel = field(repr=False)
     anatomy: Anatomy = field(repr=False)
@@ -54,13 +57,18 @@ class ResolvedModel:
         """Of compute, and of what trains except low-rank factors, which are float32."""
         return DTYPES[self.config.dtype]
 
+    @property
+    def gate_up_apart(self) -> bool:
+        """Whether an expert's gate and up are packed each by itself: they are kept as they are published."""
+        return keeps_gate_up_apart(self.published, self.config)
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
     """What a run file comes to on its model.
 
     Attributes:
-        config: the run file with `model.dtype` and the experts that are chosen from scores spelled out.
+        config: the run file with `model.dtype`, `model.base` and the experts that are chosen from scores spelled out.
         device_type: what it is resolved for.
         model: what it begins with.
         selection: what trains.
@@ -167,6 +175,7 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     """
     config = config.model_copy(update={"model": _with_dtype(config.model, device_type)})
     model, problems = _examine_model(config.model, None if like is None else like.model)
+    config = config.model_copy(update={"model": model.config})
     anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
     try:
         config = config.model_copy(update={"adapt": settle(config.adapt, anatomy)})
@@ -256,7 +265,10 @@ def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[Res
     known = like if like is not None and _builds_alike(config, like.config) else None
     source = find_model_source(config.path) if known is None else known.source
     no_attention = [*refusals.of_attention(source.config, config.attention)]
-    problems = [*refusals.of_dtypes(config), *refusals.of_quantized(source, config), *no_attention]
+    how = published(source) if known is None else known.published
+    problems = [*refusals.of_published(how, config), *no_attention]
+    config = how.settle(config)
+    problems += refusals.of_dtypes(config)
     if known is not None:
         return replace(known, config=config), problems
     settings = copy.deepcopy(source.config)
@@ -268,7 +280,7 @@ def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[Res
     settings.use_cache = False
     settings.dtype = DTYPES[config.dtype]
     plain = meta_model(settings)
-    return ResolvedModel(config, source, settings, plain, read_anatomy(plain)), problems
+    return ResolvedModel(config, source, how, settings, plain, read_anatomy(plain)), problems
 
 
 def _builds_alike(one: ModelConfig, other: ModelConfig) -> bool:

@@ -23,6 +23,7 @@ from moetune.adapt.start_from.start import open_start
 from moetune.errors import UserError
 from moetune.exporting.finished_run import open_run
 from moetune.files import write_whole
+from moetune.report.console import terminal
 from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
 from moetune.report.figures import write_whole as write_figure
 from moetune.report.run import draw_drift
@@ -89,7 +90,7 @@ def drift(
     Raises:
         UserError: the folder holds no run with a checkpoint; there is no held-out data; the base is another one now.
     """
-    console = console or Console(stderr=True)
+    console = console or terminal(stderr=True)
     finished = open_run(path)
     config = on_one_rank(to_score(finished.config))
     if data is None and (config.data is None or not config.data.evaluates):

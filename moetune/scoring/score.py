@@ -35,6 +35,7 @@ from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig
 from moetune.errors import UserError
 from moetune.files import write_whole
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.report.console import terminal
 from moetune.run import refusals
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.run.scores import Scored, Scores
@@ -109,7 +110,7 @@ def score(
         UserError: the model is dense; the layout cannot be trained, or is not that of the ranks; data, base or
             `adapt.start_from` cannot be read, or documents would see each other; the output exists.
     """
-    console = console or Console(stderr=True, quiet=not ranks.is_first)
+    console = console or terminal(stderr=True, quiet=not ranks.is_first)
     device = run.device(device)
     config = run.config
     raise_problems(refusals.of_training(config))
