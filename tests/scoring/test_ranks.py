@@ -29,7 +29,7 @@ def odd_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(small_model: Path, odd_data: Path) -> str:
-    ((text,),) = world.run(1, ranks.scored, [{}], small_model, odd_data)
+    (text,) = ranks.scored([{}], small_model, odd_data)
     return text
 
 

@@ -51,8 +51,8 @@ def load_peft(adapted: Adapted, folder: Path) -> None:
     """
     values = _values(adapted, folder)
     with torch.no_grad():
-        for name, parameter in adapted.trainable().items():
-            parameter.copy_(values[name])
+        for name, tensor in adapted.learned().items():
+            tensor.copy_(values[name])
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
@@ -79,10 +79,10 @@ class _Reading:
         self.adapted, self.settings = adapted, settings
         self.left = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         self.problems: list[str] = []
-        self.trainable = adapted.trainable()
+        self.trainable = adapted.learned()
 
     def values(self) -> dict[str, Tensor]:
-        """A value for each trained parameter, unless there are problems."""
+        """A value for all that is learned, unless there are problems."""
         values: dict[str, Tensor] = {}
         for path in self.adapted.selection.lora_linears:
             values |= self._linear(path)
