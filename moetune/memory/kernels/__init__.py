@@ -20,5 +20,9 @@ def kernels_of(gpu: Gpu | None, tracker: Tracker) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    with attention_of(gpu.capability), Scratch(gpu.capability, tracker):
-        yield
+    tracker.scratch = Scratch(gpu.capability, tracker)
+    try:
+        with attention_of(gpu.capability):
+            yield
+    finally:
+        tracker.scratch = None

@@ -16,7 +16,6 @@ import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
 import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.adapt.attention import Capability, has_little_shared_memory
 from moetune.experts.grouped import runs_as_one
@@ -28,27 +27,25 @@ aten = torch.ops.aten
 FLOAT = 4
 
 
-class Scratch(TorchDispatchMode):
+class Scratch:
     """Notes in a tracker's log what kernels take inside themselves, beside their outputs."""
 
     def __init__(self, capability: Capability, tracker: Tracker) -> None:
-        super().__init__()
         self.capability, self.tracker = capability, tracker
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (taken := _FIRST.get(func)) is not None:
-            births = self._births(func, taken(self.capability, *args, **kwargs))
-            out = func(*args, **kwargs)
-        else:
-            out = func(*args, **kwargs)
-            taken = _TAKEN.get(func)
-            births = [] if taken is None else self._births(func, taken(self.capability, *args))
-        for block in reversed(births):
+    def before(self, func: Any, args: Any, kwargs: Any) -> list[int]:
+        """Notes what an operation takes before its outputs; returns the blocks, which are alive until `after`."""
+        taken = _FIRST.get(func)
+        return [] if taken is None else self._births(func, taken(self.capability, *args, **kwargs))
+
+    def after(self, func: Any, args: Any, out: Any, alive: list[int]) -> None:
+        """Notes what it takes beside its outputs, that all is gone, and which of its outputs are on the host."""
+        if (taken := _TAKEN.get(func)) is not None:
+            alive = alive + self._births(func, taken(self.capability, *args))
+        for block in reversed(alive):
             self.tracker.death(block)
         for number in _ON_HOST.get(func, ()):
             self.tracker.moved_to_host(out[number])
-        return out
 
     def _births(self, func: Any, sizes: Iterator[int]) -> list[int]:
         return [self.tracker.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]

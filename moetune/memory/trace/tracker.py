@@ -1,7 +1,7 @@
 """Which storages are alive, and when: the one instrument for real tensors and for fake ones.
 
 A storage is born when an operation first returns a tensor on it, and dies when nothing refers to it any more. What a
-kernel allocates and frees inside itself is not seen (docs/concepts/trace.md lists what CUDA kernels are known to take).
+kernel allocates and frees inside itself is not seen; of CUDA kernels it is known (kernels/scratch.py).
 
 Autograd adds a gradient onto one that it holds alone in place (`can_accumulate_inplace` in
 `torch/csrc/autograd/input_buffer.cpp`), but not while a dispatch mode such as this one is on: then it makes a third
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moetune.experts.host import host_source, stays_on_host
+from moetune.memory.kernels.scratch import Scratch
 from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, message
@@ -83,6 +84,7 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         log: all that was noted.
+        scratch: notes what a GPU's kernels take inside themselves.
     """
 
     def __init__(self, modules: dict[nn.Module, str]) -> None:
@@ -98,6 +100,7 @@ class Tracker(TorchDispatchMode):
         self._knows_host = False  # whether any block is the host's
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
+        self.scratch: Scratch | None = None
 
     # --- What is alive ------------------------------------------------------------------------------------------
 
@@ -228,7 +231,9 @@ class Tracker(TorchDispatchMode):
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
-        out = func(*args, **(kwargs or {}))
+        kwargs, scratch = kwargs or {}, self.scratch
+        inside = [] if scratch is None else scratch.before(func, args, kwargs)
+        out = func(*args, **kwargs)
         born = len(self.log.blocks)
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)
@@ -244,6 +249,8 @@ class Tracker(TorchDispatchMode):
         elif self._knows_host and len(self.log.blocks) > born and self._on_host(args, kwargs):
             for block in self.log.blocks[born:]:
                 block.on_host = True
+        if scratch is not None:
+            scratch.after(func, args, out, inside)
         return out
 
     def _on_host(self, args: Any, kwargs: Any) -> bool:
