@@ -32,7 +32,8 @@ def generate(
         stream: also print it as it comes.
 
     Raises:
-        UserError: messages, and the tokenizer has no chat template; or the prompt is empty, or longer than the model reads.
+        UserError: messages, and the tokenizer has no chat template; or the prompt is empty, or longer than the model
+            reads.
     """
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
