@@ -90,6 +90,7 @@ def test_exports_compute_what_the_run_does(run: Run, tmp_path: Path) -> None:
 
     expected = loss(run.path)
     assert expected != pytest.approx(loss(run.base), rel=1e-4)
+    assert open_model(str(run.base)).kind == "packed"
     merged = export(run.path, "merged", tmp_path / "merged")
     assert any("mxfp4" in note for note in merged.notes)
     assert loss(tmp_path / "merged") == pytest.approx(expected, rel=2e-3)  # trained weights rounded to bfloat16
@@ -142,7 +143,10 @@ def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: 
             logits, trained = (model(token_ids()).logits for model in (plain, run.adapted.model))
         error = (logits - trained).norm(dim=-1) / trained.norm(dim=-1)
         assert error.median() < 0.01  # of tokens: one may be routed otherwise
-    if adapt != "lora":
+    if adapt == "lora":
+        assert export(run.path, "vllm", tmp_path / "vllm").tensors
+        assert export(run.path, "peft", tmp_path / "peft").tensors
+    else:
         export(run.path, "delta", tmp_path / "delta")
         apply_delta(tmp_path / "delta", base, tmp_path / "applied")
         applied = tensors_of(tmp_path / "applied")
