@@ -13,6 +13,7 @@ import typer
 from moetune.cli.imports import heavy_imports
 from moetune.config import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, suggest
+from moetune.files import expanded
 from moetune.run_file import load_run_config
 
 Overrides = Annotated[
@@ -43,6 +44,16 @@ KeepPacked = Annotated[
     str | None,
     typer.Option("--base", metavar="nf4|int8|mxfp4", help="Keep a model packed; a run is as in training."),
 ]
+
+
+def in_a_folder(file: Path | None) -> Path | None:
+    """A file that a command shall write; raises `UserError` before what takes minutes if its folder is not there."""
+    if file is None:
+        return None
+    file = expanded(file)
+    if not file.parent.is_dir():
+        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
+    return file
 
 
 def checked_base(base: str | None) -> PackedBase | None:

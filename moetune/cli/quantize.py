@@ -29,20 +29,20 @@ def quantize(
 
     import json
 
-    from rich.console import Console
+    from moetune.report.console import terminal
 
     with heavy_imports():
         from moetune.adapt.quantize import quantize as pack
-        from moetune.config import ModelConfig
         from moetune.run.resolve import resolve_model
+        from moetune.run_file import read_run_config
         from moetune.training.progress import reading
 
     # neither the dtype of compute nor attention is in what is written
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}
     if double_quant is not None:
         how["double_quant"] = double_quant
-    resolved = resolve_model(ModelConfig.model_validate(how))
-    with reading(Console(stderr=True, markup=False), model) as on_read:
+    resolved = resolve_model(read_run_config({"model": how, "adapt": {}}, (), "quantize").model)
+    with reading(terminal(stderr=True), model) as on_read:
         written = pack(resolved, out, on_read)
     if json_:
         print(json.dumps({"schema": 1, "out": str(out), **written}))

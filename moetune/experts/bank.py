@@ -255,11 +255,24 @@ class ExpertBank(nn.Module):
         if self.links.exchange is not None:
             return self.links.exchange(self, hidden_states, top_k_index, top_k_weights)
         counts = self.links.count_rows(self.layer, top_k_index, self.num_experts)
-        return self.run(hidden_states, top_k_weights, Routing.of(top_k_index, counts))
+        norms = self.links.room_for_norms(top_k_index)
+        dense = None if self.links.dense is None else self.links.dense.of(self.layer, top_k_index, top_k_weights)
+        output = self.run(hidden_states, top_k_weights, Routing.of(top_k_index, counts), norms, dense)
+        if self.links.norm_watch is not None and norms is not None:
+            self.links.norm_watch(self.layer, norms)
+        return output
 
-    def run(self, hidden_states: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their slots."""
-        output = expert_mlp(self, hidden_states, weights, routing)
+    def run(
+        self,
+        hidden_states: Tensor,
+        weights: Tensor,
+        routing: Routing,
+        norms: Tensor | None = None,
+        dense: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their slots. `norms` [T, K]
+        is filled with ‖expert output‖₂; `dense` are the weights [T, E] of experts that were not chosen."""
+        output = expert_mlp(self, hidden_states, weights, routing, norms, dense)
         if self.links.prefetcher is not None:
             self.links.prefetcher.used(self.gate_up, again=output.requires_grad)
         return output

@@ -5,7 +5,7 @@ Each function yields one line a problem; `resolve` reports those of all together
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import gcd
 
 import torch
@@ -95,6 +95,47 @@ def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:
         yield (
             f"train.router_aux_loss / router_z_loss: {anatomy.model_type!r} is a dense model without routers; set both "
             "to 0"
+        )
+
+
+def of_dense_gradient(
+    config: RunConfig, anatomy: Anatomy, trains: frozenset[Part], scores: Mapping[int, str]
+) -> Iterator[str]:
+    """Routers whose gradient cannot go through all experts.
+
+    Args:
+        scores: layer index -> what its router's weights are of its logits, where that is known.
+    """
+    option = "train.dense_router_gradient"
+    if "router" not in trains:
+        yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
+    if config.parallel.ep > 1:
+        yield (
+            f"{option}: every token goes through all experts in backward, and with parallel.ep: {config.parallel.ep} a "
+            "rank holds some of them; set parallel.ep: 1"
+        )
+    unknown = [layer for layer in anatomy.moe_layers if layer.index not in scores]
+    if unknown:
+        yield (
+            f"{option}: the weights that {unknown[0].router} ({anatomy.model_type}) gives are neither a softmax nor a "
+            "sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
+        )
+
+
+def of_router_bias(model_type: str, routers: Collection[int | None], biases: Mapping[int, str]) -> Iterator[str]:
+    """A bias that is to be updated, and is not there.
+
+    Args:
+        routers: layers whose router trains.
+        biases: of these, by layer.
+    """
+    option = "train.router_bias_rate"
+    if not routers:
+        yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
+    elif len(biases) < len(routers):
+        yield (
+            f"{option}: the routers of {model_type!r} have no correction bias that is a buffer "
+            "(e_score_correction_bias); leave it out"
         )
 
 
