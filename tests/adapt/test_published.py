@@ -28,6 +28,7 @@ from tests.memory.test_loading import load
 from tests.published import write_4bit, write_fp8, write_mxfp4
 from tests.reference import run_config, small_linears_are_packed, token_ids
 from tests.resolved import build, write_packed_base
+from tests.toys import toy_config
 
 FROZEN: dict[str, Any] = {"also": ["norm"]}
 
@@ -231,6 +232,22 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"q_proj.weight' in .* do not fit together"):
         built(folder, FROZEN)
+
+
+def test_mxfp4_of_other_layouts_is_refused(tmp_path: Path) -> None:
+    """Of a type that stores experts [out, in]; square ones would fit by chance."""
+    toy_config("granitemoe", hidden_size=64, intermediate_size=32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = AutoModelForCausalLM.from_config(toy_config("granitemoe", hidden_size=64, intermediate_size=32))
+    tensors = {name: value.contiguous() for name, value in plain.state_dict().items()}
+    for name in [name for name in tensors if name.endswith("gate_up_proj")]:
+        del tensors[name]
+        tensors[f"{name}_blocks"] = torch.zeros(8, 64, 2, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.zeros(8, 64, 2, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"gate_up_proj is .* is gpt-oss' layout of MXFP4"):
+        built(tmp_path, FROZEN)
 
 
 # --- FP8 in blocks --------------------------------------------------------------------------------------------------
