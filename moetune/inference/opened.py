@@ -21,6 +21,7 @@ from moetune.adapt.base import refuse_other_headers
 from moetune.adapt.build import Adapted, build, no_progress_bars
 from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.config import AdaptConfig, HardwareConfig, ModelConfig, PackedBase, ParallelConfig, RunConfig
+from moetune.data.load import chat_template, tokenizer_of
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, open_run
 from moetune.files import expanded
@@ -29,7 +30,6 @@ from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.published import published
 from moetune.run.resolve import resolve
 from moetune.training.checkpoint import parts_of
-from moetune.training.data import chat_template, tokenizer_of
 from moetune.training.run_folder import RUN_FILE
 
 

@@ -32,6 +32,7 @@ from moetune.adapt.base import noting_base
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
+from moetune.data.load import load_data, pad_token_id, tokenizer_of
 from moetune.errors import UserError
 from moetune.files import write_whole
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -42,7 +43,6 @@ from moetune.run.scores import Scored, Scores
 from moetune.scoring.recorder import Recorder, Sums, documents_of
 from moetune.step.batch import Row, collate
 from moetune.step.tail import split
-from moetune.training.data import load_data, pad_token_id, tokenizer_of
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
 
