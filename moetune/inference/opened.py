@@ -132,7 +132,14 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
     try:
         base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
         source = find_model_source(str(base))
-        plain: Any = _stock(str(source.folder), device, dtype)
+        try:
+            plain: Any = _stock(str(source.folder), device, dtype)
+        except UserError as error:
+            if published(source).method != "bitsandbytes":
+                raise
+            raise UserError(
+                f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
+            ) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT still asks transformers by an old name
             model = PeftModel.from_pretrained(plain, str(path)).get_base_model()

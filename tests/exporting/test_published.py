@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from moetune.adapt.start_from.start import open_start
 from moetune.catalog import find_model
+from moetune.errors import UserError
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
 from moetune.hub.fingerprint import Base, take_fingerprint
@@ -146,6 +147,8 @@ def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: 
     if adapt == "lora":
         assert export(run.path, "vllm", tmp_path / "vllm").tensors
         assert export(run.path, "peft", tmp_path / "peft").tensors
+        with pytest.raises(UserError, match="transformers loads no experts so; use a merged export"):
+            open_model(str(tmp_path / "peft"))
     else:
         export(run.path, "delta", tmp_path / "delta")
         apply_delta(tmp_path / "delta", base, tmp_path / "applied")
