@@ -23,7 +23,9 @@ from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import beside_of_formula, terms_of_formula, terms_of_trace
 from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
+from moetune.parallel.coordinates import data_ranks
 from moetune.run.resolve import ResolvedRun, resolve
+from moetune.timing.roofline import Duration, duration
 
 Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]
@@ -42,8 +44,9 @@ def predict(
     allocator: Allocator | None = None,
     depths: Depths | None = None,
     advise: bool = True,
+    tokens_per_second: float | None = None,
 ) -> MemoryReport:
-    """Predicts the peak of a run, without weights, data or a GPU.
+    """Predicts the peak of a run, and by trace how long a step takes, without weights, data or a GPU.
 
     Args:
         method: by default a trace.
@@ -51,6 +54,7 @@ def predict(
         allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
         depths: what runs that differ in their number of layers share by closed form.
         advise: where it does not fit, look for changes that would make it.
+        tokens_per_second: of a run like this one on this card, which was measured.
 
     Raises:
         UserError: as `resolve`; what cannot be trained or predicted; an unknown GPU; DeepSpeed is to be traced and not
@@ -77,7 +81,7 @@ def predict(
     if method == "formula":
         report = _by_formula(run, card, routing, depths or Depths(), common)
     else:
-        report = _by_trace(run, card, routing, allocator or allocator_here(), common)
+        report = _by_trace(run, card, routing, allocator or allocator_here(), common, tokens_per_second)
     if report.fits is not False or not advise:
         return report
     changes = tuple(best_changes(run, report, routing, card))
@@ -92,7 +96,7 @@ def allocator_here() -> Allocator:
 
 
 def _by_trace(
-    run: ResolvedRun, card: Gpu, routing: Routing, allocator: Allocator, common: dict[str, Any]
+    run: ResolvedRun, card: Gpu, routing: Routing, allocator: Allocator, common: dict[str, Any], measured: float | None
 ) -> MemoryReport:
     traces: dict[int, Trace] = by_kind(run, routing, lambda rank: trace(run, routing, rank=rank, gpu=card))
     outside = outside_allocator(run.config.parallel, card)
@@ -113,6 +117,7 @@ def _by_trace(
         moment=fullest.moment(),
         timeline=fullest.timeline(),
         collectives=fullest.collectives,
+        time=None if common["gpu"] is None else time_of(run.config, fullest, card, measured),
     )
     if len(ranks) > 1:
         report = _assuming(report, "every rank sends to the others what the traced one sends")
@@ -173,6 +178,17 @@ def _traced_rank(
         host_bytes=traced.host_peak,
         terms=(*terms_of_trace(traced), _beside(beside)),
     )
+
+
+def time_of(config: RunConfig, traced: Trace, card: Gpu, measured: float | None = None) -> Duration | None:
+    """How long a step that was traced takes; None if nobody knows how fast the card is.
+
+    Args:
+        measured: tokens a second of a run like it.
+    """
+    train = config.train
+    tokens = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
+    return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives), measured)
 
 
 def largest_packed(run: ResolvedRun) -> int:

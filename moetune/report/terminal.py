@@ -24,6 +24,8 @@ from moetune.memory.report import (
     Term,
 )
 from moetune.report.units import gib, percent
+from moetune.timing.roofline import Duration, Range
+from moetune.timing.work import Work
 
 METHODS = {
     "trace": "traced: the training step, run on tensors without storage",
@@ -88,6 +90,28 @@ def peak(report: MemoryReport) -> str:
 def when(moment: Moment) -> str:
     where = f" of {moment.module}" if moment.module else ""
     return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
+
+
+def pace(time: Duration, tokens: int | None = None) -> str:
+    """Tokens a second and seconds a step, and hours for so many tokens, from the fast end to the slow one."""
+    speed, seconds, share = time.tokens_per_second, time.seconds, time.share
+    hours = "" if tokens is None else f", {between(time.hours(tokens))} h for {tokens:,} tokens"
+    if time.measured is not None:
+        return f"Measured of a run like it: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours}."
+    return (
+        f"Estimated, not measured: {between(Range(speed.slow, speed.fast))} tokens/s, {between(seconds)} s a step"
+        f"{hours}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of what the card can multiply."
+    )
+
+
+def between(ends: Range) -> str:
+    return f"{two_digits(ends.fast)} to {two_digits(ends.slow)}"
+
+
+def two_digits(number: float) -> str:
+    """An estimate's digits: two, no more."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def named(part: str) -> str:
@@ -168,6 +192,10 @@ def _sections(report: MemoryReport, verbose: bool) -> Iterator[RenderableType]:
         yield _titled(f"{len(report.ranks)} ranks", _ranks(report))
     if verbose:
         yield from _details(report)
+    if report.time is not None:
+        yield Text(f"\n{pace(report.time)}")
+        if verbose:
+            yield _titled("time of a step, if each part were alone", _times(report.time))
     if report.notes:
         yield _titled("notes", _list(report.notes))
     if not verbose:
@@ -256,6 +284,20 @@ def _collectives(collectives: tuple[Collective, ...]) -> Table:
     table.add_column("bytes", justify="right", no_wrap=True)
     for item in collectives:
         table.add_row(Text(item.what), item.kind, Text(item.axis), f"{item.calls:,}", gib(item.bytes))
+    return table
+
+
+def _times(time: Duration) -> Table:
+    table = Table()
+    for heading in ("part", "TFLOP", "GB", "launches", "ms, fast", "ms, slow"):
+        table.add_column(heading, justify="left" if heading == "part" else "right", no_wrap=True)
+    works: dict[str, Work] = dict(time.work.items())
+    for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1].slow):
+        work = works.get(part, Work())
+        moved = work.bytes + work.product_bytes + work.copied
+        counted = (work.flops + work.flops32) / 1e12, moved / 1e9, work.launches
+        cells = [f"{number:,.{digits}f}" if number else "" for number, digits in zip(counted, (2, 1, 0), strict=True)]
+        table.add_row(named(part), *cells, f"{1000 * seconds.fast:,.1f}", f"{1000 * seconds.slow:,.1f}")
     return table
 
 

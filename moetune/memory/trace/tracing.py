@@ -84,7 +84,7 @@ def trace(
                 tracker = Tracker(steps.named)
                 if isinstance(adapted.links.exchange, TokenExchange):
                     adapted.links.exchange.count_arriving = arriving
-                with steps.counting(routing):
+                with steps.counting(routing, tracker):
                     if micro_steps is not None:
                         traced = steps.run(tracker, micro_steps, steps=steps_to_take)
                     else:  # over several ranks the first and the last send other things than those between
