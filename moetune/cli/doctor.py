@@ -35,10 +35,11 @@ def doctor(
         said = [check.to_json() for check in checks]
         print(json.dumps({"schema": 1, "is_well": is_well, "checks": said}, indent=2))
     else:
-        from rich.console import Console
         from rich.text import Text
 
-        console = Console(markup=False)
+        from moetune.report.console import terminal
+
+        console = terminal()
         colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
         for check in checks:
             line = f"{check.outcome:8}{check.name}: {check.found}"

@@ -47,9 +47,10 @@ def plan(
     Exit code 1: nothing does."""
     import json
 
-    from rich.console import Console
+    from rich.text import Text
 
     from moetune.errors import UserError
+    from moetune.report.console import terminal
 
     chosen: Any = ("router", "experts", "lora") if goal == "any" else (goal,)
     if goal not in ("router", "experts", "lora", "any"):
@@ -61,7 +62,7 @@ def plan(
             if is_file
             else f"--solve changes a run file, and {what!r} is none"
         )
-    quiet: Any = Console(stderr=True)
+    quiet: Any = terminal(stderr=True)
     if solve is not None:
         with heavy_imports():
             from moetune.memory.routing import parse_routing
@@ -69,12 +70,12 @@ def plan(
             from moetune.planning.solve import solve as solve_for
 
         config = read_run(what, set_)
-        with quiet.status(f"looking for the largest {solve}"):
+        with quiet.status(Text(f"looking for the largest {solve}")):
             solved = solve_for(config, solve, Needs(gpu, parse_routing(routing)))
         if json_:
             print(json.dumps(solved.to_json(), indent=2))
         else:
-            _print_solved(solved, Console())
+            _print_solved(solved, terminal())
         if solved.at is None:
             raise typer.Exit(1)
         return
@@ -93,7 +94,7 @@ def plan(
         from moetune.planning.plan import plan as plan_for
         from moetune.planning.tables import plan_tables
 
-    with quiet.status("planning") as status:
+    with quiet.status(Text("planning")) as status:
         found = plan_for(
             what,
             gpu,
@@ -102,14 +103,14 @@ def plan(
             length=min_sequence,
             host=most,
             data=data,
-            say=status.update,
+            say=lambda words: status.update(Text(words)),
         )
     written = [] if write is None else write_runs(found, write)
     if json_:
         print(json.dumps({**found.to_json(), "files": [str(file) for file in written]}, indent=2))
     else:
         for table in plan_tables(found, explain=explain):
-            Console().print(table, highlight=False)
+            terminal().print(table, highlight=False)
         for file in written:
             print(f"{file} written")
     if not found.candidates:

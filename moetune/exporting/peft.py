@@ -37,7 +37,7 @@ from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_b
 from moetune.exporting.folder import Exported
 from moetune.hub.fingerprint import take_fingerprint
 from moetune.hub.names import find_homes
-from moetune.hub.tensor_files import read_checkpoint
+from moetune.hub.quantized import open_checkpoint
 from moetune.run.names import linear_factors
 
 _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
@@ -175,7 +175,7 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
     values = dict(trained)
     frozen = {tied.get(name, name) for name in shapes} - values.keys()
     if frozen:
-        stored = read_checkpoint(base_folder(run))
+        stored = open_checkpoint(base_folder(run))
         homes = find_homes(plain, stored)
         for name in sorted(frozen):
             if name not in homes:

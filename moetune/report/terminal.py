@@ -28,7 +28,7 @@ from moetune.timing.roofline import Duration, Range
 from moetune.timing.work import Work
 
 METHODS = {
-    "trace": "traced: the training step, run on tensors without storage",
+    "trace": "traced: what runs, on tensors without storage",
     "formula": "closed form: a recorded step, at these sizes",
 }
 ALLOCATED = "allocated at the peak"

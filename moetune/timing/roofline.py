@@ -13,7 +13,7 @@ M, L: throughput, memory bandwidth, link of the card; p, m, l: the share of each
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from moetune.catalog.gpus import Gpu
@@ -97,6 +97,11 @@ class Duration:
         """Of the card's limit, from 0 to 1."""
         return Range(self.flops / self.seconds.fast / self.limit, self.flops / self.seconds.slow / self.limit)
 
+    def as_measured(self, tokens_per_second: float) -> Duration:
+        """The same at the speed of a run like this one."""
+        seconds = self.tokens / tokens_per_second
+        return replace(self, seconds=Range(seconds, seconds), measured=tokens_per_second)
+
     def to_json(self) -> dict[str, Any]:
         """`time` in `moetune predict --json`."""
         return {
@@ -111,15 +116,12 @@ class Duration:
         }
 
 
-def duration(
-    work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterable[int] = (), measured: float | None = None
-) -> Duration | None:
+def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterable[int] = ()) -> Duration | None:
     """How long a card takes for the work of a step; None if nobody knows how fast it is, or nothing was counted.
 
     Args:
         tokens: of the step, of all ranks.
         sent: bytes that leave this rank.
-        measured: tokens a second of a run like this one.
     """
     half = card.bf16 or card.fp16
     if not work or half is None or card.fp32 is None or card.bandwidth is None or card.host_link is None:
@@ -147,8 +149,6 @@ def duration(
     fast = [sum(seconds for part, seconds in ends["fast"].items() if part not in beside)]
     fast += [ends["fast"].get(part, 0.0) for part in beside]
     seconds = Range(max(fast), sum(ends["slow"].values()))
-    if measured is not None:
-        seconds = Range(tokens / measured, tokens / measured)
     return Duration(
         tokens=tokens,
         flops=sum(done.flops + done.flops32 for done in work.values()),
@@ -156,5 +156,4 @@ def duration(
         seconds=seconds,
         parts={part: Range(ends["fast"][part], ends["slow"][part]) for part in ends["fast"]},
         work=work,
-        measured=measured,
     )

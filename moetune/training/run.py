@@ -28,6 +28,7 @@ from moetune.optim.values import generator_states
 from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
 from moetune.patches.deepspeed import keep_quiet
+from moetune.report.console import terminal
 from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
@@ -84,7 +85,7 @@ def train(
     Raises:
         UserError: anything that the user can mend. No file has been written then.
     """
-    console = console or Console(stderr=True, quiet=not ranks.is_first, markup=False)
+    console = console or terminal(stderr=True, quiet=not ranks.is_first)
     device = run.device(device)
     keep_quiet(device)
     config = run.config

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -36,6 +35,7 @@ from moetune.errors import UserError, one_line, shown
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.patches.transformers import one_device
+from moetune.report.console import terminal
 from moetune.step.batch import collate
 from moetune.step.loss import IGNORED
 from moetune.step.router_losses import RouterWatch
@@ -64,7 +64,7 @@ class MoeTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         notices: Notices | None = None,
     ) -> None:
-        self.notices = notices or Notices(adapted, 1, Console(quiet=True))
+        self.notices = notices or Notices(adapted, 1, terminal(quiet=True))
         config = adapted.run.config
         self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
         self.watch = RouterWatch(adapted)

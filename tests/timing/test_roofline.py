@@ -54,8 +54,9 @@ def test_what_runs_beside_the_card_counts_at_the_slow_end_only() -> None:
 
 
 def test_what_was_measured_stands_in_for_the_factors() -> None:
-    one = duration({"experts": Work(flops=10**14)}, 2000, CARD, measured=500.0)
-    assert one is not None
+    estimated = duration({"experts": Work(flops=10**14)}, 2000, CARD)
+    assert estimated is not None
+    one = estimated.as_measured(500.0)
     assert one.seconds.fast == one.seconds.slow == 4.0
     assert one.hours(1_800_000).slow == pytest.approx(1.0)
 

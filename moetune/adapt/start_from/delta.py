@@ -18,6 +18,7 @@ from moetune.anatomy.moe import MoeLayer
 from moetune.errors import UserError
 from moetune.hub.delta_folder import Delta
 from moetune.hub.names import Home, find_homes
+from moetune.hub.quantized import weights_of
 from moetune.hub.tensor_files import Stored
 from moetune.run.names import stacks, trained_name, whole_name
 
@@ -156,7 +157,7 @@ def _landings(adapted: Adapted, delta: Delta) -> tuple[list[_Landing], list[str]
 
 def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
     """A landing for each parameter that trains in full precision, under each name that the base has for it."""
-    homes = find_homes(adapted.run.model.plain, delta.base.fingerprint.tensors)
+    homes = find_homes(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
     stacked: dict[str, tuple[MoeLayer, int, str]] = {}
     for layer in adapted.anatomy.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):

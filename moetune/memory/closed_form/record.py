@@ -243,7 +243,7 @@ def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows
         telling.held_out,
     )
     tracker = Tracker(steps.named)
-    with steps.counting(count, tracker):
+    with steps.counting(count):
         if adapted.ranks.is_single:  # the last one, which adds to the gradients of those before it
             micro_steps = min(2, config.train.accumulate)
             log = steps.record(tracker, feed, micro_steps, begun=micro_steps - 1)
