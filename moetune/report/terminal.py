@@ -42,13 +42,14 @@ _PHASES = {
 }
 
 
-def print_report(report: MemoryReport, console: Console, *, verbose: bool = False) -> None:
+def print_report(report: MemoryReport, console: Console, *, verbose: bool = False, tokens: int | None = None) -> None:
     """Prints the report, verdict first and last; the changes that would help only where it does not fit.
 
     Args:
         verbose: formulas, single allocations and assumptions as well; else what fits on a screen.
+        tokens: say how many hours so many take.
     """
-    for renderable in _sections(report, verbose):
+    for renderable in _sections(report, verbose, tokens):
         console.print(renderable, highlight=False)
 
 
@@ -95,17 +96,25 @@ def when(moment: Moment) -> str:
 def pace(time: Duration, tokens: int | None = None) -> str:
     """Tokens a second and seconds a step, and hours for so many tokens, from the fast end to the slow one."""
     speed, seconds, share = time.tokens_per_second, time.seconds, time.share
-    hours = "" if tokens is None else f", {between(time.hours(tokens))} h for {tokens:,} tokens"
     if time.measured is not None:
-        return f"Measured of a run like it: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours}."
+        return (
+            f"Measured of a run like it: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
+        )
     return (
-        f"Estimated, not measured: {between(Range(speed.slow, speed.fast))} tokens/s, {between(seconds)} s a step"
-        f"{hours}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of what the card can multiply."
+        f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
+        f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of what the card can multiply."
     )
 
 
+def hours(time: Duration, tokens: int | None) -> str:
+    """For so many tokens; nothing where they are not known."""
+    return "" if tokens is None else f", {between(time.hours(tokens))} h for {tokens:,} tokens"
+
+
 def between(ends: Range) -> str:
-    return f"{two_digits(ends.fast)} to {two_digits(ends.slow)}"
+    """The less first."""
+    less, more = (two_digits(end) for end in sorted((ends.fast, ends.slow)))
+    return less if less == more else f"{less} to {more}"
 
 
 def two_digits(number: float) -> str:
@@ -177,7 +186,7 @@ def folded(terms: Iterable[Term]) -> list[Term]:
 # Names and formulas hold square brackets, which rich would read as markup in a str: they go in as Text.
 
 
-def _sections(report: MemoryReport, verbose: bool) -> Iterator[RenderableType]:
+def _sections(report: MemoryReport, verbose: bool, tokens: int | None) -> Iterator[RenderableType]:
     colour = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "bold"}[report.verdict]
     yield Text(verdict(report), style=colour)
     yield Text(most(report))
@@ -193,7 +202,7 @@ def _sections(report: MemoryReport, verbose: bool) -> Iterator[RenderableType]:
     if verbose:
         yield from _details(report)
     if report.time is not None:
-        yield Text(f"\n{pace(report.time)}")
+        yield Text(f"\n{pace(report.time, tokens)}")
         if verbose:
             yield _titled("time of a step, if each part were alone", _times(report.time))
     if report.notes:

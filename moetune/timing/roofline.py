@@ -58,6 +58,11 @@ class Range:
     fast: float
     slow: float
 
+    @property
+    def middle(self) -> float:
+        """The geometric mean of both ends, which are apart by a factor."""
+        return float(f"{(self.fast * self.slow) ** 0.5:.4g}")
+
     def to_json(self) -> dict[str, float]:
         return {"fast": float(f"{self.fast:.4g}"), "slow": float(f"{self.slow:.4g}")}
 
