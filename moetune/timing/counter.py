@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted
-from moetune.timing.work import Done, Work, WorkPart, size_of, works, written_by
+from moetune.timing.work import Done, Work, WorkPart, part_of, size_of, works, written_by
 
 
 class Where(Protocol):
@@ -57,13 +57,19 @@ class Counter:
             else:
                 self.note(work, part or own, tensor)
 
+    def part(self, func: Any = None) -> WorkPart:
+        """The part that runs now; an operation may say by itself that it is another one's."""
+        if self.where.phase == "optimizer":
+            return "optimizer"
+        return part_of(func) or self.parts.get(self.where.module, "rest")
+
     def note(self, work: Work, part: WorkPart | None = None, of: Tensor | None = None) -> None:
         """Work that is done now; by default of the part whose module runs."""
         where = self.where
         if where.phase in ("load", "evaluation"):
             return
         once = where.phase == "optimizer"
-        part = part or ("optimizer" if once else self.parts.get(where.module, "rest"))
+        part = part or self.part()
         block = None if of is None else where.block_of(of)
         self.done.append(Done(where.place(), where.step, None if once else where.micro_step, part, work, block))
 

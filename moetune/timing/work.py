@@ -137,11 +137,15 @@ def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -
         return
     moved = _moved(func, args, kwargs, tensors, fresh)
     launches = _launches(func, args, kwargs, out, capability)
-    part: WorkPart | None = "dequantization" if func._opname.startswith("dequantize") else None
     if flops := _flops(func, args, kwargs, out):
         yield Share(_product(flops, moved, launches, tensors[0]), first)
     else:
-        yield Share(Work(bytes=moved, launches=launches), first, part)
+        yield Share(Work(bytes=moved, launches=launches), first, part_of(func))
+
+
+def part_of(func: Any) -> WorkPart | None:
+    """The part that an operation belongs to by itself, whatever runs."""
+    return "dequantization" if func is not None and func._opname.startswith("dequantize") else None
 
 
 def _product(flops: float, moved: float, launches: float, of: Tensor) -> Work:
@@ -180,6 +184,13 @@ def _does_nothing(func: Any) -> bool:
     """Whether it only makes or describes tensors, or sends them, which is counted apart (parallel/messages.py)."""
     is_sent = func.namespace in ("c10d", "_c10d_functional")
     return is_sent or func.is_view or func._opname in _FREE or (func.namespace, func._opname) == ("aten", "split")
+
+
+@cache
+def is_product(func: Any) -> bool:
+    """Whether it multiplies matrices, or is attention."""
+    packet = _IN_PLACE.get(func._overloadpacket, func._overloadpacket)
+    return func is _GEMM_4BIT or func in _FLOPS or packet in flop_registry
 
 
 # --- Floating point operations --------------------------------------------------------------------------------------

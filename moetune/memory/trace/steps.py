@@ -167,6 +167,11 @@ class Steps(Watched):
             begin = next(mark.at for mark in log.marks if mark.step == steps - 1)
         return Trace.of(log, begin, self.adapted.ranks.axis_of, left_out)
 
+    def one(self, tracker: Tracker, micro_steps: int) -> None:
+        """One step, of which phases and modules are noted."""
+        with self._following(tracker, False):
+            self._step(tracker, self.feed, micro_steps)
+
     @torch.no_grad()
     def make_states(self) -> None:
         """Lets every optimizer make its states, by an update with gradients that nothing was computed for."""
