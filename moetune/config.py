@@ -399,6 +399,7 @@ class TrainConfig(Section):
     router_aux_scope: Literal["model", "layer"] = "model"
     router_z_loss: Strength = 0.0
     dense_router_gradient: bool = False
+    router_bias_rate: Strength = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
     neftune_alpha: Strength = 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.integrations.neftune import activate_neftune
 from transformers.utils import logging as transformers_logging
@@ -66,12 +66,22 @@ class Adapted:
         return self.run.selection
 
     def part_of(self, name: str) -> Part:
-        """Which part of the run file a trained parameter belongs to."""
-        return self.run.parts[name]
+        """Which part of the run file belongs to what is learned."""
+        return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Name -> parameter, of what trains."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def router_biases(self) -> dict[str, Tensor]:
+        """Name -> the correction bias that is updated beside its router: float32 [E], the same on every rank."""
+        here = {layer.index for layer in self.anatomy.moe_layers}
+        names = (name for layer, name in self.run.router_biases.items() if layer in here)
+        return {name: self.model.get_buffer(name) for name in names}
+
+    def learned(self) -> dict[str, Tensor]:
+        """Name -> tensor, of all that a run changes: what trains, and correction biases."""
+        return {**self.trainable(), **self.router_biases()}
 
     def of_experts(self) -> list[nn.Parameter]:
         """What trains in expert banks."""
@@ -159,6 +169,10 @@ def build(
         enable_checkpointing(model, offload_to=device if config.train.checkpointing == "offload" else None)
     else:
         keep_choices(model)
+    for layer in anatomy.moe_layers:
+        if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
     if config.train.dense_router_gradient:
         links.dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in anatomy.moe_layers})
     adapted = Adapted(run, model, ranks, links)

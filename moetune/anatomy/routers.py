@@ -97,3 +97,12 @@ def score_of(model: nn.Module, layer: MoeLayer) -> Score | None:
         if torch.allclose(scale_TK, scale_TK[:, :1].expand_as(scale_TK), rtol=1e-3):
             return score
     return None
+
+
+def correction_bias(model: nn.Module, layer: MoeLayer) -> str | None:
+    """The name of the buffer that is added to the scores [E] of a layer before its experts are chosen; None if there is
+    none, or it is a parameter."""
+    for name, buffer in model.get_submodule(layer.block).named_buffers():
+        if name.rpartition(".")[2] == "e_score_correction_bias" and buffer.numel() == layer.shape.num_experts:
+            return f"{layer.block}.{name}"
+    return None

@@ -28,7 +28,7 @@ def data(
     config = load_run_config(run, set_ or ())
     refuse_missing_files(config, run)
     with heavy_imports():
-        from moetune.training.preview import preview
+        from moetune.data.preview import preview
 
     found = preview(config, records)
     if html is not None:

@@ -111,8 +111,7 @@ def _predict(config: RunConfig, data: list[str] | None, gpu: str | None, json_: 
     if gpu is not None:
         find_gpu(gpu)
     with heavy_imports():
-        from rich.console import Console
-
+        from moetune.report.console import terminal
         from moetune.report.terminal import print_report
         from moetune.run.resolve import resolve
         from moetune.scoring.memory import predict_score
@@ -122,7 +121,7 @@ def _predict(config: RunConfig, data: list[str] | None, gpu: str | None, json_: 
     if json_:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print_report(report, Console(markup=False))
+        print_report(report, terminal())
     if report.fits is False:
         raise typer.Exit(1)
 

@@ -105,6 +105,12 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
     for name in names:
         router = next((path for path in routers if name.startswith(f"{path}.")), None)
         paths.add(router or name.rpartition(".")[0])
+    apart = [name for name in adapted.run.router_biases.values() if name.rpartition(".")[0] not in paths]
+    if apart:
+        raise UserError(
+            f"{apart[0]} was updated (train.router_bias_rate), and is in no module that PEFT could save whole; use "
+            "--format delta or merged"
+        )
     adapted_paths = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.anatomy.moe_layers)}
     for path in sorted(paths):
         inside = sorted(other for other in adapted_paths if f"{other}.".startswith(f"{path}."))

@@ -5,7 +5,7 @@ Each function yields one line a problem; `resolve` reports those of all together
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import gcd
 
 import torch
@@ -119,6 +119,23 @@ def of_dense_gradient(
         yield (
             f"{option}: the weights that {unknown[0].router} ({anatomy.model_type}) gives are neither a softmax nor a "
             "sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
+        )
+
+
+def of_router_bias(model_type: str, routers: Collection[int | None], biases: Mapping[int, str]) -> Iterator[str]:
+    """A bias that is to be updated, and is not there.
+
+    Args:
+        routers: layers whose router trains.
+        biases: of these, by layer.
+    """
+    option = "train.router_bias_rate"
+    if not routers:
+        yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
+    elif len(biases) < len(routers):
+        yield (
+            f"{option}: the routers of {model_type!r} have no correction bias that is a buffer "
+            "(e_score_correction_bias); leave it out"
         )
 
 

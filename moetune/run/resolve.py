@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
-from moetune.anatomy.routers import Score, known_scores
+from moetune.anatomy.routers import Score, correction_bias, known_scores
 from moetune.anatomy.selection import NOTHING, Selection, examine_selection
 from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.anatomy.stack import leave_out
@@ -76,6 +76,7 @@ class ResolvedRun:
         optimizers: of the parts that train.
         placement: layer index -> for each of the `ep` ranks the ids of its experts; empty where they are not spread.
         router_scores: layer index -> the function of its router's logits, under `train.dense_router_gradient`.
+        router_biases: layer index -> the buffer that `train.router_bias_rate` updates.
         problems: why it can be neither predicted nor trained; empty for what `resolve` returns.
     """
 
@@ -87,6 +88,7 @@ class ResolvedRun:
     optimizers: Mapping[Part, OptimizerConfig]
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     router_scores: Mapping[int, Score] = field(default_factory=dict)
+    router_biases: Mapping[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
@@ -217,8 +219,24 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     if config.train.dense_router_gradient:
         router_scores = known_scores(plain, anatomy.moe_layers)
         problems += refusals.of_dense_gradient(config, anatomy, trains, router_scores)
-    said = tuple(dict.fromkeys(problems))
-    return ResolvedRun(config, device_type, model, selection, parts, optimizers, placement, router_scores, said)
+    router_biases: dict[int, str] = {}
+    if config.train.router_bias_rate:
+        routers = {part.layer for part in anatomy.parts_of("router") if part.name in selection.full}
+        found = {x.index: correction_bias(plain, x) for x in anatomy.moe_layers if x.index in routers}
+        router_biases = {layer: name for layer, name in found.items() if name is not None}
+        problems += refusals.of_router_bias(anatomy.model_type, routers, router_biases)
+    return ResolvedRun(
+        config,
+        device_type,
+        model,
+        selection,
+        parts,
+        optimizers,
+        placement,
+        router_scores,
+        router_biases,
+        tuple(dict.fromkeys(problems)),
+    )
 
 
 def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:

@@ -32,6 +32,7 @@ from moetune.adapt.base import noting_base
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
+from moetune.data.load import load_data, pad_token_id, tokenizer_of
 from moetune.errors import UserError
 from moetune.files import write_whole
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -42,7 +43,6 @@ from moetune.run.scores import Scored, Scores
 from moetune.scoring.recorder import Recorder, Sums, documents_of
 from moetune.step.batch import Row, collate
 from moetune.step.tail import split
-from moetune.training.data import load_data, pad_token_id, tokenizer_of
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
 
@@ -74,6 +74,12 @@ def to_score(config: RunConfig) -> RunConfig:
         adapt = AdaptConfig(router="all", start_from=adapt.start_from)
     shared = {"engine": "fsdp2", "offload": "none", "deepspeed": None}
     return config.model_copy(update={"adapt": adapt, "parallel": config.parallel.model_copy(update=shared)})
+
+
+def refuse_dense(run: ResolvedRun) -> None:
+    """Raises `UserError` if there is nothing to score."""
+    if not run.anatomy.moe_layers:
+        raise UserError(f"{run.config.model.path!r} is a dense model: it has no experts to score")
 
 
 def on_one_rank(config: RunConfig) -> RunConfig:
@@ -118,8 +124,7 @@ def score(
         raise UserError(
             f"parallel: makes {config.parallel.ranks} ranks, and this process is one of {ranks.parallel.ranks}"
         )
-    if not run.anatomy.moe_layers:
-        raise UserError(f"{config.model.path!r} is a dense model: it has no experts to score")
+    refuse_dense(run)
     if len(set(data)) < len(data):
         raise UserError("--data: a file is named twice")
     if out is not None:

@@ -20,6 +20,8 @@ from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
+from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
+from moetune.data.preview import steps_an_epoch
 from moetune.errors import UserError, suggest
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base
@@ -33,14 +35,12 @@ from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
-from moetune.training.data import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
 from moetune.training.inputs import Inputs
 from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
 from moetune.training.notices import Notices
 from moetune.training.pace import Pace
-from moetune.training.preview import steps_an_epoch
 from moetune.training.progress import ProgressBar, reading
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer import MoeTrainer, check_checkpoint

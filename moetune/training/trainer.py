@@ -31,6 +31,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
+from moetune.data.load import Datasets
 from moetune.errors import UserError, one_line, shown
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
@@ -42,7 +43,6 @@ from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
-from moetune.training.data import Datasets
 from moetune.training.notices import Notices, refuse_broken_weights
 from moetune.training.pace import Pace
 from moetune.training.routing import load_by_layer, load_summary, on_host

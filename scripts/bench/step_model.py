@@ -35,8 +35,8 @@ CARDS = ("h100", "a6000", "l40s")
 _HEAD = """# The model of a step
 
 Modelled, not measured: operations, bytes and launches are counted by a trace of the step that is trained, one
-micro-step and an update of 8-bit AdamW; times are those of the [roofline](../concepts/time.md), from its fast end to its
-slow one. Made by `scripts/bench/step_model.py`; every number is in [step_model.json](step_model.json)."""
+micro-step and an update of 8-bit AdamW; times are those of the [roofline](../concepts/time.md), from its fast end to
+its slow one. Made by `scripts/bench/step_model.py`; every number is in [step_model.json](step_model.json)."""
 _CARDS_HEADING = "| card | tokens/s | seconds a step | share of its TFLOP/s | most of the time, slow end |"
 
 

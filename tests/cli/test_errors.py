@@ -233,7 +233,15 @@ def test_other_commands(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["trian"], ["train"], ["train", "a.yaml", "b.yaml"], ["train", "--no-such-option"], ["models", "--out"], []],
+    [
+        ["export", ".", "--format", "peft", "--out", "o", "--check", "9" * 30],
+        ["trian"],
+        ["train"],
+        ["train", "a.yaml", "b.yaml"],
+        ["train", "--no-such-option"],
+        ["models", "--out"],
+        [],
+    ],
     ids=" ".join,
 )
 def test_a_wrong_command_line(arguments: list[str], moetune: Callable[..., Any]) -> None:
@@ -245,7 +253,8 @@ def test_a_wrong_command_line(arguments: list[str], moetune: Callable[..., Any])
 
 SEEN = {
     "tag": "output: !!int ''", "time": "output: !!timestamp x", "map": "output: !!map [1, 2]",
-    "digits": f"train: {{steps: {'9' * 5000}}}", "user": "output: ~nosuchuser/x", "name": f"output: {'x' * 256}",
+    "digits": f"train: {{steps: {'9' * 5000}}}", "hexadecimal": f"output: 0x{'f' * 5000}",
+    "user": "output: ~nosuchuser/x", "name": f"output: {'x' * 256}",
     "nul": 'output: "a\\0b"', "surrogate": 'output: "a\\ud800"', "byte": 'output: "a\\udcff"',
     "markup": "output: 3\nmodel: {path: 'x[/]y'}",
     "depth": "a: " + "[" * 30_000, "ids": 'adapt: {router: "0-99999999999"}',

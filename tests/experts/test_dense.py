@@ -25,8 +25,11 @@ from moetune.memory.about import dense_gradient_cost
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.measure import measure as measure_run
 from moetune.memory.trace import trace
+from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
+from tests import small
 from tests.memory.models import toy_run, write_toy
+from tests.parallel import steps, world
 from tests.reference import (
     assert_close,
     build_toy,
@@ -205,3 +208,23 @@ def test_a_router_with_weights_of_another_kind_is_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(UserError, match=r"neither a softmax nor a sigmoid"):
         resolve(config, "cpu")
+
+
+def weights_of(configs: list[RunConfig]) -> list[dict[str, Tensor]]:
+    return [steps.take(config, Ranks.join(config.parallel, "cpu"), 2, 4).weights for config in configs]
+
+
+@pytest.mark.full
+def test_ranks_take_the_step_of_one(small_model: Path) -> None:
+    """Weights that are shared, and such that every rank has whole."""
+
+    def config(**parallel: int) -> RunConfig:
+        train = DENSE | {"accumulate": 1, "max_grad_norm": 0.0}
+        optimizer = {"name": "sgd", "lr": 1e-2}
+        unread = Path("unread")
+        return small.run_config(small_model, unread, unread, train=train, optimizer=optimizer, parallel=parallel)
+
+    (alone,) = weights_of([config()])
+    for of_rank in world.run(2, weights_of, [config(fsdp=2), config(replicate=2)]):
+        for weights in of_rank:
+            assert_close(weights, alone)

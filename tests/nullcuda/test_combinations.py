@@ -69,3 +69,9 @@ def test_a_combination_takes_what_is_predicted(case: Case, toy_model: Path) -> N
     compared = runs.compare(drawn(toy_model, case))
     assert compared.off == 0, compared
     assert compared.managed == compared.managed_predicted, compared
+
+
+@pytest.mark.parametrize("adapt", ["router", "experts"])
+def test_a_gradient_through_all_experts_takes_what_is_predicted(adapt: str, toy_model: Path) -> None:
+    compared = runs.compare(runs.toy_run(toy_model, adapt, train={"dense_router_gradient": True}))
+    assert compared.off == 0, compared

@@ -84,7 +84,7 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
             or another shape.
     """
     landings, problems = _landings(adapted, delta)
-    trainable = adapted.trainable()
+    trainable = adapted.learned()
     for landing in landings:
         expected = trainable[landing.parameter].shape
         try:
@@ -110,7 +110,7 @@ def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
     """
     check_delta(adapted, delta)
     landings, _ = _landings(adapted, delta)
-    trainable, done = adapted.trainable(), set()
+    trainable, done = adapted.learned(), set()
     with torch.no_grad():
         for landing in landings:
             parameter = trainable[landing.parameter]
@@ -168,6 +168,9 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
         layer, expert, stack = stacked[name]
         if (home := homes.get(f"{layer.experts}.{stack}")) is not None:
             yield _Landing(name, home.of_expert(expert), delta, expert, layer, stack)
+    for name in adapted.run.router_biases.values():
+        if name in homes:
+            yield _Landing(name, homes[name], delta)
     for parameter in sorted(adapted.selection.full):
         tied = (other for other, first in adapted.anatomy.tied.items() if first == parameter)
         for other in (parameter, *tied):

@@ -177,7 +177,14 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     config = run.config
     kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
     # Those that are 0 do nothing.
-    numbers = ("max_grad_norm", "max_grad_value", "router_aux_loss", "router_z_loss", "neftune_alpha")
+    numbers = (
+        "max_grad_norm",
+        "max_grad_value",
+        "router_aux_loss",
+        "router_z_loss",
+        "router_bias_rate",
+        "neftune_alpha",
+    )
     kind["train"] = {"checkpointing": config.train.checkpointing} | {key: bool(kind["train"][key]) for key in numbers}
     if (lora := config.adapt.lora) is not None:
         unlike = {"dropout": lora.dropout > 0, "lr_ratio": lora.lr_ratio != 1}
