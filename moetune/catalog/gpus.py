@@ -47,6 +47,9 @@ class Gpu:
         cublas_workspace: bytes of one cuBLAS workspace; inside the allocator, one for each thread that multiplies.
         bandwidth: bytes/s between the card's memory and its processors; None if unknown.
         bf16: dense FLOP/s in bfloat16 with float32 accumulation; None if unknown or without tensor cores for it.
+        fp16: the same in float16, where there are no tensor cores for bfloat16.
+        fp32: FLOP/s in float32 without tensor cores.
+        host_link: bytes/s from or to the host.
         interconnect: bytes/s between two cards, both directions together; None if unknown.
         channels: that NCCL opens between two cards.
     """
@@ -59,6 +62,9 @@ class Gpu:
     cublas_workspace: Figure
     bandwidth: Figure | None = None
     bf16: Figure | None = None
+    fp16: Figure | None = None
+    fp32: Figure | None = None
+    host_link: Figure | None = None
     interconnect: Figure | None = None
     channels: Figure = PCIE_CHANNELS
 
@@ -116,6 +122,8 @@ def _of_size(name: str, size: int) -> Gpu:
         cublas_workspace=assumed(model.cublas_workspace),
         bandwidth=None,
         bf16=None,
+        fp32=None,
+        host_link=None,
         interconnect=None,
         channels=PCIE_CHANNELS,
     )
@@ -159,6 +167,9 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
         cublas_workspace=_size(entry["cublas_workspace"]),
         bandwidth=_rate(entry.get("bandwidth"), 10**9),
         bf16=_rate(entry.get("bf16"), 10**12),
+        fp16=_rate(entry.get("fp16"), 10**12),
+        fp32=_rate(entry.get("fp32"), 10**12),
+        host_link=_rate(entry.get("host_link"), 10**9),
         interconnect=_rate(entry.get("interconnect"), 10**9),
         channels=Figure(**entry["channels"]) if "channels" in entry else PCIE_CHANNELS,
     )

@@ -32,6 +32,9 @@ Lora = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Tokens = Annotated[
+    int | None, typer.Option("--tokens", min=1, help="Of the data: say how many hours they take.", show_default=False)
+]
 Opens = Annotated[
     str,
     typer.Argument(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides, read_run
+from moetune.cli.options import Json, Overrides, Tokens, read_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +34,7 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="Host memory that a run may take. Default: any.")
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="What the run files train on.")] = None,
+    tokens: Tokens = None,
     min_sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
     explain: Annotated[bool, typer.Option("--explain", help="Say why no more of each fits.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave each as a run file in this folder.")] = None,
@@ -46,6 +47,7 @@ def plan(
     """Find what fits a card: the most of each way to train a MODEL, or the largest value of a setting of a RUN.yaml.
     Exit code 1: nothing does."""
     import json
+    from dataclasses import replace
 
     from rich.text import Text
 
@@ -105,6 +107,10 @@ def plan(
             data=data,
             say=lambda words: status.update(Text(words)),
         )
+    if data is not None and tokens is None:
+        tokens, why = _tokens_of(data, what, min_sequence)
+        found = replace(found, notes=(*found.notes, *why))
+    found = replace(found, tokens=tokens)
     written = [] if write is None else write_runs(found, write)
     if json_:
         print(json.dumps({**found.to_json(), "files": [str(file) for file in written]}, indent=2))
@@ -115,6 +121,21 @@ def plan(
             print(f"{file} written")
     if not found.candidates:
         raise typer.Exit(1)
+
+
+def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:
+    """The tokens of data, as training would read them; or why they are not known."""
+    from moetune.errors import UserError, one_line
+
+    with heavy_imports():
+        from moetune.run_file import read_run_config
+        from moetune.training.preview import preview
+
+    run = {"model": {"path": model}, "adapt": {}, "train": {"sequence_length": length}, "data": {"train": data}}
+    try:
+        return preview(read_run_config(run, (), f"a run on {data}")).counts.tokens, ()
+    except UserError as error:
+        return None, (f"no hours for {data!r}, whose tokens could not be counted ({one_line(error)}); give --tokens",)
 
 
 def _print_solved(solved: Solved, console: Console) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Verbose, in_a_folder, within_memory
+from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Tokens, Verbose, in_a_folder, within_memory
 
 
 def predict(
@@ -34,6 +34,11 @@ def predict(
     allocator: Annotated[
         str | None,
         typer.Option(metavar="default|expandable", help="Torch's. Default: as PYTORCH_ALLOC_CONF says."),
+    ] = None,
+    tokens: Tokens = None,
+    measured: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run folder like it, or its metrics.jsonl: estimate by its tokens/s."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=in_a_folder)
@@ -64,6 +69,9 @@ def predict(
     config = within_memory(config)
     if gpu is not None:
         find_gpu(gpu)  # before what takes seconds
+    from moetune.timing.measured import speed_of
+
+    speed = None if measured is None else speed_of(measured)
 
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
@@ -76,6 +84,10 @@ def predict(
         refuse_unknown_format(figure)
     chosen: Any = {"method": method, "allocator": allocator}
     report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
+    if speed is not None:
+        if report.time is None:
+            raise UserError("--measured wants a card whose speed is known, as in --gpu l40s, and --method trace")
+        report = replace(report, time=report.time.as_measured(speed))
     source = [("run file", run)] if stands_for is None else []
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
     if html is not None:
@@ -89,13 +101,14 @@ def predict(
         save_figure(report, figure)
         print(f"{figure} written", file=sys.stderr)
     if json_:
-        print(json.dumps({**report.to_json(), "run": config.model_dump(mode="json")}, indent=2))
+        hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
+        print(json.dumps({**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}, indent=2))
     else:
         if stands_for is not None:
             print(f"# the run file that this stands for\n{as_yaml(stands_for)}")
         from moetune.report.console import terminal
         from moetune.report.terminal import print_report
 
-        print_report(report, terminal(), verbose=verbose)
+        print_report(report, terminal(), verbose=verbose, tokens=tokens)
     if report.fits is False:
         raise typer.Exit(1)

@@ -20,6 +20,10 @@ def verify(
             metavar="measured|balanced|skew:S|worst|FILE", help="What the prediction assumes of the experts' tokens."
         ),
     ] = "measured",
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also profile a step: its time by part, and a trace for chrome://tracing."),
+    ] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -28,18 +32,27 @@ def verify(
     config = read_run(run, set_)
 
     import json
+    import sys
 
+    from moetune.errors import UserError
+
+    if profile is not None and not profile.parent.is_dir():
+        raise UserError(f"--profile {str(profile)!r}: there is no folder {str(profile.parent)!r}")
     with heavy_imports():
+        from moetune.memory.profile import profile_step
         from moetune.memory.routing import parse_routing
         from moetune.memory.verify import verify as verify_run
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
 
-    outcome = verify_run(
-        resolve(config, this_device()), steps, None if routing == "measured" else parse_routing(routing)
-    )
+    resolved = resolve(config, this_device())
+    outcome = verify_run(resolved, steps, None if routing == "measured" else parse_routing(routing))
+    profiled = None
+    if profile is not None:
+        profiled = profile_step(resolved, resolved.device(None), profile)
+        print(f"{profile} written", file=sys.stderr)
     if json_:
-        print(json.dumps(outcome.to_json(), indent=2))
+        print(json.dumps(outcome.to_json() | ({} if profiled is None else {"profile": profiled.to_json()}), indent=2))
     else:
         from rich.table import Table
 
@@ -56,5 +69,10 @@ def verify(
         console = terminal()
         console.print(table)
         console.print(f"{outcome.tokens_per_second:,.0f} tokens/s; routing: {outcome.routing}", highlight=False)
+        if profiled is not None:
+            from moetune.report.profile import profile_table
+
+            for renderable in profile_table(profiled):
+                console.print(renderable, highlight=False)
     if not outcome.holds:
         raise typer.Exit(1)

@@ -23,7 +23,9 @@ from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import beside_of_formula, terms_of_formula, terms_of_trace
 from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
+from moetune.parallel.coordinates import data_ranks
 from moetune.run.resolve import ResolvedRun, resolve
+from moetune.timing.roofline import Duration, duration
 
 Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]
@@ -46,7 +48,7 @@ def predict(
     advise: bool = True,
     tracing: Tracing = trace,
 ) -> MemoryReport:
-    """Predicts the peak of a run, without weights, data or a GPU.
+    """Predicts the peak of a run, and by trace how long a step takes, without weights, data or a GPU.
 
     Args:
         method: by default a trace.
@@ -117,6 +119,7 @@ def _by_trace(
         moment=fullest.moment(),
         timeline=fullest.timeline(),
         collectives=fullest.collectives,
+        time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )
     if len(ranks) > 1:
         report = _assuming(report, "every rank sends to the others what the traced one sends")
@@ -177,6 +180,13 @@ def _traced_rank(
         host_bytes=traced.host_peak,
         terms=(*terms_of_trace(traced), _beside(beside, traced.workspaces)),
     )
+
+
+def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
+    """How long a step that was traced takes; None if nobody knows how fast the card is."""
+    train = config.train
+    tokens = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
+    return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives))
 
 
 def largest_packed(run: ResolvedRun) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from moetune.timing.roofline import Duration
+
 PartName = Literal[
     "frozen_weights",
     "trainable_weights",
@@ -183,7 +185,10 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """A whole prediction. Frozen, and it carries what was predicted (`about`, in words by name) and what it assumed."""
+    """A whole prediction. Frozen, and it carries what was predicted (`about`, in words by name) and what it assumed.
+
+    `time` is how long a step takes: of a trace, for a card whose speed is known.
+    """
 
     model: str
     method: Literal["trace", "formula"]
@@ -197,6 +202,7 @@ class MemoryReport:
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
+    time: Duration | None = None
 
     @property
     def fullest(self) -> RankMemory:
@@ -274,4 +280,5 @@ class MemoryReport:
             "collectives": [asdict(collective) for collective in self.collectives],
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
+            "time": None if self.time is None else self.time.to_json(),
         }

@@ -41,7 +41,8 @@ class Candidate:
     report: MemoryReport
     beyond: tuple[str, MemoryReport] | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, tokens: int | None = None) -> dict[str, Any]:
+        time = self.report.time
         return {
             "goal": self.goal,
             "run": self.config.model_dump(mode="json", exclude_unset=True),
@@ -55,7 +56,9 @@ class Candidate:
             "method": self.report.method,
             "verdict": self.report.verdict,
             "fits": self.report.fits,
-            "tokens_per_second_estimate": None,
+            "tokens_per_second_estimate": None if time is None else time.tokens_per_second.middle,
+            "tokens_per_second": None if time is None else time.tokens_per_second.to_json(),
+            "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
             "beyond": None
             if self.beyond is None
             else {"what": self.beyond[0], "required_bytes": self.beyond[1].required},
@@ -95,7 +98,8 @@ class Miss:
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates best first; without any, what misses least. `notes` say what was left out, and why."""
+    """Candidates best first; without any, what misses least. `notes` say what was left out, and why.
+    `tokens`: of the data, if known."""
 
     model: str
     gpu: str
@@ -103,6 +107,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     miss: Miss | None = None
     notes: tuple[str, ...] = ()
+    tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that `moetune plan MODEL --json` prints."""
@@ -111,7 +116,7 @@ class Plan:
             "model": self.model,
             "gpu": {"name": self.gpu, "usable_bytes": self.usable_bytes},
             "fits": bool(self.candidates),
-            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "candidates": [candidate.to_json(self.tokens) for candidate in self.candidates],
             "nearest_miss": None if self.miss is None else self.miss.to_json(),
             "notes": list(self.notes),
         }

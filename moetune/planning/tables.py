@@ -12,7 +12,9 @@ from moetune.memory.report import MemoryReport
 from moetune.planning.combine import Combination
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Candidate, Miss, Plan
+from moetune.report.terminal import between, hours
 from moetune.report.units import gib
+from moetune.timing.roofline import Duration
 
 _STYLES = {"yes": "green", "tight": "yellow", "no": "red", None: ""}
 
@@ -65,6 +67,8 @@ def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType
         what = Text.assemble((one.trains, "bold"), "\n", one.optimizer, *given)
         host = gib(one.report.fullest.host_bytes) if one.report.fullest.host_bytes else ""
         phase = one.report.moment.phase if one.report.moment else ""
+        if one.report.time is not None:
+            what.append(f"\n{_pace(one.report.time, plan.tokens)}", "dim")
         table.add_row(str(number), what, batch, f"{gib(one.report.required)}\n{_left(one.report)}", f"{phase}\n{host}")
     yield table
     if explain:
@@ -72,6 +76,10 @@ def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType
             yield Text(f"{number}: {_beyond(one)}")
     best = plan.candidates[0]
     yield Text(f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left", style="bold green")
+
+
+def _pace(time: Duration, tokens: int | None) -> str:
+    return f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
 def _left(report: MemoryReport) -> str:

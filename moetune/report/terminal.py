@@ -24,6 +24,8 @@ from moetune.memory.report import (
     Term,
 )
 from moetune.report.units import gib, percent
+from moetune.timing.roofline import Duration, Range
+from moetune.timing.work import Work
 
 METHODS = {
     "trace": "traced: what runs, on tensors without storage",
@@ -40,13 +42,14 @@ _PHASES = {
 }
 
 
-def print_report(report: MemoryReport, console: Console, *, verbose: bool = False) -> None:
+def print_report(report: MemoryReport, console: Console, *, verbose: bool = False, tokens: int | None = None) -> None:
     """Prints the report, verdict first and last; the changes that would help only where it does not fit.
 
     Args:
         verbose: formulas, single allocations and assumptions as well; else what fits on a screen.
+        tokens: say how many hours so many take.
     """
-    for renderable in _sections(report, verbose):
+    for renderable in _sections(report, verbose, tokens):
         console.print(renderable, highlight=False)
 
 
@@ -88,6 +91,36 @@ def peak(report: MemoryReport) -> str:
 def when(moment: Moment) -> str:
     where = f" of {moment.module}" if moment.module else ""
     return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
+
+
+def pace(time: Duration, tokens: int | None = None) -> str:
+    """Tokens a second and seconds a step, and hours for so many tokens, from the fast end to the slow one."""
+    speed, seconds, share = time.tokens_per_second, time.seconds, time.share
+    if time.measured is not None:
+        return (
+            f"Measured of a run like it: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
+        )
+    return (
+        f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
+        f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of what the card can multiply."
+    )
+
+
+def hours(time: Duration, tokens: int | None) -> str:
+    """For so many tokens; nothing where they are not known."""
+    return "" if tokens is None else f", {between(time.hours(tokens))} h for {tokens:,} tokens"
+
+
+def between(ends: Range) -> str:
+    """The less first."""
+    less, more = (two_digits(end) for end in sorted((ends.fast, ends.slow)))
+    return less if less == more else f"{less} to {more}"
+
+
+def two_digits(number: float) -> str:
+    """An estimate's digits: two, no more."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def named(part: str) -> str:
@@ -153,7 +186,7 @@ def folded(terms: Iterable[Term]) -> list[Term]:
 # Names and formulas hold square brackets, which rich would read as markup in a str: they go in as Text.
 
 
-def _sections(report: MemoryReport, verbose: bool) -> Iterator[RenderableType]:
+def _sections(report: MemoryReport, verbose: bool, tokens: int | None) -> Iterator[RenderableType]:
     colour = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "bold"}[report.verdict]
     yield Text(verdict(report), style=colour)
     yield Text(most(report))
@@ -168,6 +201,10 @@ def _sections(report: MemoryReport, verbose: bool) -> Iterator[RenderableType]:
         yield _titled(f"{len(report.ranks)} ranks", _ranks(report))
     if verbose:
         yield from _details(report)
+    if report.time is not None:
+        yield Text(f"\n{pace(report.time, tokens)}")
+        if verbose:
+            yield _titled("time of a step, if each part were alone", _times(report.time))
     if report.notes:
         yield _titled("notes", _list(report.notes))
     if not verbose:
@@ -256,6 +293,20 @@ def _collectives(collectives: tuple[Collective, ...]) -> Table:
     table.add_column("bytes", justify="right", no_wrap=True)
     for item in collectives:
         table.add_row(Text(item.what), item.kind, Text(item.axis), f"{item.calls:,}", gib(item.bytes))
+    return table
+
+
+def _times(time: Duration) -> Table:
+    table = Table()
+    for heading in ("part", "TFLOP", "GB", "launches", "ms, fast", "ms, slow"):
+        table.add_column(heading, justify="left" if heading == "part" else "right", no_wrap=True)
+    works: dict[str, Work] = dict(time.work.items())
+    for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1].slow):
+        work = works.get(part, Work())
+        moved = work.bytes + work.product_bytes + work.copied
+        counted = (work.flops + work.flops32) / 1e12, moved / 1e9, work.launches
+        cells = [f"{number:,.{digits}f}" if number else "" for number, digits in zip(counted, (2, 1, 0), strict=True)]
+        table.add_row(named(part), *cells, f"{1000 * seconds.fast:,.1f}", f"{1000 * seconds.slow:,.1f}")
     return table
 
 

@@ -36,8 +36,8 @@ class MemoryRecord(TrainerCallback):
     def __init__(self, adapted: Adapted, folder: RunFolder, console: Console) -> None:
         self.adapted, self.folder, self.console = adapted, folder, console
         self.device = adapted.model.device
-        card = find_gpu(catalog_name(self.device)) if self.device.type == "cuda" else None
-        self._what = adapted.run, adapted.ranks, card
+        self.card = find_gpu(catalog_name(self.device)) if self.device.type == "cuda" else None
+        self._what = adapted.run, adapted.ranks, self.card
         self.predicted = predicted_peak(*self._what)
         self._as_routed: int | None = None
         self.load: dict[int, Tensor] = {}

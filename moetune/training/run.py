@@ -40,6 +40,7 @@ from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
 from moetune.training.notices import Notices
+from moetune.training.pace import Pace
 from moetune.training.progress import ProgressBar, reading
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer import MoeTrainer, check_checkpoint
@@ -171,7 +172,9 @@ def _train(
     interruptible = Interruptible()
     notices = Notices(adapted, counts["total"], console)
     notices.about_data(data)
-    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=[progress, memory, interruptible], notices=notices)
+    callbacks = [progress, memory, interruptible]
+    pace = Pace.of(run, ranks, memory.card)
+    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=callbacks, notices=notices, pace=pace)
     memory.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:

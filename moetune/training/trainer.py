@@ -44,6 +44,7 @@ from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
 from moetune.training.notices import Notices, refuse_broken_weights
+from moetune.training.pace import Pace
 from moetune.training.routing import load_by_layer, load_summary, on_host
 from moetune.training.run_folder import RunFolder, step_of
 
@@ -63,7 +64,9 @@ class MoeTrainer(Trainer):
         pad_token_id: int,
         callbacks: list[TrainerCallback] | None = None,
         notices: Notices | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        self.pace = pace or Pace()
         self.notices = notices or Notices(adapted, 1, terminal(quiet=True))
         config = adapted.run.config
         self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
@@ -204,6 +207,8 @@ class MoeTrainer(Trainer):
                 logs["skipped_steps"] = skipped
             seconds = time.perf_counter() - self._since
             logs["tokens_per_second"] = round(self._tokens * self.ranks.data_size / seconds, 1)
+            pace = self.pace.metrics(self._updates, seconds, self.state.max_steps - step)
+            logs |= {key: value for key, value in pace.items() if value is not None}
             self._load = {layer: self.ranks.total_over_data(load) for layer, load in self._load.items()}
             _add(self.total_load, self._load)
             if self._router_loss is not None:
@@ -226,6 +231,7 @@ class MoeTrainer(Trainer):
                     "grad_norm": _or_none(logs.get("grad_norm")),
                     "skipped_steps": skipped,
                     "tokens_per_second": logs["tokens_per_second"],
+                    **pace,
                     "peak_allocated": logs.get("peak_allocated"),
                     "expert_load": summary,
                     "routing": load_by_layer(load),

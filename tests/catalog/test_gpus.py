@@ -32,6 +32,9 @@ def test_every_entry_reads(name: str) -> None:
     # Hopper and Blackwell, that is 9 and above, get larger workspaces from torch.
     assert gpu.cublas_workspace.value == (32 * MIB if gpu.capability >= (9, 0) else 8_519_680)
     assert (gpu.bf16 is not None) == (gpu.capability >= (8, 0))
+    assert (gpu.fp16 is not None) == (gpu.bf16 is None)
+    assert gpu.fp32 is not None
+    assert gpu.host_link is not None
     assert gpu.bandwidth is not None
     assert 100 * GB < gpu.bandwidth.value < 10_000 * GB
 
@@ -150,7 +153,9 @@ def row(gpu: Gpu) -> str:
         number(gpu.context, MIB),
         f"{gpu.cublas_workspace.value:,}",
         number(gpu.bandwidth, GB),
-        number(gpu.bf16, 10**12),
+        number(gpu.bf16 or gpu.fp16, 10**12),
+        number(gpu.fp32, 10**12),
+        number(gpu.host_link, GB),
         number(gpu.interconnect, GB),
     ]
     return f"| {' | '.join(cells)} |"

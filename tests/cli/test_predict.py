@@ -188,8 +188,31 @@ def test_no_folder_is_made_for_a_page(option: str, moetune: Run, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_verify(moetune: Run) -> None:
-    ended = moetune("verify", TINY, "--set", "train.sequence_length=64", "--json", "--steps", "2")
+def test_how_long(moetune: Run, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"tokens_per_second": 1}\n{"eval_loss": 1}\n{"tokens_per_second": 500.0}\n'
+    )
+    options = ("--set", "train.sequence_length=64", "--gpu", "l40s", "--tokens", "1800000", "--measured", tmp_path)
+    found = json.loads(moetune("predict", TINY, *options, "--json").out)
+    time = found["time"]
+    assert time["measured_tokens_per_second"] == 500
+    assert time["tokens_per_second"] == {"fast": 500, "slow": 500}
+    assert found["hours"] == {"fast": 1, "slow": 1}
+    assert time["flops_per_step"] == sum(part["flops"] + part["flops32"] for part in time["work"].values()) > 0
+    assert time["parts"].keys() >= time["work"].keys() >= {"experts", "attention", "router", "optimizer"}
+
+
+def test_a_run_without_a_speed_is_named(moetune: Run, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"eval_loss": 1}\n')
+    for run, said in ((tmp_path, "has tokens_per_second"), (TINY, "is no metrics.jsonl"), ("gone", "cannot be read")):
+        ended = moetune("predict", TINY, "--measured", run)
+        assert (ended.code, ended.out) == (2, "")
+        assert said in ended.err
+
+
+def test_verify(moetune: Run, tmp_path: Path) -> None:
+    profile = tmp_path / "trace.json"
+    ended = moetune("verify", TINY, "--set", "train.sequence_length=64", "--json", "--steps", "2", "--profile", profile)
     assert ended.code == 0
     result = json.loads(ended.out)
     assert result["schema"] == 1
@@ -198,6 +221,12 @@ def test_verify(moetune: Run) -> None:
     assert result["predicted"]["peak_allocated"] == pytest.approx(result["measured"]["peak_allocated"], rel=0.05)
     assert result["holds"] is True
     assert result["tokens_per_second"] > 0
+    assert json.loads(profile.read_text())["traceEvents"]
+    parts = result["profile"]["parts"]
+    assert parts.keys() >= {"experts", "attention", "router", "head_and_loss", "dequantization", "optimizer"}
+    assert sum(part["seconds"] for part in parts.values()) > 0
+    for part in parts.values():
+        assert (part["products_seconds"] > 0) == (part["work"]["flops"] + part["work"]["flops32"] > 0)
 
 
 def test_verify_shows_what_is_on_the_host(moetune: Run) -> None:

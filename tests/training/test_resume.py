@@ -120,7 +120,8 @@ def outcome(run: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, torch.
     folder = Path(run["output"])
     lines = small.read_metrics(folder)
     for line in lines:
-        line.pop("tokens_per_second", None)
+        for key in ("tokens_per_second", "share_of_limit", "seconds_left"):
+            line.pop(key, None)
     last = folder / "checkpoints" / f"step-{run['train']['steps']}"
     optimizer = {
         "tensors": {name: tensor for file in optimizer_files(last) for name, tensor in load_file(file).items()},

@@ -31,10 +31,10 @@ from tests.resolved import build, train, verify
 from tests.thinned import thinned
 
 KEYS = [
-    "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "peak_allocated",
-    "expert_load", "routing", "idle_experts", "unchanged", "notices",
+    "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "flops", "share_of_limit",
+    "seconds_left", "peak_allocated", "expert_load", "routing", "idle_experts", "unchanged", "notices",
 ]  # fmt: skip
-TIMES = ("tokens_per_second",)
+TIMES = ("tokens_per_second", "share_of_limit", "seconds_left")
 
 
 def trained(config: RunConfig) -> list[dict[str, Any]]:
@@ -67,6 +67,8 @@ def test_metrics_have_the_keys_of_the_contract(small_model: Path, small_data: Pa
         assert line["lr"] == 0.01
         assert line["grad_norm"] > 0
         assert line["tokens_per_second"] > 0
+        assert line["seconds_left"] >= 0
+        assert line["flops"] is line["share_of_limit"] is None  # they are counted for a card
         assert line["peak_allocated"] is None  # a CPU has no such counter
         assert list(line["expert_load"]) == ["max_over_mean", "layer", "unused"]
     assert list(lines[0]) == ["step", "eval_loss", "eval_tokens"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from moetune.errors import UserError
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks, Moment, PartName, Parts, Phase, Sample
 from moetune.parallel.messages import Message, uncounted
+from moetune.timing.work import Done, Work, WorkPart, sums
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class Log:
         marks: where phases and modules begin.
         cuts: where layers end in forward and begin in backward.
         sent: what was sent to other ranks.
+        done: what operations did, where that was counted.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Log:
     marks: list[Mark] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Trace:
         begin: place in the log from which on the peak counts.
         load: the peaks before the first step; None for a trace of real steps.
         collectives: what leaves this rank in the last step, by the phase in which it does.
+        work: what a step does on the GPU, by part; empty where it was not counted.
     """
 
     blocks: Sequence[Block]
@@ -111,6 +115,7 @@ class Trace:
     begin: int = 0
     load: LoadPeaks | None = None
     collectives: tuple[Collective, ...] = ()
+    work: Mapping[WorkPart, Work] = field(default_factory=dict)
 
     @classmethod
     def of(cls, log: Log, begin: int, axis_of: Callable[[Message], str], left_out: int = 0) -> Trace:
@@ -135,6 +140,7 @@ class Trace:
             log.marks,
             begin,
             collectives=tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in collectives.items()),  # type: ignore[arg-type]
+            work=sums((done for done in log.done if done.step == last), left_out),
         )
 
     @cached_property

@@ -19,7 +19,7 @@ goes first.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -146,7 +146,19 @@ class _Writer:
                 copies = range(len(stretch.unit.copies))
                 for copy in reversed(copies) if stretch.backward else copies:
                     self._copy(stretch, stretch.unit, copy)
+        self._done()
         return self.out
+
+    def _done(self) -> None:
+        """What is done in a group's stretches is done for each that it stands for; elsewhere what is done to its
+        tensors, as by optimizers."""
+        starts = [stretch.start for stretch in self.owners.stretches]
+        for done in self.log.done:
+            stretch = self.owners.stretches[bisect_right(starts, done.at) - 1]
+            unit = stretch.unit
+            if stretch.layer is None and done.block is not None:
+                unit = self._unit_of(done.block)
+            self.out.done.append(done if unit is None else done._replace(times=len(unit.copies)))
 
     def _outside(self, stretch: Stretch) -> None:
         log, out = self.log, self.out

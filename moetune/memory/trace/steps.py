@@ -33,6 +33,8 @@ from moetune.step.observer import StepObserver
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Stepper
+from moetune.timing.counter import Counter, parts_of
+from moetune.timing.work import COUNTING, READ, Work, size_of
 
 STEPS = 2
 """Optimizer states appear in the first step, for which one micro-step is enough; the second is like all that follow."""
@@ -150,7 +152,7 @@ class Steps(Watched):
             tracking: without it only phases and modules are noted.
             short: what the layers of a shortened model stand for.
         """
-        with self._following(tracker, tracking):
+        with self._following(tracker, tracking), self._counting_work(tracker):
             for step in range(steps):
                 tracker.step = step
                 self._step(tracker, self.feed, first if first and step == 0 else micro_steps)
@@ -158,12 +160,17 @@ class Steps(Watched):
             self._evaluate(tracker, self.feed)
         self.watch.remove()
         tracker.stop()
-        left_out = self.config.train.accumulate - micro_steps if micro_steps > 2 else 0
+        left_out = self.config.train.accumulate - micro_steps
         log = tracker.log if short is None else repeat(tracker.log, short)
         begin = 0
         if first:  # it takes no more than the last one, which has more micro-steps, and states beside it
             begin = next(mark.at for mark in log.marks if mark.step == steps - 1)
         return Trace.of(log, begin, self.adapted.ranks.axis_of, left_out)
+
+    def one(self, tracker: Tracker, micro_steps: int) -> None:
+        """One step, of which phases and modules are noted."""
+        with self._following(tracker, False):
+            self._step(tracker, self.feed, micro_steps)
 
     @torch.no_grad()
     def make_states(self) -> None:
@@ -192,6 +199,24 @@ class Steps(Watched):
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
         """Inside, experts receive what is assumed."""
         return self.adapted.links.counting_by(routing.count_rows if isinstance(routing, Routing) else routing)
+
+    @contextmanager
+    def _counting_work(self, tracker: Tracker) -> Iterator[None]:
+        """Inside, what operations do on the GPU is counted, and what a trace assumes instead of asking for it."""
+        if self.gpu is None:
+            yield
+            return
+        parts, links = parts_of(self.adapted, self.named), self.adapted.links
+        counter = tracker.counter = Counter(self.gpu.capability, tracker, parts, tracker.log.done)
+        assumed = links.count_rows
+
+        def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+            counter.note(COUNTING)
+            return assumed(layer, ids, num_experts)
+
+        with links.counting_by(count_rows):
+            yield
+        tracker.counter = None
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
@@ -235,12 +260,18 @@ class Steps(Watched):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = feed.batch_of(feed.rows)
-            tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
+            given = [value for value in batch.values() if torch.is_tensor(value)]
+            tracker.tag(given, "saved_activations")
+            if tracker.counter is not None:  # their copies, which the host waits for
+                size = sum(map(size_of, given))
+                tracker.counter.note(Work(synchronizations=len(given), copies=len(given), copied=size), "transfers")
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
             self._micro_step(batch, tokens, tracker, feed.chunks, last=last)
             del batch
         tracker.enter("optimizer")
         self.stepper.finish()
+        if tracker.counter is not None:  # the norm is looked at, and once more to clip
+            tracker.counter.note(READ * (2 if self.config.train.max_grad_norm else 1))
         tracker.tag(self.optimizer.states(), "optimizer_states")
 
     def _evaluate(self, tracker: Tracker, feed: Feed) -> None:

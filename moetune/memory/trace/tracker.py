@@ -35,6 +35,7 @@ from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, message
 from moetune.patches.torch import noting_resizes
+from moetune.timing.counter import Counter
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
 
@@ -85,6 +86,7 @@ class Tracker(TorchDispatchMode):
     Attributes:
         log: all that was noted.
         scratch: notes what a GPU's kernels take inside themselves.
+        counter: notes what they do.
     """
 
     def __init__(self, modules: dict[nn.Module, str]) -> None:
@@ -101,6 +103,7 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
         self.scratch: Scratch | None = None
+        self.counter: Counter | None = None
 
     # --- What is alive ------------------------------------------------------------------------------------------
 
@@ -198,6 +201,18 @@ class Tracker(TorchDispatchMode):
         """The number of a tensor's storage, if it is followed."""
         return self._alive.get(id(tensor.untyped_storage()))
 
+    def place(self) -> int:
+        """Where the log is."""
+        return len(self.log.entries)
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether a followed tensor is the host's."""
+        return self._knows_host and (number := self.block_of(tensor)) is not None and self.log.blocks[number].on_host
+
+    def trains(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a weight that trains."""
+        return (number := self.block_of(tensor)) is not None and self.log.blocks[number].part == "trainable_weights"
+
     def saved_since(self, born: int) -> None:
         """Says that what was born since then and is still alive was kept for backward."""
         for block in self.log.blocks[bisect_left(self.log.blocks, born, key=lambda block: block.born) :]:
@@ -249,6 +264,8 @@ class Tracker(TorchDispatchMode):
         elif self._knows_host and len(self.log.blocks) > born and self._on_host(args, kwargs):
             for block in self.log.blocks[born:]:
                 block.on_host = True
+        if self.counter is not None:
+            self.counter.count(func, args, kwargs, out)
         if scratch is not None:
             scratch.after(func, args, out, inside)
         return out

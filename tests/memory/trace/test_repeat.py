@@ -1,4 +1,5 @@
-"""A shortened model's log, repeated, is the whole model's: every storage of a step, on one rank and on several."""
+"""A shortened model's log, repeated, is the whole model's: every storage of a step and all its work, on one rank and on
+several."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from moetune.catalog.gpus import find_gpu
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.log import Block
 from tests.memory.models import toy_run, write_toy
 
+CARD = find_gpu("h100")
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
 EXPERTS: dict[str, Any] = {"experts": {"layers": "0-4", "ids": [0, 1]}, "router": "0-4"}
 EVERYTHING: dict[str, Any] = {"also": ["*"]}
@@ -67,6 +70,10 @@ def same(short: Trace, whole: Trace) -> None:
     assert short.host_peak == pytest.approx(whole.host_peak, abs=4 * 64)  # norms of gradients that are there
     assert storages(short) == storages(whole)
     assert short.load == whole.load
+    assert short.work.keys() == whole.work.keys()
+    for part, work in whole.work.items():
+        off = 4e-3 if part in ("optimizer", "host", "head_and_loss") else 1e-12  # those norms, which are stacked
+        assert short.work[part].numbers() == pytest.approx(work.numbers(), rel=off), part
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,7 @@ def same(short: Trace, whole: Trace) -> None:
 def test_one_rank(case: str, tmp_path: Path) -> None:
     model_type, adapt, sections, sizes = CASES[case]
     config = toy_run(write_toy(tmp_path, model_type, experts=2, **sizes), model_type, adapt, **sections)
-    same(trace(config), trace(config, shortened=False))
+    same(trace(config, gpu=CARD), trace(config, shortened=False, gpu=CARD))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ def test_several_ranks(layout: str, tmp_path: Path) -> None:
     sections = {"parallel": parallel, "hardware": {"count": count}, "train": {"accumulate": accumulate}}
     model = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=9 if adapt is EXPERTS else 6)
     config = toy_run(model, "mixtral", adapt, **sections, model={"base": base})
-    short, whole = trace(config), trace(config, shortened=False)
+    short, whole = trace(config, gpu=CARD), trace(config, shortened=False, gpu=CARD)
     same(short, whole)
     assert short.collectives == whole.collectives
 
@@ -96,4 +103,4 @@ def test_router_losses_are_computed_of_all_layers(tmp_path: Path) -> None:
     model = write_toy(tmp_path, "deepseek_v2", num_hidden_layers=5)  # whose first layer has no router
     train = {"router_aux_loss": 0.1, "router_z_loss": 0.1, "accumulate": 2}
     config = toy_run(model, "deepseek_v2", {"router": "all"}, train=train)
-    same(trace(config), trace(config, shortened=False))
+    same(trace(config, gpu=CARD), trace(config, shortened=False, gpu=CARD))

@@ -1,0 +1,206 @@
+"""Where the time of a real step goes, by part, beside what this device can do at most, measured in the same process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moetune.adapt.build import build
+from moetune.errors import UserError
+from moetune.memory.trace import Steps, batches_of
+from moetune.memory.trace.tracker import Tracker
+from moetune.run.resolve import ResolvedRun
+from moetune.step.batch import Batch
+from moetune.timing.counter import Counter, parts_of
+from moetune.timing.work import Work, is_product, sums
+
+_PREFIX = "part of a step: "
+_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Of one part of a step: seconds of its products and attention, and of all else; what it did.
+
+    `host` are the seconds that the host took for the same, on a GPU beside it.
+    """
+
+    products: float
+    passes: float
+    host: float
+    work: Work
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.passes
+
+    @property
+    def flops_per_second(self) -> float | None:
+        return (self.work.flops + self.work.flops32) / self.products if self.products else None
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Of all but products."""
+        return self.work.bytes / self.passes if self.passes else None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step.
+
+    Attributes:
+        seconds: by the clock, while it was profiled, which makes it slower.
+        launches, synchronizations: that the profiler saw; on a CPU the operations that do anything, and 0.
+        gemm: FLOP/s of a large product in the run's dtype.
+        copy: bytes/s read and written by a large copy.
+    """
+
+    device: str
+    dtype: str
+    seconds: float
+    tokens: int
+    parts: Mapping[str, PartTime]
+    launches: int
+    synchronizations: int
+    gemm: float
+    copy: float
+
+    def to_json(self) -> dict[str, Any]:
+        """`profile` in `moetune verify --json`."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parts"}
+        parts = {
+            name: {
+                "seconds": part.seconds,
+                "products_seconds": part.products,
+                "host_seconds": part.host,
+                "flops_per_second": part.flops_per_second,
+                "bytes_per_second": part.bytes_per_second,
+                "work": part.work.to_json(),
+            }
+            for name, part in self.parts.items()
+        }
+        return plain | {"parts": parts}
+
+
+class _Ranges(TorchDispatchMode):
+    """Names a range of the profile by the part of each operation, and counts its work."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = "products" if is_product(func) else "passes"
+        with record_function(f"{_PREFIX}{self.counter.part(func)}/{kind}"):
+            out = func(*args, **kwargs)
+        self.counter.count(func, args, kwargs, out)
+        return out
+
+
+def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
+    """Takes two steps with random weights and profiles a third; writes its trace, which chrome://tracing opens.
+
+    Raises:
+        UserError: as `build`; the file cannot be written.
+    """
+    adapted = build(run.with_random_weights(), device)
+    adapted.model.train()
+    make, config = batches_of(adapted), run.config
+    on_cuda = device.type == "cuda"
+
+    def batch(rows: int) -> Batch:
+        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in make(rows).items()}
+
+    steps = Steps(adapted, batch)
+    tracker = Tracker(steps.named)
+    capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
+    counter = Counter(capability, tracker, parts_of(adapted, steps.named), tracker.log.done)
+    ranges = _Ranges(counter)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    wait: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if on_cuda else (lambda: None)
+    for number in range(3):
+        tracker.step = number
+        last = number == 2
+        recording = profile(activities=activities, acc_events=True) if last else nullcontext()
+        wait()
+        began = time.perf_counter()
+        with recording, ranges if last else nullcontext():
+            steps.one(tracker, config.train.accumulate)
+            wait()
+        seconds = time.perf_counter() - began
+    steps.watch.remove()
+    assert isinstance(recording, profile)
+    try:
+        recording.export_chrome_trace(str(file))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--profile {str(file)!r} cannot be written: {error}") from None
+    events = list(recording.events() or ())
+    dtype = adapted.model.dtype
+    named = {event.name for event in events}
+    done = [one for one in tracker.log.done if one.step == 2]
+    return Profile(
+        device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
+        dtype=str(dtype).removeprefix("torch."),
+        seconds=seconds,
+        tokens=config.train.accumulate * config.train.micro_batch * config.train.sequence_length,
+        parts=_by_part(events, sums(done), on_cuda),
+        launches=sum(event.name in _LAUNCHES for event in events)
+        if named & set(_LAUNCHES)
+        else round(sum(one.work.launches for one in done)),
+        synchronizations=sum(event.name in _WAITS for event in events),
+        gemm=_gemm(device, dtype),
+        copy=_copy(device),
+    )
+
+
+def _by_part(events: list[FunctionEvent], works: Mapping[Any, Work], on_cuda: bool) -> dict[str, PartTime]:
+    """Seconds of the ranges that were named; a GPU's are those of the kernels that were launched inside."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        if event.name.startswith(_PREFIX) and event.device_type == torch.autograd.DeviceType.CPU:
+            part, _, kind = event.name.removeprefix(_PREFIX).partition("/")
+            found = seconds.setdefault((part, kind), [0.0, 0.0])
+            found[0] += (event.device_time_total if on_cuda else event.cpu_time_total) / 1e6
+            found[1] += event.cpu_time_total / 1e6
+    none = [0.0, 0.0]
+    parts = {}
+    for part in dict.fromkeys([*(part for part, _ in seconds), *works]):
+        products, passes = (seconds.get((part, kind), none) for kind in ("products", "passes"))
+        parts[part] = PartTime(products[0], passes[0], products[1] + passes[1], works.get(part, Work()))
+    return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
+
+
+def _gemm(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(device, lambda: torch.mm(a, b))
+
+
+def _copy(device: torch.device) -> float:
+    source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _fastest(device, lambda: target.copy_(source))
+
+
+def _fastest(device: torch.device, run: Callable[[], Tensor], times: int = 5) -> float:
+    """Seconds of the fastest of several, after one that counts for nothing."""
+    taken = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])

@@ -1,0 +1,26 @@
+"""What a run computes, against the clock."""
+
+from pathlib import Path
+
+from moetune.catalog.gpus import find_gpu
+from moetune.parallel.ranks import SINGLE_RANK
+from moetune.run.resolve import resolve
+from moetune.training.pace import Pace
+from tests.memory.models import toy_run, write_toy
+
+
+def test_operations_are_those_of_a_trace_and_the_limit_the_cards(tmp_path: Path) -> None:
+    config = toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=1), "mixtral", {"router": "all"})
+    card = find_gpu("h100")
+    pace = Pace.of(resolve(config, "cuda"), SINGLE_RANK, card)
+    assert pace.flops is not None
+    assert pace.flops > 0
+    assert card.bf16 is not None
+    assert pace.limit == card.bf16.value
+    assert Pace.of(resolve(config), SINGLE_RANK, None) == Pace()
+
+
+def test_the_clock() -> None:
+    metrics = Pace(flops=10**12, limit=10**13).metrics(updates=4, seconds=2.0, left=10)
+    assert metrics == {"flops": 10**12, "share_of_limit": 0.2, "seconds_left": 5.0}
+    assert Pace().metrics(updates=0, seconds=2.0, left=10) == dict.fromkeys(metrics)
