@@ -34,7 +34,7 @@ from moetune.cli.score import score
 from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
-from moetune.errors import UserError
+from moetune.errors import DoesNotFit, UserError
 
 _debug = False  # as the last command was told
 
@@ -101,6 +101,10 @@ def main() -> None:
         if not _note_failure(str(error)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except DoesNotFit as error:
+        if not _note_failure(str(error)):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except Exception:
         _note_failure(traceback.format_exc())
         raise

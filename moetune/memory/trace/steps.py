@@ -210,6 +210,7 @@ class Steps:
             trains = id(tensor.untyped_storage()) in self.trained_storages
             label = labels.get(id(tensor.untyped_storage()), "other")
             tracker.add(tensor, "trainable_weights" if trains else "frozen_weights", label)
+        tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
             tracker.add(tensor, "master_weights", "float32 copies")
         for tensor in self.optimizer.states():
