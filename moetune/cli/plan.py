@@ -35,8 +35,13 @@ def plan(
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="What the run files train on.")] = None,
     min_sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Train on so many tokens: says steps, and hours if known.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why no more of each fits.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave each as a run file in this folder.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.")] = None,
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.")] = None,
     routing: Annotated[
         str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="With --solve: tokens of each expert.")
     ] = "balanced",
@@ -46,6 +51,7 @@ def plan(
     """Find what fits a card: the most of each way to train a MODEL, or the largest value of a setting of a RUN.yaml.
     Exit code 1: nothing does."""
     import json
+    import sys
 
     from rich.console import Console
 
@@ -61,6 +67,8 @@ def plan(
             if is_file
             else f"--solve changes a run file, and {what!r} is none"
         )
+    if solve is not None and (html or figure or write or tokens):
+        raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
     quiet: Any = Console(stderr=True)
     if solve is not None:
         with heavy_imports():
@@ -89,10 +97,14 @@ def plan(
     if host is not None and most is None:
         raise UserError(f"--host {host!r} is no size. {HOW_TO_WRITE_A_SIZE}")
     with heavy_imports():
+        from moetune.planning.figure import save_figure, write_page
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
         from moetune.planning.tables import plan_tables
+        from moetune.report.figures import refuse_unknown_format
 
+    if figure is not None:
+        refuse_unknown_format(figure)
     with quiet.status("planning") as status:
         found = plan_for(
             what,
@@ -102,9 +114,14 @@ def plan(
             length=min_sequence,
             host=most,
             data=data,
+            tokens=tokens,
             say=status.update,
         )
     written = [] if write is None else write_runs(found, write)
+    for file, draw in ((html, write_page), (figure, save_figure)):
+        if file is not None:
+            draw(found, file)
+            print(f"{file} written", file=sys.stderr)
     if json_:
         print(json.dumps({**found.to_json(), "files": [str(file) for file in written]}, indent=2))
     else:

@@ -12,7 +12,7 @@ from tests import small
 from tests.nullcuda.test_commands import moetune, start
 
 TRAIN = {
-    "micro_batch": 16,
+    "micro_batch": 32,
     "accumulate": 1,
     "steps": 2,
     "save_every": 1,
@@ -22,7 +22,7 @@ TRAIN = {
 
 
 def run_file(model: Path, folder: Path, **train: Any) -> Path:
-    data = small.write_data(folder / "data.jsonl", [{"text": "a router sends every token of the text " * 200}] * 16)
+    data = small.write_data(folder / "data.jsonl", [{"text": "a router sends every token of the text " * 200}] * 32)
     run = small.run_file(model, data, folder / "run", "lora", train=TRAIN | train, data={"too_long": "truncate"})
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
@@ -63,4 +63,4 @@ def test_memory_runs_out(tmp_path: Path) -> None:
     lines = small.read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     (noted,) = [line for line in lines if "out_of_memory" in line]
-    assert (noted["micro_batch"], noted["accumulate"]) == (8, 2)
+    assert (noted["micro_batch"], noted["accumulate"]) == (16, 2)
