@@ -132,16 +132,26 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+PackedBase = Literal["nf4", "int8", "mxfp4"]
+Storage = Literal[PackedBase, "bf16", "fp32"]
+
+
 class ModelConfig(Section):
-    """Which model, and how what stays frozen is stored."""
+    """Which model, and how what stays frozen is stored: `base: auto` is as the model is published, else nf4."""
 
     path: FilePath
     weights: Literal["pretrained", "random"] = "pretrained"
-    base: Literal["nf4", "int8", "bf16", "fp32"] = "nf4"
+    base: Literal["auto", Storage] = "auto"
     double_quant: bool = True
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     experts_on: Literal["gpu", "host"] = "gpu"
+
+    @property
+    def storage(self) -> Storage:
+        """What `base` is, of a model that is resolved."""
+        assert self.base != "auto"
+        return self.base
 
 
 Rule = Literal["tokens", "gate", "reap", "foreground", "random", "least"]
@@ -389,6 +399,8 @@ class TrainConfig(Section):
     router_aux_loss: Annotated[float | str, BeforeValidator(_check_coefficient)] = 0.0
     router_aux_scope: Literal["model", "layer"] = "model"
     router_z_loss: Strength = 0.0
+    dense_router_gradient: bool = False
+    router_bias_rate: Strength = 0.0
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
     neftune_alpha: Strength = 0.0

@@ -23,9 +23,9 @@ def check_path(text: str) -> Path:
     if "\0" in text:
         raise ValueError("it holds a NUL character")
     try:
-        os.fsencode(text)
+        text.encode()
     except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from None
+        raise ValueError("it holds half of a surrogate pair, or a byte, which is no character") from None
     try:
         path = Path(text).expanduser()
     except RuntimeError:

@@ -26,6 +26,7 @@ _MOST_VALUES = 10_000
 """Of a run file, and in it once aliases are written out: a few lines of them can stand for more than memory holds."""
 _DEEPEST = 50
 """Sections in sections; PyYAML takes a time that grows with the square of it."""
+_MOST_BITS = 4096  # of an integer
 _MOST_PROBLEMS = 20
 
 
@@ -45,6 +46,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         if depth >= _DEEPEST:
             raise yaml.scanner.ScannerError(None, None, f"more than {_DEEPEST} levels", self.get_mark())
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = int(super().construct_yaml_int(node))
+        if value.bit_length() > _MOST_BITS:  # beyond some Python does not even write it into a message
+            raise yaml.constructor.ConstructorError(
+                None, None, f"an integer of {len(node.value):,} characters", node.start_mark
+            )
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
@@ -59,6 +68,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

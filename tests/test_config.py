@@ -35,7 +35,7 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> str:
 
 def test_model_and_adapt_are_enough(tmp_path: Path) -> None:
     config = load(tmp_path, BASE)
-    assert (config.model.path, config.model.base, config.adapt.router) == ("tiny-mixtral", "nf4", "all")
+    assert (config.model.path, config.model.base, config.adapt.router) == ("tiny-mixtral", "auto", "all")
     assert config.data is None
 
 
@@ -127,7 +127,8 @@ sheduler: cosine
     expected = [
         "model.path: missing, and required",
         "model.pth: unknown key. Did you mean 'path'?",
-        "model.base: 'nf5' is not valid; it may be 'nf4', 'int8', 'bf16' or 'fp32'. Did you mean 'nf4'?",
+        "model.base: 'nf5' is not valid; it may be 'auto', 'nf4', 'int8', 'mxfp4', 'bf16' or 'fp32'. "
+        "Did you mean 'nf4'?",
         "adapt.experts.layer: unknown key. Did you mean 'layers'?",
         "adapt.experts.ids: range '5-2' runs backwards; write \"2-5\"",
         "adapt.lora.rank: 0 is not valid: Input should be greater than 0",

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.integrations.neftune import activate_neftune
 from transformers.utils import logging as transformers_logging
 
@@ -33,10 +33,12 @@ from moetune.adapt.pack import (
 )
 from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.quantizer import MoetuneConfig
+from moetune.adapt.unread import unread_tensors
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
 from moetune.config import Part
 from moetune.errors import UserError, reading
+from moetune.experts.dense import DenseWeights
 from moetune.experts.links import BankLinks
 from moetune.hub.snapshot import download
 from moetune.hub.tensor_files import weight_files
@@ -64,12 +66,22 @@ class Adapted:
         return self.run.selection
 
     def part_of(self, name: str) -> Part:
-        """Which part of the run file a trained parameter belongs to."""
-        return self.run.parts[name]
+        """Which part of the run file belongs to what is learned."""
+        return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Name -> parameter, of what trains."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def router_biases(self) -> dict[str, Tensor]:
+        """Name -> the correction bias that is updated beside its router: float32 [E], the same on every rank."""
+        here = {layer.index for layer in self.anatomy.moe_layers}
+        names = (name for layer, name in self.run.router_biases.items() if layer in here)
+        return {name: self.model.get_buffer(name) for name in names}
+
+    def learned(self) -> dict[str, Tensor]:
+        """Name -> tensor, of all that a run changes: what trains, and correction biases."""
+        return {**self.trainable(), **self.router_biases()}
 
     def of_experts(self) -> list[nn.Parameter]:
         """What trains in expert banks."""
@@ -112,6 +124,7 @@ def build(
         device,
         keep_rows=config.train.checkpointing == "none",
         expert_memory=run.expert_memory,
+        gate_up_apart=run.model.gate_up_apart,
     )
 
     set_seed(config.train.seed)
@@ -156,6 +169,12 @@ def build(
         enable_checkpointing(model, offload_to=device if config.train.checkpointing == "offload" else None)
     else:
         keep_choices(model)
+    for layer in anatomy.moe_layers:
+        if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
+    if config.train.dense_router_gradient:
+        links.dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in anatomy.moe_layers})
     adapted = Adapted(run, model, ranks, links)
     assert adapted.trainable().keys() <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(adapted.trainable()) == len(run.parts), "something of the run does not train"
@@ -201,8 +220,10 @@ def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.
     folder = Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
     weight_files(folder)  # an index that names a pickle is refused before anybody opens it
     with reading(f"the weights of {source.name!r} in {str(folder)!r}"), no_progress_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder),
+        tensors = unread_tensors(model, packing.selection, folder, device) if model.published.method else None
+        loaded: Any = type(model.plain).from_pretrained(
+            str(folder) if tensors is None else None,
+            state_dict=tensors,
             config=model.settings,
             dtype=model.dtype,
             quantization_config=packing,
@@ -217,6 +238,8 @@ def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.
     wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
     if wrong:
         raise UserError(f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}")
+    if tensors is not None and (folder / "generation_config.json").is_file():  # transformers was given no folder
+        built.generation_config = GenerationConfig.from_pretrained(str(folder))
     built.hf_quantizer.remove_quantization_config(built)  # to Trainer it is a model like any other
     return built
 

@@ -43,6 +43,7 @@ def bank_links(
     *,
     keep_rows: bool = False,
     expert_memory: int = 0,
+    gate_up_apart: bool = False,
 ) -> BankLinks:
     """What the banks of a model on `device` are given from outside."""
     exchange = None
@@ -50,7 +51,7 @@ def bank_links(
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
         exchange = TokenExchange(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if config.experts_on == "host" else None
-    return BankLinks(expert_memory, keep_rows, prefetcher, exchange)
+    return BankLinks(expert_memory, keep_rows, gate_up_apart, prefetcher, exchange)
 
 
 def fill_bank(model: PreTrainedModel, layer: MoeLayer, bank: ExpertBank, fill: Fill = has_values) -> None:
@@ -84,7 +85,7 @@ def make_bank(
         layer.shape,
         BankPlan(selection.experts.get(layer.index, ()), lora),
         activation_of(experts, has_gate=layer.shape.has_gate),
-        storage=config.base,
+        storage=config.storage,
         double_quant=config.double_quant,
         dtype=dtype,
         device=device,
@@ -115,21 +116,56 @@ def pack_linear(
     device: torch.device,
     fill: Fill = has_values,
 ) -> None:
-    """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision agree."""
+    """Replaces one linear layer by a packed one on `device`; leaves it where base and compute precision agree, and
+    where the base is MXFP4, which is for experts."""
     linear = cast(nn.Linear, model.get_submodule(path))
     fill(path)
-    if DTYPES.get(config.base) == dtype:
+    if DTYPES.get(config.base) == dtype or config.base == "mxfp4":
         return
     packed: nn.Module
     if config.base == "nf4":
         packed = _linear_4bit(linear, config.double_quant, dtype, device)
     else:
         weight, bias = linear.weight.to(device), linear.bias
-        packed = PackedLinear(weight, None if bias is None else bias.to(device), config.base)
+        packed = PackedLinear(weight, None if bias is None else bias.to(device), config.storage)
     model.set_submodule(path, packed.requires_grad_(False))
 
 
+def keep_4bit(
+    model: PreTrainedModel, path: str, stored: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Replaces a linear layer by one whose weight is `stored` as bitsandbytes has it, under an empty name, and what
+    belongs to it."""
+    linear = cast(nn.Linear, model.get_submodule(path))
+    packed = _empty_4bit(linear, "nested_absmax" in stored, dtype)
+    put_4bit(packed, stored.pop(""), stored, dtype, device)
+    model.set_submodule(path, packed.requires_grad_(False))
+
+
+def put_4bit(
+    linear: Linear4bit, data: Tensor, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gives a 4-bit layer a weight that is quantized already."""
+    weight = Params4bit.from_prequantized(
+        data=data, quantized_stats=state, requires_grad=False, device=device, module=linear
+    )
+    weight.quant_state.dtype = dtype
+    linear.weight, linear.quant_state = weight, weight.quant_state
+
+
 def _linear_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype, device: torch.device) -> Linear4bit:
+    packed = _empty_4bit(linear, double_quant, dtype)
+    packed.weight = Params4bit(
+        linear.weight.data,
+        requires_grad=False,
+        compress_statistics=double_quant,
+        quant_type="nf4",
+        module=packed,
+    )
+    return packed if device.type == "meta" else packed.to(device)
+
+
+def _empty_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype) -> Linear4bit:
     packed = Linear4bit(
         linear.in_features,
         linear.out_features,
@@ -139,16 +175,9 @@ def _linear_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype, devi
         quant_type="nf4",
         device="meta",
     )
-    packed.weight = Params4bit(
-        linear.weight.data,
-        requires_grad=False,
-        compress_statistics=double_quant,
-        quant_type="nf4",
-        module=packed,
-    )
     packed.bias = linear.bias
     keep_packing(packed)
-    return packed if device.type == "meta" else packed.to(device)
+    return packed
 
 
 def refuse_unpacked(model: PreTrainedModel, run: ResolvedRun) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
+from bitsandbytes.nn import Linear4bit
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.materialize import realize
-from moetune.adapt.pack import fill_bank, make_bank, pack_linear
+from moetune.adapt.pack import fill_bank, make_bank, pack_linear, put_4bit
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
 from moetune.errors import UserError, reading
@@ -30,12 +30,12 @@ from moetune.experts.host import stays_on_host
 from moetune.experts.links import BankLinks
 from moetune.files import WriterLock, aside_of, check_path, settle, write_whole
 from moetune.hub.fingerprint import Base, Fingerprint, digesting
+from moetune.hub.snapshot import PACKED_MANIFEST as MANIFEST
 from moetune.hub.snapshot import copy_small_file, small_files
 from moetune.hub.tensor_files import is_name_of_weights
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.resolve import ResolvedRun
+from moetune.run.resolve import ResolvedModel, ResolvedRun
 
-MANIFEST = "packed.json"
 REST = "rest.safetensors"
 _BEGUN = ".packed.begun.json"
 _THREADS = 4
@@ -113,7 +113,7 @@ def write_rest(folder: Path, model: PreTrainedModel, experts: Iterable[str]) -> 
     _write(folder / REST, tensors)
 
 
-def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Path]) -> None:
+def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Path]) -> None:
     """Notes what is being written, or checks that it is what was begun; copies the files that are no weights.
 
     Raises:
@@ -121,8 +121,9 @@ def begin(folder: Path, config: ModelConfig, source: Path, weights: Iterable[Pat
     """
     plan = {
         "schema": 1,
-        "base": config.base,
-        "double_quant": config.double_quant,
+        "base": model.config.base,
+        "double_quant": model.config.double_quant,
+        "gate_up_apart": model.gate_up_apart,
         "source": str(source.resolve()),
         # A source that changes between two attempts would be packed half and half.
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
@@ -280,17 +281,19 @@ def _fill(
                 on_read(done / size)
     with reading(f"the packed linear layers in {str(folder)!r}", remedy="write it again with moetune quantize"):
         for path, state_dict in stated.items():
-            _put_4bit(cast(Linear4bit, model.get_submodule(path)), state_dict, dtype, device)
+            linear = cast(Linear4bit, model.get_submodule(path))
+            put_4bit(linear, linear.weight.data, state_dict, dtype, device)
     model.tie_weights()
     _complete(model, expected, folder, device)
 
 
 def _read_held(opened: Any, name: str, bank: ExpertBank | None) -> Tensor:
     """A tensor, or of one with a row for each expert of a layer the rows of those that are here."""
-    if bank is None or name.endswith(".nested_code") or len(bank.held) == bank.expert_shape.num_experts:
+    if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)
     rows = opened.get_slice(name)
-    return torch.cat([rows[expert : expert + 1] for expert in bank.held])
+    each = rows.get_shape()[0] // bank.expert_shape.num_experts
+    return torch.cat([rows[expert * each : (expert + 1) * each] for expert in bank.held])
 
 
 def _complete(model: PreTrainedModel, unread: set[str], folder: Path, device: torch.device) -> None:
@@ -322,11 +325,3 @@ def _put(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype, 
         module._buffers[last] = tensor
     else:
         setattr(module, last, nn.Parameter(tensor, requires_grad=False))
-
-
-def _put_4bit(linear: Linear4bit, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    weight = Params4bit.from_prequantized(
-        data=linear.weight.data, quantized_stats=state, requires_grad=False, device=device, module=linear
-    )
-    weight.quant_state.dtype = dtype
-    linear.weight, linear.quant_state = weight, weight.quant_state

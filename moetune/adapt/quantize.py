@@ -13,12 +13,15 @@ import torch
 from moetune.adapt import packed_base
 from moetune.adapt.base import checkpoint_of, folder_of
 from moetune.adapt.build import load_pretrained
+from moetune.adapt.pack import bank_links
 from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.quantizer import MoetuneConfig
+from moetune.anatomy.selection import NOTHING
 from moetune.errors import UserError
 from moetune.files import WriterLock, expanded
 from moetune.hub.fingerprint import taking_fingerprint
 from moetune.hub.tensor_files import weight_files
+from moetune.parallel.ranks import SINGLE_RANK
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import ResolvedModel
 
@@ -51,7 +54,8 @@ def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] |
 
 
 def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[float], None] | None) -> dict[str, Any]:
-    packed_base.begin(out, model.config, folder, weight_files(folder))
+    packed_base.begin(out, model, folder, weight_files(folder))
+    device = torch.device(this_device())
     paths = [layer.experts for layer in model.anatomy.moe_layers]
     packing = MoetuneConfig(
         model.config.base,
@@ -60,9 +64,10 @@ def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[
         on_bank=lambda experts, bank: packed_base.write_bank(out, experts, bank),
         done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
         anatomy=model.anatomy,
+        links=bank_links(model.config, NOTHING, SINGLE_RANK, device, gate_up_apart=model.gate_up_apart),
     )
     with taking_fingerprint(folder) as taken:
-        loaded = load_pretrained(model, packing, torch.device(this_device()))
+        loaded = load_pretrained(model, packing, device)
         packed_base.write_rest(out, loaded, paths)
         fingerprint = taken()
     return packed_base.finish(out, fingerprint)

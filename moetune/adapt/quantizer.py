@@ -15,17 +15,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import ConversionOps, SkipParameters, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    SkipParameters,
+    WeightConverter,
+)
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moetune.adapt.pack import bank_links, install_bank, make_bank, out_in, pack_linear
+from moetune.adapt.pack import bank_links, install_bank, keep_4bit, make_bank, out_in, pack_linear
+from moetune.adapt.unread import Unread
 from moetune.anatomy.anatomy import Anatomy, read_anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
@@ -34,6 +41,8 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.links import BankLinks
 from moetune.hub.names import STACKS
+from moetune.hub.quantized import BitsAndBytes, Mxfp4
+from moetune.hub.tensor_files import Stored
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.patches.transformers import mark_initialized
 from moetune.run import refusals
@@ -159,17 +168,22 @@ class MoetuneQuantizer(HfQuantizer):
         self.missing[path].discard((last, expert))
         self._read += math.prod(_shape(self.layers[path], last))
 
-    def put(self, name: str, weight: Tensor, first: int | None = None) -> None:
+    def put(self, name: str, weight: Tensor | Unread, first: int | None = None) -> None:
         """Stores what was read under a parameter's name: a linear layer's weight, the matrix [1, ...] of expert
-        `first`, or a stack of all experts' [E, ...]. What does not fit is noted in `problems`."""
+        `first`, or a stack of all experts' [E, ...], which may be unread. What does not fit is noted in `problems`."""
         path, _, last = name.rpartition(".")
-        self._read += weight.numel()
-        if self.quantization_config.on_read is not None:
-            self.quantization_config.on_read(self._read / self._all)
+        if path in self.quantization_config.done:
+            return
+        if isinstance(weight, Unread) and path in self.layers:
+            self._put_mxfp4(name, weight)
+            return
+        if isinstance(weight, Unread):
+            if self._keep_linear(path, weight.stored):
+                return
+            weight = weight.read()
+        self._note_read(weight.numel())
         if path in self.linears:
             self._put_linear(path, weight)
-            return
-        if path in self.quantization_config.done:
             return
         layer, bank = self.layers[path], self._bank(path)
         expected = _shape(layer, last)
@@ -183,7 +197,74 @@ class MoetuneQuantizer(HfQuantizer):
             for expert, matrix in zip(experts, weight, strict=True):
                 bank.put_(expert, matrix_of(last), out_in(layer, last, matrix))
         self.missing[path] -= {(last, expert) for expert in experts}
+        self._let_go_if_full(path)
+
+    def keep(self, name: str, expert: int, pieces: list[Unread]) -> bool:
+        """Stores an expert's share of a stack as the checkpoint has it packed, unless it trains, or is to be packed
+        otherwise: gate and up apart, or down."""
+        path, _, last = name.rpartition(".")
+        bank, matrix = self._bank(path), matrix_of(last)
+        if expert not in bank.frozen_slots or matrix.endswith("_bias"):
+            return False
+        stack = bank.gate_up if matrix == "gate_up" else bank.down
+        shape = (stack.shape[0] // stack.pieces, stack.shape[1])
+        if len(pieces) != stack.pieces or not all(self._is_kept(one.stored, shape) for one in pieces):
+            return False
+        bank.put_packed_(expert, matrix, *(cast(BitsAndBytes, one.stored).packed() for one in pieces))
+        self._note_expert(path, last, expert)
+        return True
+
+    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> bool:
+        config = self.quantization_config.model
+        return (
+            isinstance(stored, BitsAndBytes)
+            and config.base == "nf4"
+            and stored.shape == shape
+            and stored.is_nf4(double_quant=config.double_quant)
+        )
+
+    def _keep_linear(self, path: str, stored: Stored) -> bool:
+        if not self._is_kept(stored, tuple(cast(nn.Linear, self._model.get_submodule(path)).weight.shape)):
+            return False
+        keep_4bit(self._model, path, cast(BitsAndBytes, stored).stored(), self.dtype, self.device)
+        self._mark_initialized(path)
+        self._note_read(stored.numel)
+        return True
+
+    def _put_mxfp4(self, name: str, stack: Unread) -> None:
+        """Stores a stack of experts that are published in MXFP4: each as it is, unless it trains, or is to be packed
+        otherwise."""
+        path, _, last = name.rpartition(".")
+        layer, stored = self.layers[path], stack.stored
+        assert isinstance(stored, Mxfp4)
+        expected = (layer.shape.num_experts, *_shape(layer, last))
+        if stored.shape != expected:
+            self.problems.append(f"{name} is {[*stored.shape]}, not {[*expected]}")
+            self.missing[path] -= {(last, expert) for expert in range(layer.shape.num_experts)}
+            return
+        bank, matrix = self._bank(path), matrix_of(last)
+        for expert in range(layer.shape.num_experts):
+            if expert in bank.frozen_slots and self.quantization_config.model.base == "mxfp4":
+                bank.put_packed_(expert, matrix, stored.packed(expert))
+                self._note_expert(path, last, expert)
+            elif expert in bank.held:
+                self.put(name, stored.rows(expert, expert + 1, stack.device), expert)
+            else:
+                self.pass_over(name, expert)
+
+    def _note_expert(self, path: str, last: str, expert: int) -> None:
+        self._note_read(math.prod(_shape(self.layers[path], last)))
+        self.missing[path].discard((last, expert))
+        self._let_go_if_full(path)
+
+    def _note_read(self, weights: int) -> None:
+        self._read += weights
+        if self.quantization_config.on_read is not None:
+            self.quantization_config.on_read(self._read / self._all)
+
+    def _let_go_if_full(self, path: str) -> None:
         if not self.missing[path] and not self.problems and self.quantization_config.on_bank is not None:
+            bank = self._bank(path)
             self.quantization_config.on_bank(path, bank)
             bank.to("meta")
 
@@ -203,6 +284,9 @@ class MoetuneQuantizer(HfQuantizer):
             return
         linear.weight = nn.Parameter(weight, requires_grad=False)
         pack_linear(self._model, path, self.quantization_config.model, self.dtype, self.device)
+        self._mark_initialized(path)
+
+    def _mark_initialized(self, path: str) -> None:
         for module in self._model.get_submodule(path).modules():
             mark_initialized(module)  # or transformers would draw it anew
 
@@ -273,7 +357,14 @@ class _ExpertByExpert(WeightConverter):
             if hf_quantizer.is_elsewhere(layer_name.rpartition(".")[0], expert):
                 hf_quantizer.pass_over(layer_name, expert)
                 continue
-            self.collected_tensors = tensors
+            read: dict[str, list[Any]] = {pattern: [one() for one in those] for pattern, those in tensors.items()}
+            pieces = [one for pattern in self.source_patterns for one in read[pattern]]
+            if all(isinstance(one, Unread) for one in pieces):
+                if self._only_merges() and hf_quantizer.keep(layer_name, expert, pieces):
+                    continue
+                read = {pattern: [one.read() for one in those] for pattern, those in read.items()}
+            self.collected_tensors = read
+            del pieces, read  # what is merged is let go
             try:
                 merged = super().convert(layer_name, model, config, None, loading_info)
             except SkipParameters:  # an operation failed: its parts do not fit together
@@ -284,6 +375,9 @@ class _ExpertByExpert(WeightConverter):
                 hf_quantizer.put(name, tensor[0] if isinstance(tensor, list) else tensor, expert)
         loading_info.missing_keys.discard(layer_name)
         return {}
+
+    def _only_merges(self) -> bool:
+        return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in self.operations)
 
     def _by_expert(self, collected: dict[str, list[Any]]) -> dict[int, dict[str, list[Any]]]:
         """Each expert's tensors, not yet read, by pattern."""

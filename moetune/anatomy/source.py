@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.anatomy.anatomy import require_causal_lm
 from moetune.catalog import CatalogModel, find_model, model_names
-from moetune.errors import UserError, reading, suggest
+from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import expanded
 from moetune.hub.reach import hub_is_reachable
 
+_MOST_LAYERS = 1000
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -77,6 +80,11 @@ def _from_folder(path: str) -> ModelSource:
         raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
     with reading(f"model {path!r}: config.json"):
         raw = json.loads(file.read_text(encoding="utf-8"))
+        layers = max(_layers_in(raw), default=0)
+    if layers > _MOST_LAYERS:
+        raise UserError(
+            f"model {path!r}: config.json says {shown(layers)} layers, and no model has more than {_MOST_LAYERS:,}"
+        )
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise UserError(f"model {path!r}: config.json has no model_type")
     if raw["model_type"] not in CONFIG_MAPPING:
@@ -90,6 +98,14 @@ def _from_folder(path: str) -> ModelSource:
     except Exception as error:  # transformers validates with many error types; each means a wrong config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
     return ModelSource(folder.resolve().name, config, str(folder))
+
+
+def _layers_in(raw: Any) -> Iterator[int]:
+    """Every number of layers. Each layer is built, if only on the meta device: too many would take forever."""
+    for key, value in raw.items() if isinstance(raw, dict) else ():
+        yield from _layers_in(value)
+        if isinstance(value, int) and re.search(r"layers?$", key):
+            yield value
 
 
 def _from_hub(path: str) -> ModelSource:

@@ -35,13 +35,13 @@ def apply(
     import json
     import sys
 
-    from rich.console import Console
+    from moetune.report.console import terminal
 
     with heavy_imports():
         from moetune.exporting.apply import apply_delta
         from moetune.training.progress import reading
 
-    with reading(Console(stderr=True, markup=False), to, passes=2) as on_read:
+    with reading(terminal(stderr=True), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -35,11 +35,10 @@ def compare(
     if json_:
         print(json.dumps({"schema": 1, "runs": [row.to_json() for row in rows]}, indent=2))
     else:
-        from rich.console import Console
-
         from moetune.planning.tables import comparison
+        from moetune.report.console import terminal
 
         for table in comparison(rows):
-            Console().print(table, highlight=False)
+            terminal().print(table, highlight=False)
     if any(row.report.fits is False for row in rows):
         raise typer.Exit(1)

@@ -54,9 +54,9 @@ def count(
         print(json.dumps(found.to_json(), indent=2))
         return
 
-    from rich.console import Console
+    from moetune.report.console import terminal
 
-    console = Console(markup=False)
+    console = terminal()
     console.print(_components_table(found.model, found.census))
     for line in _facts(found.census):
         console.print(line, highlight=False)

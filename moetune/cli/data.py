@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, in_a_folder
 
 
 def data(
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
     records: Annotated[int, typer.Option("--records", min=0, metavar="N", help="How many records to show.")] = 3,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a self-contained page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a self-contained page.", callback=in_a_folder)
+    ] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -26,7 +28,7 @@ def data(
     config = load_run_config(run, set_ or ())
     refuse_missing_files(config, run)
     with heavy_imports():
-        from moetune.training.preview import preview
+        from moetune.data.preview import preview
 
     found = preview(config, records)
     if html is not None:
@@ -36,8 +38,7 @@ def data(
     if json_:
         print(json.dumps(found.to_json()))
         return
-    from rich.console import Console
-
+    from moetune.report.console import terminal
     from moetune.report.data import print_data
 
-    print_data(found.name, found.to_json(), Console(markup=False))
+    print_data(found.name, found.to_json(), terminal())

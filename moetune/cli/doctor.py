@@ -26,8 +26,8 @@ def doctor(
     if run is None and set_:
         raise UserError("--set changes a run file; give one")
     with heavy_imports():
+        from moetune.planning.doctor import examine_machine, examine_run
         from moetune.run_file import load_run_config
-        from moetune.training.doctor import examine_machine, examine_run
 
     checks = [*examine_machine(), *(() if run is None else examine_run(load_run_config(run, set_ or ())))]
     is_well = all(check.outcome != "problem" for check in checks)
@@ -35,10 +35,11 @@ def doctor(
         said = [check.to_json() for check in checks]
         print(json.dumps({"schema": 1, "is_well": is_well, "checks": said}, indent=2))
     else:
-        from rich.console import Console
         from rich.text import Text
 
-        console = Console(markup=False)
+        from moetune.report.console import terminal
+
+        console = terminal()
         colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
         for check in checks:
             line = f"{check.outcome:8}{check.name}: {check.found}"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json
+from moetune.cli.options import Json, in_a_folder
 
 
 def drift(
@@ -18,7 +18,8 @@ def drift(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of it.")] = 131_072,
     figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write heatmaps of layer × expert, .png or .svg.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write heatmaps of layer × expert, .png or .svg.", callback=in_a_folder),
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -41,8 +42,9 @@ def drift(
         print(json.dumps(found.to_json()))
         return
 
-    from rich.console import Console
     from rich.table import Table
+
+    from moetune.report.console import terminal
 
     table = Table(title=f"{run}, step {found.step}, {found.tokens:,} tokens of {found.data}", title_justify="left")
     for column in ("layer", "Jensen-Shannon distance", "tokens with other experts", "died", "came"):
@@ -50,6 +52,6 @@ def drift(
     for index, layer in found.layers.items():
         died, came = (", ".join(map(str, ids)) for ids in (layer.died, layer.came))
         table.add_row(str(index), f"{layer.distance:.3f}", f"{100 * layer.changed:.1f} %", died, came)
-    console = Console(markup=False)
+    console = terminal()
     console.print(table)
     console.print(f"{100 * found.changed:.1f} % of the tokens have other experts in some layer", highlight=False)

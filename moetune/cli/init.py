@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, in_a_folder
 
 
 def init(
@@ -24,7 +24,9 @@ def init(
         str | None, typer.Option(help="Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
     ] = None,
     goal: Annotated[str, typer.Option(metavar="router|experts|lora", help="Of a MODEL: what shall train.")] = "lora",
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write it.", callback=in_a_folder)] = Path(
+        "run.yaml"
+    ),
     list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
     set_: Overrides = None,
     json_: Json = False,

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
@@ -34,7 +35,7 @@ from moetune.cli.score import score
 from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
-from moetune.errors import DoesNotFit, UserError
+from moetune.errors import DoesNotFit, UserError, one_line, shown
 
 _debug = False  # as the last command was told
 
@@ -95,19 +96,31 @@ def main() -> None:
     _quieten()
     try:
         app()
-    except UserError as error:
-        if _debug:
-            traceback.print_exc()
-        if not _note_failure(str(error)):
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except DoesNotFit as error:
         if not _note_failure(str(error)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except Exception:
-        _note_failure(traceback.format_exc())
-        raise
+    except Exception as error:
+        bad = _bad_input(error)
+        if bad is None:
+            _note_failure(traceback.format_exc())
+            raise
+        if _debug:
+            traceback.print_exc()
+        if not _note_failure(str(bad)):
+            print(f"error: {bad}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _bad_input(error: Exception) -> UserError | None:
+    """The error, or what the system has against a file that the command line names; None for an error of ours."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError) and isinstance(error.filename, str | Path):
+        given = {Path(name) for argument in sys.argv[1:] for name in (argument, argument.partition("=")[2]) if name}
+        if not given.isdisjoint((file := Path(error.filename), *file.parents)):
+            return UserError(f"{shown(str(file))}: {one_line(error)}")
+    return None
 
 
 def _note_failure(message: str) -> bool:

@@ -27,8 +27,9 @@ def models(json_: Json = False) -> None:
         print(json.dumps({"schema": 1, "models": rows}, indent=2))
         return
 
-    from rich.console import Console
     from rich.table import Table
+
+    from moetune.report.console import terminal
 
     table = Table()
     table.add_column("name", no_wrap=True)
@@ -37,4 +38,4 @@ def models(json_: Json = False) -> None:
     for entry in entries:
         weights = "embedded" if entry.folder is not None else entry.hub_id or "none"
         table.add_row(entry.name, f"{entry.published['total']:,}", weights)
-    Console(markup=False).print(table)
+    terminal().print(table)

@@ -6,13 +6,14 @@ import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, cast
 
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.config import DataConfig, RunConfig
+from moetune.config import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, suggest
+from moetune.files import expanded
 from moetune.run_file import load_run_config
 
 Overrides = Annotated[
@@ -41,17 +42,25 @@ Opens = Annotated[
 ]
 KeepPacked = Annotated[
     str | None,
-    typer.Option("--base", metavar="nf4|int8", help="Keep a model packed; a run is as in training."),
+    typer.Option("--base", metavar="nf4|int8|mxfp4", help="Keep a model packed; a run is as in training."),
 ]
 
 
-def checked_base(base: str | None) -> Literal["nf4", "int8"] | None:
-    """Raises `UserError` for a precision that nothing is packed in."""
-    if base is None:
+def in_a_folder(file: Path | None) -> Path | None:
+    """A file that a command shall write; raises `UserError` before what takes minutes if its folder is not there."""
+    if file is None:
         return None
-    if base in ("nf4", "int8"):
-        return "nf4" if base == "nf4" else "int8"
-    raise UserError(f"--base {base!r}: it is nf4 or int8, or left out for the checkpoint as it is")
+    file = expanded(file)
+    if not file.parent.is_dir():
+        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
+    return file
+
+
+def checked_base(base: str | None) -> PackedBase | None:
+    """Raises `UserError` for a precision that nothing is packed in."""
+    if base is None or base in typing.get_args(PackedBase):
+        return cast("PackedBase | None", base)
+    raise UserError(f"--base {base!r}: it is nf4, int8 or mxfp4, or left out for the checkpoint as it is")
 
 
 def checked_format(format: str | None) -> None:

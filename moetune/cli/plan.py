@@ -53,9 +53,10 @@ def plan(
     import json
     import sys
 
-    from rich.console import Console
+    from rich.text import Text
 
     from moetune.errors import UserError
+    from moetune.report.console import terminal
 
     chosen: Any = ("router", "experts", "lora") if goal == "any" else (goal,)
     if goal not in ("router", "experts", "lora", "any"):
@@ -69,7 +70,7 @@ def plan(
         )
     if solve is not None and (html or figure or write or tokens):
         raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
-    quiet: Any = Console(stderr=True)
+    quiet: Any = terminal(stderr=True)
     if solve is not None:
         with heavy_imports():
             from moetune.memory.routing import parse_routing
@@ -77,12 +78,12 @@ def plan(
             from moetune.planning.solve import solve as solve_for
 
         config = read_run(what, set_)
-        with quiet.status(f"looking for the largest {solve}"):
+        with quiet.status(Text(f"looking for the largest {solve}")):
             solved = solve_for(config, solve, Needs(gpu, parse_routing(routing)))
         if json_:
             print(json.dumps(solved.to_json(), indent=2))
         else:
-            _print_solved(solved, Console())
+            _print_solved(solved, terminal())
         if solved.at is None:
             raise typer.Exit(1)
         return
@@ -105,7 +106,7 @@ def plan(
 
     if figure is not None:
         refuse_unknown_format(figure)
-    with quiet.status("planning") as status:
+    with quiet.status(Text("planning")) as status:
         found = plan_for(
             what,
             gpu,
@@ -115,7 +116,7 @@ def plan(
             host=most,
             data=data,
             tokens=tokens,
-            say=status.update,
+            say=lambda words: status.update(Text(words)),
         )
     written = [] if write is None else write_runs(found, write)
     for file, draw in ((html, write_page), (figure, save_figure)):
@@ -126,7 +127,7 @@ def plan(
         print(json.dumps({**found.to_json(), "files": [str(file) for file in written]}, indent=2))
     else:
         for table in plan_tables(found, explain=explain):
-            Console().print(table, highlight=False)
+            terminal().print(table, highlight=False)
         for file in written:
             print(f"{file} written")
     if not found.candidates:

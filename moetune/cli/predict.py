@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Verbose, within_memory
+from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Verbose, in_a_folder, within_memory
 
 
 def predict(
@@ -35,8 +35,12 @@ def predict(
         str | None,
         typer.Option(metavar="default|expandable", help="Torch's. Default: as PYTORCH_ALLOC_CONF says."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.")] = None,
-    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=in_a_folder)
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=in_a_folder)
+    ] = None,
     set_: Overrides = None,
     verbose: Verbose = False,
     json_: Json = False,
@@ -89,10 +93,9 @@ def predict(
     else:
         if stands_for is not None:
             print(f"# the run file that this stands for\n{as_yaml(stands_for)}")
-        from rich.console import Console
-
+        from moetune.report.console import terminal
         from moetune.report.terminal import print_report
 
-        print_report(report, Console(markup=False), verbose=verbose)
+        print_report(report, terminal(), verbose=verbose)
     if report.fits is False:
         raise typer.Exit(1)

@@ -8,36 +8,41 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json
+from moetune.cli.options import Json, checked_base
 
 
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a folder or a hub id.")],
     out: Annotated[Path, typer.Option(help="The folder to write. One that was begun is continued.")],
-    base: Annotated[str, typer.Option(metavar="nf4|int8", help="Precision of what is packed.")] = "nf4",
-    double_quant: Annotated[bool, typer.Option(help="8-bit scales of nf4.")] = True,
+    base: Annotated[
+        str,
+        typer.Option(metavar="auto|nf4|int8|mxfp4", help="Precision of what is packed; auto: as published, or nf4."),
+    ] = "auto",
+    double_quant: Annotated[
+        bool | None, typer.Option(help="8-bit scales of nf4, which is the default.", show_default=False)
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Write the packed base of a model once. Give the folder as model.path to train on it."""
-    from moetune.errors import UserError
-
-    if base not in ("nf4", "int8"):
-        raise UserError(f"--base {base!r}: it is nf4 or int8; other precisions are not packed")
+    if base != "auto":
+        checked_base(base)
 
     import json
 
-    from rich.console import Console
+    from moetune.report.console import terminal
 
     with heavy_imports():
         from moetune.adapt.quantize import quantize as pack
-        from moetune.config import ModelConfig
         from moetune.run.resolve import resolve_model
+        from moetune.run_file import read_run_config
         from moetune.training.progress import reading
 
     # neither the dtype of compute nor attention is in what is written
-    how = {"path": model, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}
-    resolved = resolve_model(ModelConfig.model_validate(how))
-    with reading(Console(stderr=True, markup=False), model) as on_read:
+    how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}
+    if double_quant is not None:
+        how["double_quant"] = double_quant
+    resolved = resolve_model(read_run_config({"model": how, "adapt": {}}, (), "quantize").model)
+    with reading(terminal(stderr=True), model) as on_read:
         written = pack(resolved, out, on_read)
     if json_:
         print(json.dumps({"schema": 1, "out": str(out), **written}))

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json
+from moetune.cli.options import Json, in_a_folder
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to; by default report.html in the run.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=in_a_folder),
     ] = None,
     watch: Annotated[
         int | None, typer.Option(min=1, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")

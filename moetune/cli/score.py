@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides
+from moetune.cli.options import Json, Overrides, in_a_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from moetune.config import RunConfig
     from moetune.run.scores import Scores
 
 
@@ -24,54 +25,105 @@ def score(
         list[str] | None,
         typer.Option(metavar="FILE", help="What to read, as under data.train; repeatable. Default: the run file's."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the scores are written.")] = Path("scores.json"),
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the scores are written.", callback=in_a_folder)
+    ] = Path("scores.json"),
     tokens: Annotated[int, typer.Option(min=1, help="Of each FILE.")] = 131_072,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Score nothing: predict the peak memory, and whether it fits.")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --predict: a GPU such as l40s, or a size. Default: hardware.gpu.")
+    ] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
     """Count what each expert of a base receives from data: tokens, gate weight, REAP's score, pairs, by layer."""
-    from moetune.config import AdaptConfig, ModelConfig, RunConfig
+    import json
+    import sys
+
     from moetune.errors import UserError
-    from moetune.run_file import load_run_config
+    from moetune.parallel.launch import is_quiet, start_ranks, was_launched
+    from moetune.run_file import load_run_config, read_run_config
 
     if model.endswith((".yaml", ".yml")):
         config = load_run_config(model, set_ or ())
     elif set_:
         raise UserError("--set changes a run file; give one in the place of MODEL")
     else:
-        config = RunConfig(model=ModelConfig(path=model), adapt=AdaptConfig(router="all"))
+        config = read_run_config({"model": {"path": model}, "adapt": {"router": "all"}}, (), "score")
+    if gpu is not None and not predict:
+        raise UserError("--gpu is the card that --predict predicts for; scoring itself takes this machine's")
+    if predict:
+        _predict(config, data, gpu, json_)
+        return
     if not data and config.data is None:
         raise UserError("moetune score needs --data FILE, or data: in the run file")
-
-    import json
-    import sys
+    interrupted = "interrupted; the same command goes on from here"
+    if config.parallel.ranks > 1 and not was_launched():
+        try:
+            code = start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], config.parallel.ranks)
+        except KeyboardInterrupt:
+            print(interrupted, file=sys.stderr)
+            raise
+        raise typer.Exit(code)
 
     with heavy_imports():
+        from moetune.parallel.join import joined
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
         from moetune.scoring.score import names_of, to_score
         from moetune.scoring.score import score as score_run
 
-    names = data or names_of(config)
+    names, device = data or names_of(config), this_device()
     try:
-        scores = score_run(resolve(to_score(config), this_device()), names, tokens, out, overwrite=overwrite)
+        with joined(config.parallel, device) as ranks:
+            run = resolve(to_score(config), device)
+            scores = score_run(run, names, tokens, out, overwrite=overwrite, ranks=ranks)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        if not is_quiet():
+            print(interrupted, file=sys.stderr)
         raise
+    if not ranks.is_first:
+        return
     if json_:
         print(json.dumps({"out": str(out), **scores.model_dump(mode="json", by_alias=True)}))
         return
 
-    from rich.console import Console
+    from moetune.report.console import terminal
 
-    console = Console(markup=False)
+    console = terminal()
     console.print(_table(scores))
     for line in (
         f"{scores.tokens:,} tokens, {scores.loss_tokens:,} of them carry loss",
         f"written to {out}; moetune select {out} --k 2 says which experts to train",
     ):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _predict(config: RunConfig, data: list[str] | None, gpu: str | None, json_: bool) -> None:
+    """What scoring takes. Exit code 1: it does not fit."""
+    import json
+
+    from moetune.catalog.gpus import find_gpu
+
+    if gpu is not None:
+        find_gpu(gpu)
+    with heavy_imports():
+        from moetune.report.console import terminal
+        from moetune.report.terminal import print_report
+        from moetune.run.resolve import resolve
+        from moetune.scoring.memory import predict_score
+        from moetune.scoring.score import names_of, to_score
+
+    report = predict_score(resolve(to_score(config)), len(data or names_of(config)) or 1, gpu=gpu)
+    if json_:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print_report(report, terminal())
+    if report.fits is False:
+        raise typer.Exit(1)
 
 
 def _table(scores: Scores) -> Table:

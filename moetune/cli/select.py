@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides, read_run
+from moetune.cli.options import Json, Overrides, in_a_folder, read_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +39,10 @@ def select(
     part: Annotated[
         str, typer.Option("--as", metavar="experts|lora", help="Train them whole, or put LoRA on.")
     ] = "experts",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file here. Default: stdout.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the run file here. Default: stdout.", callback=in_a_folder),
+    ] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -54,12 +57,10 @@ def select(
         raise UserError(f"--out {str(out)!r} exists; choose another")
 
     import json
-    import sys
 
     with heavy_imports():
-        from rich.console import Console
-
         from moetune.config import ChoiceConfig
+        from moetune.report.console import terminal
         from moetune.run.choice import coverage
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
@@ -83,7 +84,7 @@ def select(
     if json_:
         print(json.dumps(_json(chosen, covers, out)))
         return
-    Console(file=sys.stderr if out is None else None).print(_table(chosen, covers))
+    terminal(stderr=out is None).print(_table(chosen, covers))
     print(text if out is None else f"written to {out}", end="" if out is None else "\n")
 
 

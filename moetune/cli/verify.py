@@ -41,9 +41,9 @@ def verify(
     if json_:
         print(json.dumps(outcome.to_json(), indent=2))
     else:
-        from rich.console import Console
         from rich.table import Table
 
+        from moetune.report.console import terminal
         from moetune.report.units import gib
 
         table = Table(title=f"{config.model.path} on {outcome.device}", title_justify="left")
@@ -53,7 +53,7 @@ def verify(
             before, after = outcome.predicted[name], outcome.measured[name]
             if before is not None and after is not None:
                 table.add_row(name.replace("_", " "), gib(before), gib(after), f"{100 * (before / after - 1):+.2f} %")
-        console = Console(markup=False)
+        console = terminal()
         console.print(table)
         console.print(f"{outcome.tokens_per_second:,.0f} tokens/s; routing: {outcome.routing}", highlight=False)
     if not outcome.holds:

@@ -1,0 +1,1 @@
+"""The expert stack: how it is stored and computed, a group of experts at a time."""

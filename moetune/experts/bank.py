@@ -7,7 +7,7 @@ model's own layout; how gate and up lie in the rows of gate_up (one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal, cast
@@ -159,13 +159,20 @@ class ExpertBank(nn.Module):
         frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
 
-        def packed(out: int, into: int) -> PackedStack:
-            prefetcher = self.links.prefetcher
+        def packed(out: int, into: int, pieces: int = 1) -> PackedStack:
             return PackedStack(
-                len(frozen), (out, into), storage, double_quant=double_quant, device=device, prefetcher=prefetcher
+                len(frozen),
+                (out, into),
+                storage,
+                double_quant=double_quant,
+                pieces=pieces,
+                device=device,
+                prefetcher=self.links.prefetcher,
             )
 
-        self.gate_up, self.down = packed(rows, shape.hidden), packed(shape.hidden, shape.intermediate)
+        apart = self.links.gate_up_apart and shape.has_gate and shape.is_concatenated
+        self.gate_up = packed(rows, shape.hidden, 2 if apart else 1)
+        self.down = packed(shape.hidden, shape.intermediate)
         if self.links.prefetcher is not None:
             self.links.prefetcher.add_layer(layer, (self.gate_up, self.down))
 
@@ -203,6 +210,11 @@ class ExpertBank(nn.Module):
             getattr(self, part)[self.frozen_slots[expert]].copy_(tensor)
         else:
             getattr(self, name).pack_(self.frozen_slots[expert], tensor)
+
+    @torch.no_grad()
+    def put_packed_(self, expert: int, part: Part, *pieces: Mapping[str, Tensor]) -> None:
+        """Stores a frozen expert's weight as a checkpoint has it packed: of gate and up, each if they are apart."""
+        getattr(self, part).put_packed_(self.frozen_slots[expert], *pieces)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
         """Neighbouring slots, whose experts are unpacked and multiplied together: of one kind, and as many as have
@@ -243,11 +255,24 @@ class ExpertBank(nn.Module):
         if self.links.exchange is not None:
             return self.links.exchange(self, hidden_states, top_k_index, top_k_weights)
         counts = self.links.count_rows(self.layer, top_k_index, self.num_experts)
-        return self.run(hidden_states, top_k_weights, Routing.of(top_k_index, counts))
+        norms = self.links.room_for_norms(top_k_index)
+        dense = None if self.links.dense is None else self.links.dense.of(self.layer, top_k_index, top_k_weights)
+        output = self.run(hidden_states, top_k_weights, Routing.of(top_k_index, counts), norms, dense)
+        if self.links.norm_watch is not None and norms is not None:
+            self.links.norm_watch(self.layer, norms)
+        return output
 
-    def run(self, hidden_states: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their slots."""
-        output = expert_mlp(self, hidden_states, weights, routing)
+    def run(
+        self,
+        hidden_states: Tensor,
+        weights: Tensor,
+        routing: Routing,
+        norms: Tensor | None = None,
+        dense: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their slots. `norms` [T, K]
+        is filled with ‖expert output‖₂; `dense` are the weights [T, E] of experts that were not chosen."""
+        output = expert_mlp(self, hidden_states, weights, routing, norms, dense)
         if self.links.prefetcher is not None:
             self.links.prefetcher.used(self.gate_up, again=output.requires_grad)
         return output

@@ -14,11 +14,15 @@ from moetune.experts.host import ExpertPrefetcher
 
 if TYPE_CHECKING:
     from moetune.experts.bank import ExpertBank
+    from moetune.experts.dense import DenseWeights
 
 CountRows = Callable[[int, Tensor, int], list[int]]
 """(a layer's index, its chosen experts [T, K], E) -> the rows of each of its E experts, which sum to T·K."""
 
 ExpertWatch = Callable[[Sequence[int]], None]
+
+NormWatch = Callable[[int, Tensor], None]
+"""(a layer's index, ‖expert output‖₂ of each choice [T, K] in float32, before it is weighted)"""
 
 GradientHook = Callable[[nn.Parameter, Tensor], None]
 """(a parameter, its gradient)"""
@@ -47,30 +51,40 @@ class Exchange(Protocol):
 class BankLinks:
     """What surrounds the banks of one model.
 
-    The last three are for who watches a run, and may change while it goes on: `counting_by`, `eager_gradients_to` and
-    `watching_experts`.
+    The last four are for who watches a run, and may change while it goes on: `counting_by`, `eager_gradients_to`,
+    `watching_experts` and `watching_norms`.
     They are fields, because autograd runs a GPU's backward pass on a thread of its own, which sees no context variable.
 
     Attributes:
         expert_memory: bytes that a group's unpacked matrices may take, one of each expert at a time; a group has one
             expert at least.
         keep_rows: whether forward keeps the gate_up rows [T·K, O] that backward would compute again.
+        gate_up_apart: whether an expert's gate and up are packed each by itself, as in checkpoints that hold them so.
         prefetcher: brings packed experts from the host; None where they are on the device.
         exchange: None where every rank holds all experts.
+        dense: under `train.dense_router_gradient`, the weights of experts that are not chosen.
         count_rows: how many rows each expert receives: the one number of a step that shapes depend on. Read from the
             ids, unless there is an assumption in their place, or a recorder.
         eager_gradient_hook: takes each gradient of a fully trained matrix in backward, as soon as it is there; None
             leaves them to autograd, which keeps all of a layer's until its backward is through.
         expert_watch: is told which experts' rows are computed next, in forward and in backward; none: no one's.
+        norm_watch: is told after a layer's forward pass how long its experts' outputs were.
     """
 
     expert_memory: int = 0
     keep_rows: bool = False
+    gate_up_apart: bool = False
     prefetcher: ExpertPrefetcher | None = None
     exchange: Exchange | None = None
+    dense: DenseWeights | None = None
     count_rows: CountRows = read_rows
     eager_gradient_hook: GradientHook | None = None
     expert_watch: ExpertWatch | None = None
+    norm_watch: NormWatch | None = None
+
+    def room_for_norms(self, like: Tensor) -> Tensor | None:
+        """Float32 in the shape of ids, for the norms of their experts' outputs; None if no one asks for them."""
+        return None if self.norm_watch is None else torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
     @contextmanager
     def counting_by(self, count_rows: CountRows) -> Iterator[None]:
@@ -99,3 +113,12 @@ class BankLinks:
             yield
         finally:
             self.expert_watch = None
+
+    @contextmanager
+    def watching_norms(self, watch: NormWatch) -> Iterator[None]:
+        """Inside, `watch` is told of each layer's outputs. Forward passes without gradients only."""
+        self.norm_watch = watch
+        try:
+            yield
+        finally:
+            self.norm_watch = None

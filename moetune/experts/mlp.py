@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from moetune.experts.dense import gradient_of_weights
 from moetune.experts.grouped import Rows
 from moetune.experts.projection import Gradients, Projection
 
@@ -113,18 +114,27 @@ class TokenSum:
             torch.sum(self._rows.view(-1, self._top_k, self._rows.shape[1]), 1, out=self.out_TH)
 
 
-def expert_mlp(bank: ExpertBank, x_TH: Tensor, weights_TK: Tensor, routing: Routing) -> Tensor:
+def expert_mlp(
+    bank: ExpertBank,
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    routing: Routing,
+    norms: Tensor | None = None,
+    dense_TE: Tensor | None = None,
+) -> Tensor:
     """The sum over each token's experts, weighted: y [T, H] in x's dtype; gradients flow to x, the weights, the bank.
+    `norms` [T, K], where no gradient is asked for, is filled with the norms of what is summed, before it is weighted.
+    `dense` weights get the gradients that they had if all experts had been chosen (dense.py); nothing else of them.
 
     The autograd node is made before the products run, and they fill its output afterwards. A checkpointed layer stops
     its recomputation at the last tensor that backward needs, and for most models that is this node's: the experts'
     products then never run a second time. A node that keeps rows runs the products itself.
     """
     keeps = bank.links.keep_rows and torch.is_grad_enabled()
-    y_TH = _ExpertMlp.apply(bank, routing, keeps, x_TH, weights_TK, *bank.parameters())
+    y_TH = _ExpertMlp.apply(bank, routing, keeps, x_TH, weights_TK, dense_TE, *bank.parameters())
     if not keeps:
         with torch.no_grad():
-            _fill(bank, routing, x_TH, weights_TK, y_TH)
+            _fill(bank, routing, x_TH, weights_TK, y_TH, norms=norms)
     return y_TH
 
 
@@ -135,22 +145,33 @@ def _fill(
     weights_TK: Tensor,
     y_TH: Tensor,
     rows: list[Tensor] | None = None,
+    norms: Tensor | None = None,
 ) -> None:
-    """Adds up y; `rows` is given the gate_up rows [N, O] of each group."""
+    """Adds up y; `rows` is given the gate_up rows [N, O] of each group, `norms` those of their outputs."""
     total = TokenSum(y_TH, routing, list(bank.groups(x_TH.dtype)))
     for group in routing.groups(bank, weights_TK, x_TH.dtype):
-        _add_group(bank, group, x_TH, total, rows)
+        _add_group(bank, group, x_TH, total, rows, norms)
     total.finish()
 
 
-def _add_group(bank: ExpertBank, group: Group, x_TH: Tensor, total: TokenSum, kept: list[Tensor] | None) -> None:
+def _add_group(
+    bank: ExpertBank,
+    group: Group,
+    x_TH: Tensor,
+    total: TokenSum,
+    kept: list[Tensor] | None,
+    norms: Tensor | None,
+) -> None:
     gate_up, down = bank.projections(group.slots, x_TH.dtype)
     gate_up_NO = gate_up.forward(x_TH[group.token_N], group.rows)
     act_NI = bank.activation(gate_up_NO)
     if kept is not None:
         kept.append(gate_up_NO)
     del gate_up_NO, gate_up
-    total.add(group, down.forward(act_NI, group.rows).mul_(group.weight_N1))
+    out_NH = down.forward(act_NI, group.rows)
+    if norms is not None:
+        norms.view(-1).index_copy_(0, group.flat_N, torch.linalg.vector_norm(out_NH, dim=-1, dtype=torch.float32))
+    total.add(group, out_NH.mul_(group.weight_N1))
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -162,6 +183,7 @@ class _ExpertMlp(torch.autograd.Function):
         keeps: bool,
         x_TH: Tensor,
         weights_TK: Tensor,
+        dense_TE: Tensor | None,
         *parameters: nn.Parameter,
     ) -> Tensor:
         ctx.bank, ctx.counts, ctx.top_k = bank, routing.counts, routing.top_k
@@ -176,7 +198,9 @@ class _ExpertMlp(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weights_TK, order, *kept = ctx.saved_tensors
         bank, routing = ctx.bank, Routing(order, ctx.counts, ctx.top_k)
-        _, _, _, need_x, need_weights, *_ = ctx.needs_input_grad
+        _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
+        # first: eager gradients may change the experts
+        ddense_TE = gradient_of_weights(bank, x_TH, dy_TH) if need_dense else None
         dx = TokenSum(torch.empty_like(x_TH), routing, list(bank.groups(x_TH.dtype))) if need_x else None
         dweights = torch.zeros_like(weights_TK.flatten()) if need_weights else None
         grads: Gradients = {}
@@ -222,7 +246,7 @@ class _ExpertMlp(torch.autograd.Function):
             dx.finish()
         dx_TH = None if dx is None else dx.out_TH
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
-        return None, None, None, dx_TH, dweights_TK, *_of_parameters(bank, routing, grads)
+        return None, None, None, dx_TH, dweights_TK, ddense_TE, *_of_parameters(bank, routing, grads)
 
 
 def _to_hook(bank: ExpertBank, projection: Projection, grads: Gradients) -> None:

@@ -6,22 +6,24 @@ Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
+from moetune.config import Storage
 from moetune.experts import bitsandbytes_cpu  # noqa: F401  mends a kernel that is used below
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
 from moetune.run.dtypes import DTYPES
 
-Storage = Literal["nf4", "int8", "bf16", "fp32"]
-
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
-INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once: 16 MiB
+MX_BLOCK = 32  # weights that share one MXFP4 scale
+MXFP4_AT_ONCE = 1 << 24  # weights whose bytes are looked up at once: 32 MiB of indices
+INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once, to int8 or MXFP4: 16 MiB
 _PER_STEP = 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class PackedStack(nn.Module):
@@ -34,10 +36,13 @@ class PackedStack(nn.Module):
     | nf4 | n/2 + 4·⌈n/64⌉ |
     | nf4, double quantized | n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 |
     | int8 | n + 4·R |
+    | mxfp4 | 17·⌈n/32⌉ |
     | bf16, fp32 | 2·n, 4·n |
 
     NF4 and its double quantization are those of QLoRA (arXiv 2305.14314), computed by bitsandbytes one matrix at a
-    time, so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit.
+    time, so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit. MXFP4 is that of the OCP
+    Microscaling Formats 1.0: 32 weights of 4 bits (E2M1) share a power of two; it is unpacked as transformers does.
+    With `pieces`, the rows of a matrix are divided into so many, and each is packed (NF4) as if it were a matrix.
     The data are persistent buffers: loaders that fill what is missing leave them alone.
 
     With a `prefetcher` they stay in pinned host memory whatever the model is moved to; matrices are packed on `device`,
@@ -49,6 +54,8 @@ class PackedStack(nn.Module):
     nested_absmax: Tensor
     nested_code: Tensor
     offset: Tensor
+    scales: Tensor
+    pairs: Tensor
 
     def __init__(
         self,
@@ -57,15 +64,18 @@ class PackedStack(nn.Module):
         storage: Storage,
         *,
         double_quant: bool = True,
+        pieces: int = 1,
         device: torch.device | str | None = None,
         prefetcher: ExpertPrefetcher | None = None,
     ) -> None:
         super().__init__()
-        self.count, self.shape, self.storage = count, shape, storage
+        assert pieces == 1 or storage == "nf4"
+        self.count, self.shape, self.storage, self.pieces = count, shape, storage, pieces
         self.double_quant = double_quant and storage == "nf4"
         self.prefetcher = prefetcher
         self._packs_on = torch.device("cpu" if device is None else device)
-        weights, blocks = shape[0] * shape[1], -(-shape[0] * shape[1] // BLOCK)
+        count *= pieces
+        weights, blocks = shape[0] * shape[1] // pieces, -(-shape[0] * shape[1] // pieces // BLOCK)
 
         def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
             if self.on_host:
@@ -85,6 +95,13 @@ class PackedStack(nn.Module):
         elif storage == "int8":
             buffer("data", (count, *shape), torch.int8)
             buffer("absmax", (count, shape[0]), torch.float32)
+        elif storage == "mxfp4":
+            groups = -(-weights // MX_BLOCK)
+            buffer("data", (count, groups * MX_BLOCK // 2), torch.uint8)
+            buffer("scales", (count, groups), torch.uint8)
+            values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+            buffer("pairs", (256, 2), torch.float32)
+            self.pairs.copy_(torch.stack([values.repeat(16), values.repeat_interleave(16)], -1))
         else:
             buffer("data", (count, *shape), DTYPES[storage])
 
@@ -102,22 +119,36 @@ class PackedStack(nn.Module):
         weight = weight.to(self._packs_on if self.on_host else self.data.device).contiguous()
         match self.storage:
             case "nf4":
-                packed, state = bnb.quantize_4bit(
-                    weight, blocksize=BLOCK, compress_statistics=self.double_quant, quant_type="nf4"
-                )
-                self.data[index].copy_(packed.view(-1))
-                self.absmax[index].copy_(state.absmax)
-                if self.double_quant:
-                    self.nested_absmax[index].copy_(state.state2.absmax)
-                    self.offset[index].copy_(state.offset)
+                for row, piece in enumerate(weight.chunk(self.pieces), index * self.pieces):
+                    packed, state = bnb.quantize_4bit(
+                        piece, blocksize=BLOCK, compress_statistics=self.double_quant, quant_type="nf4"
+                    )
+                    self.data[row].copy_(packed.view(-1))
+                    self.absmax[row].copy_(state.absmax)
+                    if self.double_quant:
+                        self.nested_absmax[row].copy_(state.state2.absmax)
+                        self.offset[row].copy_(state.offset)
             case "int8":
                 # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
                 for rows in _int8_slices(self.shape):
                     packed, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
                     self.data[index, rows].copy_(packed)
                     self.absmax[index, rows].copy_(scale)
+            case "mxfp4":
+                _pack_mxfp4(weight.flatten(), self.data[index], self.scales[index])
             case _:
                 self.data[index].copy_(weight)
+
+    @torch.no_grad()
+    def put_packed_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
+        """Stores what is packed already as matrix `index`: each piece by the names of the buffers, in their dtypes."""
+        assert len(pieces) == self.pieces
+        for number, stored in enumerate(pieces, index * self.pieces):
+            for name, tensor in stored.items():
+                row = self.get_buffer(name)[number]
+                assert row.shape == tensor.shape, f"{name} {tuple(tensor.shape)} does not fit {tuple(row.shape)}"
+                assert row.dtype == tensor.dtype
+                row.copy_(tensor)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
         """Matrix `index` [R, C] in `dtype`: a fresh tensor, or the stored one where it has that dtype already."""
@@ -126,6 +157,8 @@ class PackedStack(nn.Module):
     def matrices(self, which: slice, dtype: torch.dtype) -> Tensor:
         """Neighbouring matrices [n, R, C], as one tensor; each as `matrix` gives it, bit for bit."""
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
+        if self.pieces > 1:
+            which = slice(which.start * self.pieces, which.stop * self.pieces)
         data = buffers["data"][which]
         match self.storage:
             case "nf4":
@@ -133,12 +166,17 @@ class PackedStack(nn.Module):
             case "int8":
                 absmax = buffers["absmax"][which]
                 return _dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
+            case "mxfp4":
+                weights = _unpack_mxfp4(data.flatten(), buffers["scales"][which].flatten(), buffers["pairs"], dtype)
+                rows, columns = self.shape
+                return weights.view(len(data), -1)[:, : rows * columns].reshape(-1, rows, columns)
             case _:
                 return data.to(dtype)
 
     def _unpack_nf4(self, data: Tensor, which: slice, buffers: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         """All matrices together where each is made of whole blocks, and so are their scales; else one by one."""
-        ops, count, (rows, columns) = torch.ops.bitsandbytes, len(data), self.shape
+        ops, count = torch.ops.bitsandbytes, len(data)
+        rows, columns = self.shape[0] // self.pieces, self.shape[1]
         absmax = buffers["absmax"][which]
         if self.double_quant:
             together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
@@ -154,7 +192,7 @@ class PackedStack(nn.Module):
                 packed.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(packed) * rows, columns), dtype
             )
             for packed, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
-        ).view(count, rows, columns)
+        ).view(-1, *self.shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
         return self if self.on_host else super()._apply(fn, recurse)
@@ -190,6 +228,42 @@ def _dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor
     for rows in slices:
         part = out[rows]
         part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(_PER_STEP))
+    return out
+
+
+def _pack_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
+    """Rounds to the nearest, ties to even. The scale of a block is the power of two that brings its largest weight to
+    4 or more and below 8; what then is above 6 becomes 6 (OCP Microscaling Formats 1.0, section 6.3)."""
+    levels = weights.new_tensor(_E2M1, dtype=torch.float32)
+    middles = (levels[:-1] + levels[1:]) / 2
+    middles[1::2] = torch.nextafter(middles[1::2], levels[:-1][1::2])  # up to the even one
+    for first in range(0, len(weights), INT8_AT_ONCE):
+        part = weights[first : first + INT8_AT_ONCE].float()
+        if lacking := -len(part) % MX_BLOCK:
+            part = nn.functional.pad(part, (0, lacking))
+        blocks = part.view(-1, MX_BLOCK)
+        exponents = (torch.frexp(blocks.abs().amax(1)).exponent - 3).clamp_(-127, 127)
+        scaled = torch.ldexp(blocks, -exponents[:, None])
+        codes = torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.uint8)
+        codes |= scaled.signbit().to(torch.uint8) << 3
+        low, high = codes.view(-1, 2).unbind(1)
+        data[first // 2 :][: len(low)].copy_(low | high << 4)
+        scales[first // MX_BLOCK :][: len(blocks)].copy_(exponents + 127)
+
+
+def _unpack_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """transformers' `convert_moe_packed_tensors`, bit for bit, without its transposition, and with at most 2 bytes a
+    weight of `MXFP4_AT_ONCE` weights beside the result: two weights are looked up at once, by their byte."""
+    as_one = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
+    pair = pairs.to(dtype).view(as_one).flatten()
+    out = torch.empty(2 * len(data), dtype=dtype, device=data.device)
+    of_pairs, of_blocks = out.view(as_one), out.view(-1, MX_BLOCK)
+    exponents = scales.to(torch.int32).sub_(127)[:, None]
+    for first in range(0, len(data), MXFP4_AT_ONCE // 2):
+        bytes_ = slice(first, first + MXFP4_AT_ONCE // 2)
+        torch.index_select(pair, 0, data[bytes_].to(torch.int32), out=of_pairs[bytes_])
+        blocks = slice(2 * first // MX_BLOCK, 2 * bytes_.stop // MX_BLOCK)
+        torch.ldexp(of_blocks[blocks], exponents[blocks], out=of_blocks[blocks])
     return out
 
 

@@ -16,6 +16,7 @@ from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write
 from moetune.files import expanded
 from moetune.hub.delta_folder import Delta, read_delta
 from moetune.hub.fingerprint import Base, take_fingerprint
+from moetune.hub.quantized import open_checkpoint
 from moetune.hub.tensor_files import Stored, read_checkpoint
 
 _FORMAT = "applied"
@@ -68,9 +69,10 @@ def apply_delta(
         raise UserError(f"delta {str(delta)!r} does not exist")
     base, name = _find_base(str(to))
     keep_apart(out, "read", delta, base)
-    read, places = read_delta(delta), read_checkpoint(base)
-    size, done = sum(tensor.nbytes for tensor in places.values()), 0
-    refuse_unfit(out, overwrite, size)
+    read, places = read_delta(delta), open_checkpoint(base)
+    size, done = sum(tensor.nbytes for tensor in read_checkpoint(base).values()), 0
+    written = sum(tensor.nbytes for tensor in places.values())
+    refuse_unfit(out, overwrite, written)
 
     def on_block(count: int) -> None:
         nonlocal done
@@ -87,18 +89,19 @@ def apply_delta(
             f"{wrong}--force {name} applies it all the same"
         )
     _refuse_misfits(read, places, base)
-    with new_folder(out, overwrite, size) as folder:
-        changed = fingerprint.difference(copy_checkpoint(base, folder, on_block))
+    with new_folder(out, overwrite, written) as folder:
+        copied, new_places = copy_checkpoint(base, folder, on_block)
+        changed = fingerprint.difference(copied)
         if changed is not None:
             raise UserError(f"{str(to)!r} changed while it was copied: {changed}; run this again when it is at rest")
         for key, tensor in read.tensors.items():
-            _write(tensor, read.slices.get(key), places[key].within(folder))
+            _write(tensor, read.slices.get(key), new_places[key])
         about = {key: read.manifest.get(key) for key in ("run", "step", "run_file", "selection")}
         write_manifest(
             folder, {"format": _FORMAT, **about, "base": Base(name, fingerprint).to_json(), "forced": difference}
         )
-    written = sum(places[key].nbytes for key in read.tensors)
-    return Applied(str(out), len(read.tensors), written, difference, tuple(_notes(difference, force, name)))
+    changed_bytes = sum(places[key].nbytes for key in read.tensors)
+    return Applied(str(out), len(read.tensors), changed_bytes, difference, tuple(_notes(difference, force, name)))
 
 
 def _write(tensor: Stored, rows: list[int] | None, place: Stored) -> None:

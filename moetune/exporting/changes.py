@@ -61,6 +61,7 @@ def changes(run: FinishedRun) -> list[Change]:
     selection = run.adapted.selection
     found += [_of_linear_lora(run, path) for path in selection.lora_linears]
     found += [_whole(name, run.trained[whole_name(name, selection)]) for name in sorted(selection.full)]
+    found += [_whole(name, run.trained[name]) for name in run.adapted.run.router_biases.values()]
     return found
 
 

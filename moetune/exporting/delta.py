@@ -18,7 +18,8 @@ from moetune.exporting.folder import Exported, write_manifest
 from moetune.hub.delta_folder import DELTA_FILE, FORMAT
 from moetune.hub.fingerprint import digest, take_fingerprint
 from moetune.hub.names import Home, find_homes
-from moetune.hub.tensor_files import Stored, create_file, read_checkpoint
+from moetune.hub.quantized import open_checkpoint
+from moetune.hub.tensor_files import Stored, create_file
 
 
 def export_delta(run: FinishedRun, out: Path) -> Exported:
@@ -36,7 +37,7 @@ def export_delta(run: FinishedRun, out: Path) -> Exported:
         )
     folder = base_folder(run)
     of_base = confirmed_base(run, folder, take_fingerprint(folder))
-    base = read_checkpoint(folder)
+    base = open_checkpoint(folder)
     homes = find_homes(run.adapted.run.model.plain, base)
     targets = [(change, home) for change in full for home in homes_of(change, homes, run.adapted.anatomy.tied)]
     layout = _layout(targets, base)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moetune.adapt.build import Adapted
+from moetune.data.load import chat_template
 from moetune.exporting.delta import export_delta
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
 from moetune.exporting.merged import bytes_needed, export_merged
 from moetune.files import expanded
-from moetune.training.data import chat_template
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def in_memory(adapted: Adapted) -> FinishedRun:
     if not adapted.ranks.is_single:
         raise UserError("a model that is spread over ranks cannot be exported from memory; export its run folder")
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
+    trained |= {name: Held(bias) for name, bias in adapted.router_biases().items()}
     return FinishedRun(None, adapted.run.config, None, adapted, trained, None)
 
 
@@ -93,6 +94,7 @@ def open_run(path: Path) -> FinishedRun:
         for parameter, parts in parts_of(adapted).items()
         for part in parts
     }
+    expected |= {name: tuple(bias.shape) for name, bias in adapted.router_biases().items()}
     for name in sorted(expected.keys() | trained.keys()):
         found = trained[name].shape if name in trained else None
         if found != expected.get(name):

@@ -37,7 +37,7 @@ from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_b
 from moetune.exporting.folder import Exported
 from moetune.hub.fingerprint import take_fingerprint
 from moetune.hub.names import find_homes
-from moetune.hub.tensor_files import read_checkpoint
+from moetune.hub.quantized import open_checkpoint
 from moetune.run.names import linear_factors
 
 _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
@@ -105,6 +105,12 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
     for name in names:
         router = next((path for path in routers if name.startswith(f"{path}.")), None)
         paths.add(router or name.rpartition(".")[0])
+    apart = [name for name in adapted.run.router_biases.values() if name.rpartition(".")[0] not in paths]
+    if apart:
+        raise UserError(
+            f"{apart[0]} was updated (train.router_bias_rate), and is in no module that PEFT could save whole; use "
+            "--format delta or merged"
+        )
     adapted_paths = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.anatomy.moe_layers)}
     for path in sorted(paths):
         inside = sorted(other for other in adapted_paths if f"{other}.".startswith(f"{path}."))
@@ -175,7 +181,7 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
     values = dict(trained)
     frozen = {tied.get(name, name) for name in shapes} - values.keys()
     if frozen:
-        stored = read_checkpoint(base_folder(run))
+        stored = open_checkpoint(base_folder(run))
         homes = find_homes(plain, stored)
         for name in sorted(frozen):
             if name not in homes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from moetune.errors import UserError, one_line
+from moetune.files import expanded
 from moetune.hub.delta_folder import MANIFEST
 from moetune.run_file import load_run_config
 from moetune.training.run_folder import RUN_FILE, RunFolder
@@ -17,7 +18,7 @@ _LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta":
 def model_card(run: Path, format: str) -> ModelCard:
     """What was trained on what, how, and how well, as a run folder has it. No path of this machine."""
     config, folder = load_run_config(run / RUN_FILE), RunFolder(run)
-    base = config.model.path if not Path(config.model.path).expanduser().exists() else Path(config.model.path).name
+    base = config.model.path if not expanded(config.model.path).exists() else Path(config.model.path).name
     train, lora = config.train, config.adapt.lora
     facts = {
         "routers": None if config.adapt.router == "none" else "in full precision",

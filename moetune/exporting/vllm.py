@@ -43,6 +43,7 @@ from moetune.exporting.folder import Exported
 from moetune.exporting.peft import write_adapter
 from moetune.hub.fingerprint import headers
 from moetune.hub.names import Home, find_homes
+from moetune.hub.quantized import weights_of
 from moetune.run.names import linear_factors
 
 Factors = tuple[Tensor, Tensor]
@@ -80,7 +81,7 @@ def export_vllm(run: FinishedRun, out: Path) -> Exported:
         what = min(adapted.selection.full) if adapted.selection.full else "whole experts"
         raise UserError(f"{run} trains {what} beside LoRA, and vLLM's adapters hold factors only; use --format merged")
     folder = base_folder(run)
-    homes = find_homes(adapted.run.model.plain, headers(folder))
+    homes = find_homes(adapted.run.model.plain, weights_of(headers(folder)))
     trained = {name: stored.rows().float() for name, stored in run.trained.items()}
     tensors: dict[str, Factors] = {}
     linears: dict[str, tuple[int, int]] = {}

@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from moetune.config import DataConfig, TrainConfig
+from moetune.data.load import load_data, pad_token_id
 from moetune.errors import UserError
 from moetune.inference.opened import Opened
 from moetune.step.batch import Row, collate
 from moetune.step.step import held_out_loss
-from moetune.training.data import load_data, pad_token_id
 
 _ROWS = 4
 

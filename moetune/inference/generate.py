@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from moetune.data.load import pad_token_id
 from moetune.errors import UserError
 from moetune.inference.opened import Opened
-from moetune.training.data import pad_token_id
 
 Message = dict[str, str]
 

@@ -20,16 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from moetune.adapt.base import refuse_other_headers
 from moetune.adapt.build import Adapted, build, no_progress_bars
 from moetune.anatomy.source import find_model_source
-from moetune.config import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, RunConfig
+from moetune.config import AdaptConfig, HardwareConfig, ModelConfig, PackedBase, ParallelConfig, RunConfig
+from moetune.data.load import chat_template, tokenizer_of
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, open_run
+from moetune.files import expanded
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.resolve import resolve
 from moetune.training.checkpoint import parts_of
-from moetune.training.data import chat_template, tokenizer_of
 from moetune.training.run_folder import RUN_FILE
-
-Base = Literal["nf4", "int8"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Opened:
 
 
 def open_model(
-    what: str, *, base: Base | None = None, device: DeviceType | None = None, dtype: str | None = None
+    what: str, *, base: PackedBase | None = None, device: DeviceType | None = None, dtype: str | None = None
 ) -> Opened:
     """Opens a run folder, a folder with a PEFT adapter, or a model.
 
@@ -73,7 +72,7 @@ def open_model(
     Raises:
         UserError: it is none of these, or its weights cannot be read.
     """
-    device, path = device or this_device(), Path(what).expanduser()
+    device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
         if base is not None:
             raise UserError(f"{what!r} is a run, on a base that is packed as it was in training; leave --base out")

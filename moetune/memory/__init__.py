@@ -1,0 +1,1 @@
+"""What a run takes: traced, by closed form, and reported."""

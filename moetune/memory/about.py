@@ -24,10 +24,32 @@ def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
         ("trains", "; ".join(trains(run))),
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
         ("batch", f"{step}, checkpointing {train.checkpointing}"),
+        *([("router gradient", _dense_gradient(run))] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
         ("moetune", f"{_VERSION}, {date.today().isoformat()}"),
     )
+
+
+def _dense_gradient(run: ResolvedRun) -> str:
+    return f"dense, through all experts: {dense_gradient_cost(run):.1f} times the products of frozen experts"
+
+
+def dense_gradient_cost(run: ResolvedRun) -> float:
+    """How many times as many multiplications frozen experts take in a step under `train.dense_router_gradient`.
+
+    For each token and expert, in matrices of [hidden, intermediate], with w = 2 of them in gate_up (1 without a gate):
+    w + 1 in forward; in backward w again (not if rows are kept) and w + 1 for the gradient of what came in. Through all
+    experts: w + 1 for each (experts/dense.py).
+    """
+    usual = dense = 0
+    for layer in run.anatomy.moe_layers:
+        shape, w = layer.shape, 2 if layer.shape.has_gate else 1
+        matrix = shape.hidden * shape.intermediate
+        again = 0 if run.config.train.checkpointing == "none" else w
+        usual += matrix * layer.top_k * (2 * (w + 1) + again)
+        dense += matrix * shape.num_experts * (w + 1)
+    return (usual + dense) / usual
 
 
 def trains(run: ResolvedRun) -> Iterator[str]:

@@ -77,7 +77,7 @@ def candidates(config: RunConfig) -> Iterator[Candidate]:
     train, model = config.train, config.model
     if isinstance(config.optimizer, OptimizerConfig):
         yield from _other_optimizers(config.optimizer, train.accumulate)
-    if model.base != "nf4":
+    if model.base not in ("nf4", "auto"):
         yield Candidate({"model.base": "nf4"}, "4 bits for what stays frozen", ("frozen_weights",))
     if model.base == "nf4" and not model.double_quant:
         why = "8 bits for the scales of what stays frozen"

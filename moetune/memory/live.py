@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
 from moetune.memory.report import PartName, Phase
-from moetune.memory.trace.steps import labels_of
 from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.watched import labels_of
 from moetune.optim.optimizers import CombinedOptimizer
 from moetune.parallel.ranks import local_tensor
 from moetune.patches.torch import watch_out_of_memory

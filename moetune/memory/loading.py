@@ -10,17 +10,24 @@ from moetune.anatomy.moe import ExpertShape, MoeLayer
 from moetune.config import RunConfig
 from moetune.experts.packed import BLOCK, INT8_AT_ONCE
 from moetune.memory.report import LoadPeaks
+from moetune.run.published import Published
 
 
 def load_peaks(
-    anatomy: Anatomy, config: RunConfig, banks: Mapping[int, int], static: int, on_host: int = 0
+    anatomy: Anatomy,
+    config: RunConfig,
+    published: Published,
+    banks: Mapping[int, int],
+    static: int,
+    on_host: int = 0,
 ) -> LoadPeaks:
     """What loading takes at most.
 
     A checkpoint: the banks are there from the start, and tensor by tensor the rest arrives. Where it holds experts one
     by one, an expert's gate and up come, are joined, and packed: three times the matrix. Where it holds a layer's
-    experts in one stack, that comes whole. The host holds one such piece, or the embedding, on its way; its files are
-    mapped, which is memory that the system takes back when it needs any.
+    experts in one stack, that comes whole; if in MXFP4, expert by expert, and stays as it is. The host holds one such
+    piece, or the embedding, on its way; its files are mapped, which is memory that the system takes back when it needs
+    any.
 
     Random weights: the banks are there, and one after the other is filled. Weights are drawn a layer's experts at a
     time, with a mask of one byte a weight that checks the draw; the embedding and the head come last. A linear layer on
@@ -32,17 +39,24 @@ def load_peaks(
         on_host: the bytes of what stays on the host.
     """
     width = 4 if config.model.dtype == "fp32" else 2  # auto is that of a GPU
+    base = config.model.storage
     layers = [layer for layer in anatomy.moe_layers if layer.index in banks]
     outside = max(part.numel for part in anatomy.parts if part.layer is None)
     if config.model.weights == "random":
-        return LoadPeaks(host=on_host, gpu=max(static + outside, _drawn(layers, config.model.base, width, banks)))
+        return LoadPeaks(host=on_host, gpu=max(static + outside, _drawn(layers, base, width, banks)))
     host, on_the_way = outside * width, 0
     if layers:
         shape = layers[0].shape
         matrix = _larger_matrix(shape)
+        if published.method == "mxfp4":  # as it is, unless it is packed otherwise, or trains
+            host = max(host, matrix * 17 // 32)
+            if base != "mxfp4" or config.adapt.experts is not None:
+                looked_up = matrix * 17 // 32 + matrix // 8 + (2 + width + width // 2) * matrix
+                on_the_way = max(looked_up, matrix * width + _temporaries(shape, matrix, base, width))
+            return LoadPeaks(host=host + on_host, gpu=static + on_the_way)
         pieces = 3 if merges_experts(anatomy.model_type) else shape.num_experts
         host = max(host, matrix * width * (1 if pieces == 3 else pieces))
-        on_the_way = pieces * matrix * width + _temporaries(shape, matrix, config.model.base, width)
+        on_the_way = pieces * matrix * width + _temporaries(shape, matrix, base, width)
     return LoadPeaks(host=host + on_host, gpu=static + on_the_way)
 
 
@@ -69,4 +83,6 @@ def _temporaries(shape: ExpertShape, n: int, base: str, width: int) -> int:
             return copy + n // 2 + 4 * n // BLOCK
         case "int8":  # from a float16 copy, some rows at a time
             return copy + 3 * min(n, INT8_AT_ONCE)
+        case "mxfp4":
+            return copy + (12 if width == 4 else 16) * min(n, INT8_AT_ONCE)
     return copy

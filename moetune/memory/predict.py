@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ from moetune.run.resolve import ResolvedRun, resolve
 Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]
 """Torch's caching allocator: with segments of a size of their own, or with such that grow."""
+Tracing = Callable[..., Trace]
+"""(a run, the routing, `rank`, `gpu`) -> what it makes there, watched."""
 _PAGE = 20 << 20  # growing segments are mapped in pages of this size, small ones in pages of 2 MiB
 _SMALL_PAGE = 2 << 20
 _WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expandable segments"}
@@ -42,6 +44,7 @@ def predict(
     allocator: Allocator | None = None,
     depths: Depths | None = None,
     advise: bool = True,
+    tracing: Tracing = trace,
 ) -> MemoryReport:
     """Predicts the peak of a run, without weights, data or a GPU.
 
@@ -51,6 +54,7 @@ def predict(
         allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
         depths: what runs that differ in their number of layers share by closed form.
         advise: where it does not fit, look for changes that would make it.
+        tracing: what is traced: the trainer's steps.
 
     Raises:
         UserError: as `resolve`; what cannot be trained or predicted; an unknown GPU; DeepSpeed is to be traced and not
@@ -77,7 +81,7 @@ def predict(
     if method == "formula":
         report = _by_formula(run, card, routing, depths or Depths(), common)
     else:
-        report = _by_trace(run, card, routing, allocator or allocator_here(), common)
+        report = _by_trace(run, card, routing, allocator or allocator_here(), common, tracing)
     if report.fits is not False or not advise:
         return report
     changes = tuple(best_changes(run, report, routing, card))
@@ -92,9 +96,9 @@ def allocator_here() -> Allocator:
 
 
 def _by_trace(
-    run: ResolvedRun, card: Gpu, routing: Routing, allocator: Allocator, common: dict[str, Any]
+    run: ResolvedRun, card: Gpu, routing: Routing, allocator: Allocator, common: dict[str, Any], tracing: Tracing
 ) -> MemoryReport:
-    traces: dict[int, Trace] = by_kind(run, routing, lambda rank: trace(run, routing, rank=rank, gpu=card))
+    traces: dict[int, Trace] = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
     outside = outside_allocator(run.config.parallel, card)
     capacity = None if common["gpu"] is None else card.memory.value - outside
     seen: dict[int, RankMemory] = {}
@@ -149,7 +153,7 @@ def _traced_rank(
     """
 
     def events(hole: int) -> Iterator[Event]:
-        for number in range(WORKSPACES):
+        for number in range(traced.workspaces):
             yield -1 - number, card.cublas_workspace.value
         yield from traced.events(hole)
 
@@ -171,7 +175,7 @@ def _traced_rank(
         outside_allocator=outside + traced.managed,
         peak_reserved=reserved,
         host_bytes=traced.host_peak,
-        terms=(*terms_of_trace(traced), _beside(beside)),
+        terms=(*terms_of_trace(traced), _beside(beside, traced.workspaces)),
     )
 
 
@@ -185,13 +189,13 @@ def _formula_rank(rank: int, found: Evaluated, card: Gpu, outside: int) -> RankM
     beside = beside_of_formula(found, card)
     parts = replace(found.parts, transient_peak=found.parts.transient_peak + beside)
     reserved = -(-parts.total // _PAGE) * _PAGE + _SMALL_PAGE
-    terms = (*terms_of_formula(found), _beside(beside))
+    terms = (*terms_of_formula(found), _beside(beside, WORKSPACES))
     return RankMemory(rank, parts, outside + found.managed, reserved, found.peak.host, terms)
 
 
-def _beside(size: int) -> Term:
+def _beside(size: int, workspaces: int) -> Term:
     name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
-    return Term("transient_peak", name, f"{WORKSPACES} workspaces", "", size, "concepts/allocator.md")
+    return Term("transient_peak", name, f"{workspaces} workspaces", "", size, "concepts/allocator.md")
 
 
 __all__ = ["Method", "NoClosedForm", "NotTraceable", "predict"]

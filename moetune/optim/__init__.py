@@ -1,0 +1,1 @@
+"""Optimizers: which, where their states are, and updates inside the backward pass."""

@@ -70,8 +70,23 @@ class TokenExchange:
         if bank.layer in self.trained and torch.is_grad_enabled() and not hidden_TH.requires_grad:
             hidden_TH = hidden_TH.detach().requires_grad_()
         tokens_SH, routing, sent = self._send(bank, hidden_TH, ids_TK, weights_TK)
-        output_SH = bank.run(tokens_SH, tokens_SH.new_ones(len(tokens_SH), 1), routing)
+        norms_S1 = bank.links.room_for_norms(routing.order[:, None])
+        output_SH = bank.run(tokens_SH, tokens_SH.new_ones(len(tokens_SH), 1), routing, norms_S1)
+        if bank.links.norm_watch is not None and norms_S1 is not None:
+            bank.links.norm_watch(bank.layer, self._norms_back(norms_S1.flatten(), sent))
         return self.dispatcher.bring_back(output_SH, sent).to(hidden_TH.dtype)
+
+    def _norms_back(self, norms_S: Tensor, sent: Sent) -> Tensor:
+        """The norms of experts' outputs to the ranks that sent the tokens: [T, K]."""
+        top_k = sent.weights_TK.shape[1]
+        returned, norms = norms_S.new_empty(2, len(sent.order))
+        dist.all_to_all_single(returned, norms_S, sent.sends, sent.receives, self.ep_mesh.get_group())
+        norms[sent.order] = returned
+        if self.tp_mesh.size() == 1:
+            return norms.view(-1, top_k)
+        shape = torch.Size((sent.tokens, top_k))
+        sliced = DTensor.from_local(norms.view(-1, top_k), self.tp_mesh, [Shard(0)], shape=shape, stride=(top_k, 1))
+        return sliced.full_tensor()
 
     def _send(
         self, bank: ExpertBank, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor

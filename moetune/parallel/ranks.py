@@ -152,6 +152,10 @@ class Ranks:
         dist.all_gather_object(said, value)
         return said
 
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank."""
+        return any(self.gather(mine))
+
     def barrier(self) -> None:
         if not self.is_single:
             dist.barrier()

@@ -17,6 +17,7 @@ from moetune.planning.needs import Needs, changed
 from moetune.planning.search import Found, Search
 from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
 from moetune.run.resolve import resolve_model
+from moetune.run_file import read_run_config
 
 SHORTEST = 1024
 """Tokens of a sequence, unless asked otherwise."""
@@ -151,14 +152,16 @@ def plan(
         UserError: no such model or card.
     """
     card = find_gpu(gpu)
-    start = RunConfig.model_validate(
+    start = read_run_config(
         {
             "model": {"path": model},
             "adapt": {},
             "train": {"sequence_length": length},
             "hardware": {"gpu": gpu},
             **({} if data is None else {"data": {"train": data}}),
-        }
+        },
+        (),
+        "plan",
     )
     anatomy = resolve_model(start.model).anatomy
     search = Search(start, anatomy, needs := Needs(), card.memory.value, card.context.value)

@@ -94,7 +94,6 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file aside and renames it, so that one with its final name is whole."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_bytes(content)
         aside.replace(path)
     except OSError as error:

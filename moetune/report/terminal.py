@@ -26,7 +26,7 @@ from moetune.memory.report import (
 from moetune.report.units import gib, percent
 
 METHODS = {
-    "trace": "traced: the training step, run on tensors without storage",
+    "trace": "traced: what runs, on tensors without storage",
     "formula": "closed form: a recorded step, at these sizes",
 }
 ALLOCATED = "allocated at the peak"

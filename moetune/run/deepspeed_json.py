@@ -111,7 +111,7 @@ def _refuse(config: RunConfig) -> None:
         problems.append("parallel.fsdp 1: there is nothing to share; leave parallel: out, and use optimizer.offload")
     if not parallel.reshard:
         problems.append("parallel.reshard: false is FSDP2's; set parallel.zero: 2")
-    if parallel.zero == 3 and model.base in ("nf4", "int8"):
+    if parallel.zero == 3 and model.base in ("nf4", "int8", "mxfp4"):
         problems.append(
             f"parallel.zero 3 and model.base {model.base}: DeepSpeed cannot share packed experts and linears; set "
             "parallel.zero: 2, or use engine: fsdp2"

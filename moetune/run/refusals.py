@@ -5,7 +5,7 @@ Each function yields one line a problem; `resolve` reports those of all together
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import gcd
 
 import torch
@@ -14,10 +14,10 @@ from transformers.utils import is_flash_attn_2_available
 
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
-from moetune.anatomy.source import ModelSource
 from moetune.config import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
 from moetune.run.dtypes import DeviceType
 from moetune.run.linears import linears_to_pack, read_directly
+from moetune.run.published import Published
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
@@ -26,14 +26,18 @@ _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_fl
 # --- The model ----------------------------------------------------------------------------------------------------
 
 
-def of_quantized(source: ModelSource, model: ModelConfig) -> Iterator[str]:
-    """A checkpoint that is quantized cannot be packed again."""
-    quantization = getattr(source.config, "quantization_config", None)
-    if quantization is not None and model.weights == "pretrained":
-        method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
+def of_published(published: Published, model: ModelConfig) -> Iterator[str]:
+    """A checkpoint in a format that is not read, or that is to be kept as it is not."""
+    if not published.is_read and model.weights == "pretrained":
         yield (
-            f"model.path: {model.path!r} is already quantized ({method}); moetune packs the base itself: give a bf16 "
-            "checkpoint of this model"
+            f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
+            "FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this model"
+        )
+    kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
+    if kept and model.double_quant != published.double_quant:
+        yield (
+            f"model.double_quant: {str(model.double_quant).lower()}, but {model.path!r} is published with "
+            f"{str(published.double_quant).lower()}; leave it out to keep that, or set base: nf4 to pack it anew"
         )
 
 
@@ -91,6 +95,47 @@ def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:
         yield (
             f"train.router_aux_loss / router_z_loss: {anatomy.model_type!r} is a dense model without routers; set both "
             "to 0"
+        )
+
+
+def of_dense_gradient(
+    config: RunConfig, anatomy: Anatomy, trains: frozenset[Part], scores: Mapping[int, str]
+) -> Iterator[str]:
+    """Routers whose gradient cannot go through all experts.
+
+    Args:
+        scores: layer index -> what its router's weights are of its logits, where that is known.
+    """
+    option = "train.dense_router_gradient"
+    if "router" not in trains:
+        yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
+    if config.parallel.ep > 1:
+        yield (
+            f"{option}: every token goes through all experts in backward, and with parallel.ep: {config.parallel.ep} a "
+            "rank holds some of them; set parallel.ep: 1"
+        )
+    unknown = [layer for layer in anatomy.moe_layers if layer.index not in scores]
+    if unknown:
+        yield (
+            f"{option}: the weights that {unknown[0].router} ({anatomy.model_type}) gives are neither a softmax nor a "
+            "sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
+        )
+
+
+def of_router_bias(model_type: str, routers: Collection[int | None], biases: Mapping[int, str]) -> Iterator[str]:
+    """A bias that is to be updated, and is not there.
+
+    Args:
+        routers: layers whose router trains.
+        biases: of these, by layer.
+    """
+    option = "train.router_bias_rate"
+    if not routers:
+        yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
+    elif len(biases) < len(routers):
+        yield (
+            f"{option}: the routers of {model_type!r} have no correction bias that is a buffer "
+            "(e_score_correction_bias); leave it out"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
+from moetune.anatomy.routers import Score, correction_bias, known_scores
 from moetune.anatomy.selection import NOTHING, Selection, examine_selection
 from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.anatomy.stack import leave_out
@@ -23,6 +24,7 @@ from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
 from moetune.run.linears import linears_to_pack
 from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts, read_load
+from moetune.run.published import Published, keeps_gate_up_apart, published
 from moetune.sizes import parse_size
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
@@ -35,8 +37,9 @@ class ResolvedModel:
     """The model of a run: found, configured, built without storage, and read.
 
     Attributes:
-        config: the `model:` block, `dtype` spelled out.
+        config: the `model:` block, `dtype` and `base` spelled out.
         source: what it is called, and where its weights are.
+        published: how those are stored there.
         settings: transformers' configuration with the run's attention and dtype. Not to be changed.
         plain: the model on the meta device as transformers has it, before any adaptation. Not to be changed.
         anatomy: its parts.
@@ -44,6 +47,7 @@ class ResolvedModel:
 
     config: ModelConfig
     source: ModelSource
+    published: Published
     settings: PretrainedConfig = field(repr=False)
     plain: PreTrainedModel = field(repr=False)
     anatomy: Anatomy = field(repr=False)
@@ -53,19 +57,26 @@ class ResolvedModel:
         """Of compute, and of what trains except low-rank factors, which are float32."""
         return DTYPES[self.config.dtype]
 
+    @property
+    def gate_up_apart(self) -> bool:
+        """Whether an expert's gate and up are packed each by itself: they are kept as they are published."""
+        return keeps_gate_up_apart(self.published, self.config)
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
     """What a run file comes to on its model.
 
     Attributes:
-        config: the run file with `model.dtype` and the experts that are chosen from scores spelled out.
+        config: the run file with `model.dtype`, `model.base` and the experts that are chosen from scores spelled out.
         device_type: what it is resolved for.
         model: what it begins with.
         selection: what trains.
         parts: name in the adapted model -> part, of every parameter that trains, on all ranks together.
         optimizers: of the parts that train.
         placement: layer index -> for each of the `ep` ranks the ids of its experts; empty where they are not spread.
+        router_scores: layer index -> the function of its router's logits, under `train.dense_router_gradient`.
+        router_biases: layer index -> the buffer that `train.router_bias_rate` updates.
         problems: why it can be neither predicted nor trained; empty for what `resolve` returns.
     """
 
@@ -76,6 +87,8 @@ class ResolvedRun:
     parts: Mapping[str, Part] = field(repr=False)
     optimizers: Mapping[Part, OptimizerConfig]
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    router_scores: Mapping[int, Score] = field(default_factory=dict)
+    router_biases: Mapping[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
@@ -162,6 +175,7 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     """
     config = config.model_copy(update={"model": _with_dtype(config.model, device_type)})
     model, problems = _examine_model(config.model, None if like is None else like.model)
+    config = config.model_copy(update={"model": model.config})
     anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
     try:
         config = config.model_copy(update={"adapt": settle(config.adapt, anatomy)})
@@ -201,8 +215,27 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
             placement = balance_experts(anatomy, selection, parallel.ep, load)
     except UserError as error:
         problems.append(str(error))
+    router_scores: dict[int, Score] = {}
+    if config.train.dense_router_gradient:
+        router_scores = known_scores(plain, anatomy.moe_layers)
+        problems += refusals.of_dense_gradient(config, anatomy, trains, router_scores)
+    router_biases: dict[int, str] = {}
+    if config.train.router_bias_rate:
+        routers = {part.layer for part in anatomy.parts_of("router") if part.name in selection.full}
+        found = {x.index: correction_bias(plain, x) for x in anatomy.moe_layers if x.index in routers}
+        router_biases = {layer: name for layer, name in found.items() if name is not None}
+        problems += refusals.of_router_bias(anatomy.model_type, routers, router_biases)
     return ResolvedRun(
-        config, device_type, model, selection, parts, optimizers, placement, tuple(dict.fromkeys(problems))
+        config,
+        device_type,
+        model,
+        selection,
+        parts,
+        optimizers,
+        placement,
+        router_scores,
+        router_biases,
+        tuple(dict.fromkeys(problems)),
     )
 
 
@@ -232,7 +265,10 @@ def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[Res
     known = like if like is not None and _builds_alike(config, like.config) else None
     source = find_model_source(config.path) if known is None else known.source
     no_attention = [*refusals.of_attention(source.config, config.attention)]
-    problems = [*refusals.of_dtypes(config), *refusals.of_quantized(source, config), *no_attention]
+    how = published(source) if known is None else known.published
+    problems = [*refusals.of_published(how, config), *no_attention]
+    config = how.settle(config)
+    problems += refusals.of_dtypes(config)
     if known is not None:
         return replace(known, config=config), problems
     settings = copy.deepcopy(source.config)
@@ -244,7 +280,7 @@ def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[Res
     settings.use_cache = False
     settings.dtype = DTYPES[config.dtype]
     plain = meta_model(settings)
-    return ResolvedModel(config, source, settings, plain, read_anatomy(plain)), problems
+    return ResolvedModel(config, source, how, settings, plain, read_anatomy(plain)), problems
 
 
 def _builds_alike(one: ModelConfig, other: ModelConfig) -> bool:

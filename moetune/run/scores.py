@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from moetune.anatomy.anatomy import Anatomy
 from moetune.errors import UserError
+from moetune.files import expanded
 
 SCHEMA = 1
 Scope = str
@@ -128,7 +129,7 @@ def read_scores(file: str | Path, where: str) -> Scores:
         UserError: the file cannot be read, or holds something else.
     """
     try:
-        raw = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        raw = json.loads(expanded(file).read_text(encoding="utf-8"))
         if not isinstance(raw, dict) or "layers" not in raw:
             raise ValueError("it holds no layers")
         if raw.get("schema") != SCHEMA:

@@ -1,0 +1,1 @@
+"""Which experts a data set uses: recorded, chosen from, and compared before and after a run."""

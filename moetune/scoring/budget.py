@@ -7,17 +7,18 @@ from typing import Any
 
 from moetune.config import ChoiceConfig, ExpertsConfig, RunConfig
 from moetune.errors import UserError
-from moetune.memory.predict import predict
+from moetune.memory.report import MemoryReport
+from moetune.planning.needs import Needs
+from moetune.planning.solve import last_that_fits
 from moetune.report.units import gib
-from moetune.run.resolve import resolve
 
 
 def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
     """The run file with `k` in the place of a `budget` of memory; without one, as it is.
 
-    By bisection, over traces of the run with as many experts in each layer. From there on the experts that are chosen
-    are traced, because a layer's peak depends on which of its experts train: the others are worked on in groups of
-    neighbours.
+    As in planning/solve.py: found by closed form, judged by traces. What is evaluated has the first k experts of each
+    layer, so that layers are alike; what is traced has those that are chosen, because a layer's peak depends on which
+    of its experts train: the others are worked on in groups of neighbours.
 
     Args:
         on_try: is told each number that was tried, and whether it fits.
@@ -35,43 +36,40 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     key = keys[0]
     choice = _choice(config, key)
     assert choice is not None
-    budget = str(choice.budget)
-    chosen = resolve(_with(config, key, choice.model_copy(update={"budget": None, "k": 1})))
-    ids = getattr(chosen.config.adapt, key).ids
-    moe_layers = {layer.index: layer.shape.num_experts for layer in chosen.anatomy.moe_layers}
-    most = min(moe_layers[index] for index in ids)
-    required: dict[int, int] = {}
+    needs = Needs(gpu=str(choice.budget))
 
-    def fits(k: int, config: RunConfig) -> bool:
-        report = predict(resolve(config, like=chosen), gpu=budget, advise=False)
-        required[k] = report.required
-        on_try(k, bool(report.fits))
-        return bool(report.fits)
-
-    def first(k: int) -> RunConfig:
-        """With the first k experts of each of the layers: those that are alike stand for each other in a trace."""
-        return _with_ids(config, key, {index: tuple(range(k)) for index in ids})
-
-    def of_choice(k: int) -> RunConfig:
+    def chosen(k: int) -> RunConfig:
         return _with(config, key, choice.model_copy(update={"budget": None, "k": k}))
 
-    low, high = 0, most + 1  # low fits, or is none; high does not, or is more than there are
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle, first(middle)) else (low, middle)
-    if low and not fits(low, of_choice(low)):
-        low -= 1
-        while low and not fits(low, of_choice(low)):
-            low -= 1
-    else:
-        while low < most and fits(low + 1, of_choice(low + 1)):
-            low += 1
-    if not low:
+    one = needs.resolve(chosen(1))
+    ids = getattr(one.config.adapt, key).ids
+    most = min(layer.shape.num_experts for layer in one.anatomy.moe_layers if layer.index in ids)
+    judged: dict[int, MemoryReport] = {}
+
+    def headroom(number: int) -> int:
+        k = number + 1
+        report = needs.of(_with_ids(config, key, {index: tuple(range(k)) for index in ids}))
+        on_try(k, bool(report.fits))
+        assert report.headroom_bytes is not None
+        return report.headroom_bytes
+
+    def fits(k: int) -> bool:
+        if k not in judged:
+            judged[k] = needs.traced(chosen(k))
+            on_try(k, bool(judged[k].fits))
+        return bool(judged[k].fits)
+
+    k = 1 + last_that_fits(most, headroom)
+    while k < most and fits(k + 1):
+        k += 1
+    while k and not fits(k):
+        k -= 1
+    if not k:
         raise UserError(
-            f"adapt.{key}: one expert of each of {len(ids)} layers takes {gib(required[1])}, more than the budget of "
-            f"{budget}; name fewer layers, or see moetune predict for what takes less"
+            f"adapt.{key}: one expert of each of {len(ids)} layers takes {gib(judged[1].required)}, more than the "
+            f"budget of {choice.budget}; name fewer layers, or see moetune predict for what takes less"
         )
-    return of_choice(low)
+    return chosen(k)
 
 
 def _choice(config: RunConfig, key: str) -> ChoiceConfig | None:

@@ -23,13 +23,14 @@ from moetune.adapt.start_from.start import open_start
 from moetune.errors import UserError
 from moetune.exporting.finished_run import open_run
 from moetune.files import write_whole
+from moetune.report.console import terminal
 from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
 from moetune.report.figures import write_whole as write_figure
 from moetune.report.run import draw_drift
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.scoring.recorder import Recorder
-from moetune.scoring.score import held_out_source, packs, read_sources, record, to_score
+from moetune.scoring.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
 from moetune.training.checkpoint import read_trained
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
@@ -89,9 +90,9 @@ def drift(
     Raises:
         UserError: the folder holds no run with a checkpoint; there is no held-out data; the base is another one now.
     """
-    console = console or Console(stderr=True)
+    console = console or terminal(stderr=True)
     finished = open_run(path)
-    config = to_score(finished.config)
+    config = on_one_rank(to_score(finished.config))
     if data is None and (config.data is None or not config.data.evaluates):
         raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
     run = resolve(config, this_device())

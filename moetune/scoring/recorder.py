@@ -1,11 +1,11 @@
 """What routers choose, counted while a model reads: hooks on every router and expert bank.
 
-Shapes: T tokens of a batch, B·S of them; E experts, K a token; H hidden size; D documents; R bootstrap replicates.
+Shapes: T tokens of a batch, B·S of them; E experts, K a token; D documents; R bootstrap replicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,11 @@ from torch.nn.functional import pad
 
 from moetune.adapt.build import Adapted
 from moetune.anatomy.moe import MoeLayer
-from moetune.experts.bank import ExpertBank
-from moetune.experts.links import read_rows
-from moetune.experts.mlp import Routing
+from moetune.anatomy.routers import find_logits, logits_module
+from moetune.parallel.ranks import Ranks
 from moetune.run.scores import SCOPES, LayerScores, Statistics
-from moetune.step.batch import Batch
+from moetune.step.batch import Batch, Row
 from moetune.step.loss import IGNORED
-from moetune.step.router_losses import find_logits, logits_module
 
 REPLICATES = 200
 _DONE = "done"
@@ -47,6 +45,8 @@ class Recorder:
         self._batch: _Tokens | None = None
         self._of_batch: Sums = {}
         self._logits: dict[int, Tensor] = {}
+        self._chosen: dict[int, tuple[Tensor, Tensor]] = {}  # ids and weights [T, K]
+        self._links = adapted.links
         self._hooks = [hook for layer in self.layers.values() for hook in self._watch(adapted.model, layer)]
 
     def _watch(self, model: nn.Module, layer: MoeLayer) -> Iterator[Any]:
@@ -57,11 +57,11 @@ class Recorder:
 
         def saw_choice(bank: Any, args: Any, kwargs: Any) -> None:
             if self._batch is not None:
-                names = ("hidden_states", "top_k_index", "top_k_weights")
-                x, ids, weights = (kwargs[n] if n in kwargs else args[i] for i, n in enumerate(names))
-                self._add(layer, self._batch, bank, x, ids, weights)
+                names = {1: "top_k_index", 2: "top_k_weights"}
+                ids, weights = (kwargs[name] if name in kwargs else args[i] for i, name in names.items())
+                self._chosen[layer.index] = ids, weights
 
-        yield logits_module(model, layer).register_forward_hook(saw_logits)
+        yield logits_module(model, layer.router, layer.shape.num_experts).register_forward_hook(saw_logits)
         yield model.get_submodule(layer.experts).register_forward_pre_hook(saw_choice, with_kwargs=True)
 
     def remove(self) -> None:
@@ -70,41 +70,64 @@ class Recorder:
             hook.remove()
 
     @contextmanager
-    def batch(self, batch: Batch, source: int = 0, number: int = 0) -> Iterator[None]:
+    def batch(self, batch: Batch, documents: int, source: int = 0, number: int = 0) -> Iterator[None]:
         """Records what the model does with a batch inside.
 
         Args:
+            documents: that it has (`documents_of`).
             source: of its rows.
             number: of the batch, of all that are read one after the other; the bootstrap draws from it.
         """
-        self._batch, self._of_batch = (tokens := _Tokens.of(batch, source, number)), {}
+        self._batch, self._of_batch = (tokens := _Tokens.of(batch, documents, source, number)), {}
         for scope, mask_T in tokens.scopes.items():
             self._of_batch[f"{source}.{scope}.count"] = mask_T.sum()
         try:
-            yield
+            with self._links.watching_norms(self._saw_norms):
+                yield
             added = {name: self.sums[name] + x if name in self.sums else x for name, x in self._of_batch.items()}
             # At once, so that an interruption finds a batch in all sums or in none.
             self.sums = {**self.sums, **added, _DONE: torch.tensor(number + 1)}
         finally:
-            self._batch = None
+            self._batch, self._of_batch = None, {}
             self._logits.clear()
+            self._chosen.clear()
+
+    @contextmanager
+    def nothing(self) -> Iterator[None]:
+        """Inside, the model does what it does inside `batch`, of which nothing is recorded: other ranks may count on
+        this one's part in it."""
+        with self._links.watching_norms(self._saw_norms):
+            yield
+
+    def total(self, ranks: Ranks) -> Sums:
+        """The sums of all ranks, on each of them. Ranks that see the same data count once."""
+        mine = {} if ranks.coordinates.tp else {name: value.cpu() for name, value in self.sums.items()}
+        total: Sums = {}
+        for one in ranks.gather(mine):
+            for name, value in one.items():
+                if name not in total:
+                    total[name] = value
+                else:
+                    total[name] = total[name].maximum(value) if name == _DONE else total[name] + value
+        return total
 
     @property
     def done(self) -> int:
         """Batches that are added up."""
         return int(self.sums[_DONE]) if _DONE in self.sums else 0
 
+    def _saw_norms(self, layer: int, norms_TK: Tensor) -> None:
+        if self._batch is not None:
+            self._add(self.layers[layer], self._batch, *self._chosen.pop(layer), norms_TK)
+
     @torch.no_grad()
-    def _add(
-        self, layer: MoeLayer, tokens: _Tokens, bank: ExpertBank, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> None:
+    def _add(self, layer: MoeLayer, tokens: _Tokens, ids_TK: Tensor, weights_TK: Tensor, norms_TK: Tensor) -> None:
         experts = layer.shape.num_experts
         if self.choices is not None:
             chosen_TK = ids_TK[tokens.scopes["loss"]].sort(-1).values
             self.choices.setdefault(layer.index, []).append(chosen_TK.to("cpu", torch.int16))
         routed_TK = weights_TK != 0  # ZAYA sends a token that skips its experts to expert 0, with weight 0
         weights_TK = weights_TK.double()
-        norms_TK = output_norms(bank, x_TH, ids_TK).double()
 
         def spread(values_TK: Tensor) -> Tensor:
             """[T, K] by choice becomes [T, E] by expert."""
@@ -113,7 +136,7 @@ class Recorder:
             )
 
         chosen_TE, weights_TE = spread(routed_TK), spread(weights_TK)
-        reap_TE = spread(weights_TK * norms_TK)
+        reap_TE = spread(weights_TK * norms_TK.double())
         logits = self._logits.pop(layer.index, None)
         log_p_TE = None if logits is None else logits.reshape(-1, experts).double().log_softmax(-1)
         p_TE = None if log_p_TE is None else log_p_TE.exp()
@@ -124,7 +147,7 @@ class Recorder:
             masked_TE = chosen_TE * mask_T1
             # Sums of ones in float64 are whole numbers up to 2^53, and CUDA multiplies no integer matrices.
             add[f"{where}.pairs"] = (masked_TE.T @ chosen_TE).round().long()
-            by_document_DE = torch.zeros(tokens.documents, experts, dtype=torch.double, device=x_TH.device)
+            by_document_DE = torch.zeros(tokens.documents, experts, dtype=torch.double, device=ids_TK.device)
             by_document_DE.index_add_(0, tokens.document_T, masked_TE)
             add[f"{where}.replicates"] = (tokens.drawn_RD @ by_document_DE).round().long()
             add[f"{where}.weight"] = (weights_TE * mask_T1).sum(0)
@@ -199,14 +222,13 @@ class _Tokens:
             (Chamandy et al., "Estimating uncertainty for massive data streams", 2012).
     """
 
-    def __init__(self, scopes: dict[str, Tensor], document_T: Tensor, source: int, number: int) -> None:
-        self.scopes, self.document_T, self.source = scopes, document_T, source
-        self.documents = int(document_T.max()) + 1
+    def __init__(self, scopes: dict[str, Tensor], document_T: Tensor, documents: int, source: int, number: int) -> None:
+        self.scopes, self.document_T, self.documents, self.source = scopes, document_T, documents, source
         drawn = np.random.default_rng([source, number]).poisson(1, (REPLICATES, self.documents))
         self.drawn_RD = torch.from_numpy(drawn).double().to(document_T.device)
 
     @classmethod
-    def of(cls, batch: Batch, source: int, number: int) -> _Tokens:
+    def of(cls, batch: Batch, documents: int, source: int, number: int) -> _Tokens:
         is_token = batch.get("attention_mask", batch.get("is_token"))
         ids_BS = batch["input_ids"]
         is_token_BS = torch.ones_like(ids_BS, dtype=torch.bool) if is_token is None else is_token.bool()
@@ -216,17 +238,16 @@ class _Tokens:
         if "position_ids" in batch:
             starts_BS |= batch["position_ids"] == 0
         scopes = {"loss": (carries_BS & is_token_BS).flatten(), "all": is_token_BS.flatten()}
-        return cls(scopes, starts_BS.flatten().cumsum(0) - 1, source, number)
+        return cls(scopes, starts_BS.flatten().cumsum(0) - 1, documents, source, number)
 
 
-@torch.no_grad()
-def output_norms(bank: ExpertBank, x_TH: Tensor, ids_TK: Tensor) -> Tensor:
-    """‖expert output‖₂ of each choice, [T, K] in float32, before it is weighted. Each group of experts computes its
-    rows once more; one group's are alive at a time."""
-    norms_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=x_TH.device)
-    routing = Routing.of(ids_TK, read_rows(bank.layer, ids_TK, bank.num_experts))
-    for group in routing.groups(bank, norms_TK, x_TH.dtype):
-        gate_up, down = bank.projections(group.slots, x_TH.dtype)
-        act_NI = bank.activation(gate_up.forward(x_TH[group.token_N], group.rows))
-        norms_TK.view(-1).index_copy_(0, group.flat_N, down.forward(act_NI, group.rows).float().norm(dim=-1))
-    return norms_TK
+def documents_of(rows: Sequence[Row]) -> int:
+    """How many documents a batch of these rows has; padding behind packed ones is one more."""
+    positions = [np.asarray(row["position_ids"]) if "position_ids" in row else np.zeros(1) for row in rows]
+    return sum(1 + int((of_row[1:] == 0).sum()) for of_row in positions)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a sum of that name is of; None if it is of the whole model."""
+    parts = name.split(".")
+    return int(parts[1]) if len(parts) == 4 else None

@@ -2,7 +2,8 @@
 
 The pass is that of training: the same base precision, the same way to make rows of documents, experts on the host if
 the run file says so. It runs the decoder stack alone, because no logits are needed. It can be interrupted: what was
-added up so far lies beside the output, and the same command goes on from there.
+added up so far lies beside the output, and the same command goes on from there. Of several ranks, each that sees data
+of its own reads every so many-th batch, and what they have counted is added up.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ from moetune.adapt.base import noting_base
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
+from moetune.data.load import load_data, pad_token_id, tokenizer_of
 from moetune.errors import UserError
 from moetune.files import write_whole
-from moetune.run.resolve import ResolvedRun
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.report.console import terminal
+from moetune.run import refusals
+from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.run.scores import Scored, Scores
-from moetune.scoring.recorder import Recorder, Sums
-from moetune.step.batch import collate
+from moetune.scoring.recorder import Recorder, Sums, documents_of
+from moetune.step.batch import Row, collate
 from moetune.step.tail import split
-from moetune.training.data import load_data, pad_token_id, tokenizer_of
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
 
@@ -56,8 +60,9 @@ class Source:
 
 
 def to_score(config: RunConfig) -> RunConfig:
-    """The run as it is scored: one rank, and of `adapt:` what does not depend on the scores. Where that leaves nothing,
-    the routers stand in; what trains changes nothing that is counted."""
+    """The run as it is scored: of `adapt:` what does not depend on the scores. Where that leaves nothing, the routers
+    stand in; what trains changes nothing that is counted. Ranks share the model as FSDP2 does: DeepSpeed shares it with
+    its optimizer, and here there is none."""
     adapt, lora = config.adapt, config.adapt.lora
     if isinstance(adapt.experts, ChoiceConfig):
         adapt = adapt.model_copy(update={"experts": None})
@@ -67,7 +72,13 @@ def to_score(config: RunConfig) -> RunConfig:
         adapt = adapt.model_copy(update={"lora": lora})
     if adapt.router == "none" and adapt.experts is None and adapt.lora is None and not adapt.also:
         adapt = AdaptConfig(router="all", start_from=adapt.start_from)
-    alone = {"adapt": adapt, "parallel": ParallelConfig(), "hardware": HardwareConfig(gpu=config.hardware.gpu)}
+    shared = {"engine": "fsdp2", "offload": "none", "deepspeed": None}
+    return config.model_copy(update={"adapt": adapt, "parallel": config.parallel.model_copy(update=shared)})
+
+
+def on_one_rank(config: RunConfig) -> RunConfig:
+    """The run without the others."""
+    alone = {"parallel": ParallelConfig(), "hardware": HardwareConfig(gpu=config.hardware.gpu)}
     return config.model_copy(update=alone)
 
 
@@ -82,6 +93,7 @@ def score(
     console: Console | None = None,
     save_seconds: float = SAVE_SECONDS,
     on_batch: Callable[[int], None] = lambda done: None,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Scores:
     """Scores a base on data.
 
@@ -91,15 +103,21 @@ def score(
         tokens: of each source, padding left out; whole rows are read until there are as many, in an order that
             `train.seed` draws.
         out: where the scores are written, whole or not at all; what is needed to go on lies beside it until then.
-        on_batch: is told after each batch how many are done.
+        on_batch: is told after each batch, of all ranks, how many are done.
+        ranks: the ranks of the run, of which this process is one.
 
     Raises:
-        UserError: the model is dense; data, base or `adapt.start_from` cannot be read, or documents would see each
-            other; the output exists.
+        UserError: the model is dense; the layout cannot be trained, or is not that of the ranks; data, base or
+            `adapt.start_from` cannot be read, or documents would see each other; the output exists.
     """
-    console = console or Console(stderr=True)
+    console = console or terminal(stderr=True, quiet=not ranks.is_first)
     device = run.device(device)
     config = run.config
+    raise_problems(refusals.of_training(config))
+    if config.parallel.ranks != ranks.parallel.ranks:
+        raise UserError(
+            f"parallel: makes {config.parallel.ranks} ranks, and this process is one of {ranks.parallel.ranks}"
+        )
     if not run.anatomy.moe_layers:
         raise UserError(f"{config.model.path!r} is a dense model: it has no experts to score")
     if len(set(data)) < len(data):
@@ -109,8 +127,8 @@ def score(
     start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
     sources, padding = read_sources(run, data, tokens)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    with noting_base(run.model) as noted, reading(console, weights) as on_read:
-        adapted = build(run, device, on_read)
+    with noting_base(run.model, ranks) as noted, reading(console, weights) as on_read:
+        adapted = build(run, device, on_read, ranks)
         base = noted()
     for note in start.load(adapted, base) if start is not None else ():
         console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
@@ -119,22 +137,27 @@ def score(
     content = None if base is None else base.fingerprint.content
     about = _about(config)
     begun = _Begun(out, {"base": content, "data": [source.digest for source in sources], "run": about})
-    recorder, saved = Recorder(adapted, begun.read(adapted.model.device)), time.monotonic()
+    recorder = Recorder(adapted, begun.read(adapted.model.device) if ranks.is_first else None)
+    saved = time.monotonic()
 
     def save(done: int) -> None:
         nonlocal saved
-        if time.monotonic() - saved >= save_seconds:
-            begun.write(recorder.sums)
+        if ranks.any(time.monotonic() - saved >= save_seconds):
+            total = recorder.total(ranks)
+            if ranks.is_first:
+                begun.write(total)
             saved = time.monotonic()
         on_batch(done)
 
     try:
         record(recorder, adapted, sources, padding, console, save)
     except KeyboardInterrupt:
-        begun.write(recorder.sums)
+        if ranks.is_single:  # others may be elsewhere; what was saved last stays
+            begun.write(recorder.sums)
         raise
+    recorder.sums = recorder.total(ranks)
     scores = _scores(recorder, sources, config.model.path, content, about)
-    if out is not None:
+    if out is not None and ranks.is_first:
         _write(out, scores.to_text())
         begun.remove()
     return scores
@@ -148,26 +171,56 @@ def record(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Lets the model read what the recorder has not yet; its hooks go with the last batch."""
-    done = recorder.done
-    size, model = adapted.run.config.train.micro_batch, adapted.model.eval()
+    """Lets the model read what the recorder has not yet; its hooks go with the last batch.
+
+    Ranks run each batch together: those that would have one less read the last one again, and count nothing of it.
+    """
+    ranks, size = adapted.ranks, adapted.run.config.train.micro_batch
+    done = max(ranks.gather(recorder.done))
+    adapted.model.eval()
     plan = [(number, at) for number, source in enumerate(sources) for at in range(0, len(source.rows), size)]
     if done:
         console.print(f"going on after {done} of {len(plan)} batches", highlight=False)
     try:
         with _bar(console, len(plan), done) as advance, torch.no_grad():
-            for batches, (number, at) in enumerate(plan[done:], done):
+            for first in range(done, len(plan), ranks.data_size):
+                mine = first + ranks.data_index
+                number, at = plan[min(mine, len(plan) - 1)]
                 rows = sources[number].rows
                 some = [_row(rows, index) for index in range(at, min(at + size, len(rows)))]
-                batch = collate(some, padding, documents_by_border=wants_borders(model))
-                batch = {name: _on(value, model.device) for name, value in batch.items()}
-                inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
-                with recorder.batch(batch, number, batches), split(model, inputs):
-                    pass
-                advance()
-                on_batch(batches + 1)
+                read(recorder, adapted, some, padding, number, mine, counts=mine < len(plan))
+                ended = min(first + ranks.data_size, len(plan))
+                advance(ended - first)
+                on_batch(ended)
     finally:
         recorder.remove()
+
+
+def read(
+    recorder: Recorder,
+    adapted: Adapted,
+    rows: Sequence[Row],
+    padding: int,
+    source: int,
+    number: int,
+    *,
+    counts: bool = True,
+    at_least: int = 0,
+) -> None:
+    """One batch: its rows go through the decoder stack.
+
+    Args:
+        source, number: as in `Recorder.batch`.
+        counts: whether it is recorded.
+        at_least: tokens that rows are padded to.
+    """
+    model = adapted.model
+    batch = collate(rows, padding, at_least=at_least, documents_by_border=wants_borders(model))
+    batch = {name: _on(value, model.device) for name, value in batch.items()}
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
+    recording = recorder.batch(batch, documents_of(rows), source, number) if counts else recorder.nothing()
+    with recording, split(model, inputs):
+        pass
 
 
 def _scores(
@@ -329,12 +382,12 @@ def _write(out: Path, text: str) -> None:
 
 
 @contextmanager
-def _bar(console: Console, total: int, done: int) -> Iterator[Callable[[], None]]:
+def _bar(console: Console, total: int, done: int) -> Iterator[Callable[[int], None]]:
     """A bar of the batches, on a terminal."""
     if not console.is_terminal:
-        yield lambda: None
+        yield lambda batches: None
         return
     columns = (TextColumn("scoring"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("score", total=total, completed=done)
-        yield lambda: bar.advance(task)
+        yield lambda batches: bar.advance(task, batches)

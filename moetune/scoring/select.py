@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moetune.config import AdaptConfig, ChoiceConfig, LoraConfig, ModelConfig, RunConfig
+from moetune.config import ChoiceConfig, LoraConfig, RunConfig
 from moetune.errors import UserError
+from moetune.run_file import read_run_config
 
 DEFAULT_LORA = LoraConfig(rank=16, alpha=32, targets=("experts",))
 """Of a choice for LoRA without a run file."""
@@ -32,7 +33,7 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
 
 def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: str) -> RunConfig:
     """A run file that trains what is chosen, `part` being experts or lora; without one, of the model and this alone."""
-    config = config or RunConfig(model=ModelConfig(path=model), adapt=AdaptConfig())
+    config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
     if part == "experts":
         adapt = config.adapt.model_copy(update={"experts": choice})
     else:

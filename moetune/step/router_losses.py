@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moetune.adapt.build import Adapted
 from moetune.anatomy.moe import MoeLayer
+from moetune.anatomy.routers import find_logits, logits_module
 from moetune.errors import UserError
 
 
@@ -69,7 +70,9 @@ class RouterWatch:
                 self._current.load[layer.index] = _tokens(ids.detach(), layer.shape.num_experts, self._current.mask)
 
         bank = model.get_submodule(layer.experts)
-        self._hooks.append(logits_module(model, layer).register_forward_hook(saw_logits))
+        self._hooks.append(
+            logits_module(model, layer.router, layer.shape.num_experts).register_forward_hook(saw_logits)
+        )
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
 
     def remove(self) -> None:
@@ -142,20 +145,3 @@ def refuse_silent_routers(adapted: Adapted) -> None:
     adapted.model.train(was_training)
     watch.losses(routed)
     watch.remove()
-
-
-def logits_module(model: nn.Module, layer: MoeLayer) -> nn.Module:
-    """What gives a layer's router logits away (`find_logits`): the linear layer inside the router, if it has one with
-    an output an expert, because Gemma 4's router itself gives probabilities; else the router."""
-    router = model.get_submodule(layer.router)
-    inside = (module for module in router.modules() if module is not router and isinstance(module, nn.Linear))
-    return next((linear for linear in inside if linear.out_features == layer.shape.num_experts), router)
-
-
-def find_logits(output: Any, num_experts: int) -> Tensor | None:
-    """The first float tensor of a router's output with a value for every expert."""
-    candidates = output if isinstance(output, (tuple, list)) else (output,)
-    for value in candidates:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == num_experts:
-            return value
-    return None

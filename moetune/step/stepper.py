@@ -36,6 +36,7 @@ from moetune.step.batch import Batch
 from moetune.step.fused import FusedBackward
 from moetune.step.loss import Chunks
 from moetune.step.observer import StepObserver
+from moetune.step.router_bias import RouterBiases
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import MicroStep, micro_step
 
@@ -77,6 +78,7 @@ class Stepper:
         self.adapted, self.config, self.optimizer = adapted, adapted.run.config, optimizer
         self.watch, self.observer = watch or RouterWatch(adapted), observer or StepObserver()
         self.loss_scale, self.skipped = optimizer.loss_scale, 0
+        self._biases = RouterBiases(adapted)
         self.fused = None
         if any(updater.fused or updater.on_host for updater in optimizer.updaters):
             self.fused = FusedBackward(adapted, optimizer, self.observer)
@@ -132,6 +134,7 @@ class Stepper:
         )
         done = once() if self.fused is None else self._fused_passes(self.fused, once)
         self.loss = self.loss + done.loss
+        self._biases.count(done.load)
         return done
 
     def _fused_passes(self, fused: FusedBackward, once: Callable[[], MicroStep]) -> MicroStep:
@@ -250,11 +253,15 @@ class Stepper:
         """Updates what was not updated in backward, unless the step is to be skipped, and frees all gradients."""
         if reduced.scale is not None:
             self.optimizer.step(scale=reduced.scale)
+            self._biases.update()
+        else:
+            self._biases.forget()
         self.optimizer.zero_grad()
 
     def forget(self) -> None:
         """Frees what the micro-steps of this step have left, as if it had not begun: no weight has changed."""
         self.optimizer.zero_grad()
+        self._biases.forget()
         self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
 
     def finish(self) -> Reduced:

@@ -1,0 +1,1 @@
+"""Runs: the run folder, checkpoints, the trainer, and what is said while one trains."""

@@ -107,7 +107,7 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, schedule
     """Writes into a folder that is there; every rank takes part."""
     parts, ranks = parts_of(adapted), adapted.ranks
     trained, states, numbers = _contents(parts, optimizer)
-    _save_trained(trained, folder, ranks)
+    _save_trained(trained | adapted.router_biases(), folder, ranks)
     _save(states, folder / OPTIMIZER_FOLDER, ranks)
     every = ranks.gather(numbers)
     if not ranks.is_first:
@@ -230,9 +230,8 @@ def read_trained(folder: Path, adapted: Adapted) -> None:
     """
     parts = [part for all_ in parts_of(adapted).values() for part in all_]
     stored: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
-    wanted = {
-        part.name: (tuple(part.of(local_tensor(part.parameter).detach()).shape), part.parameter.dtype) for part in parts
-    }
+    tensors = {part.name: part.of(local_tensor(part.parameter).detach()) for part in parts} | adapted.router_biases()
+    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     everyones: set[str] = set().union(*adapted.ranks.gather(set(wanted)))
     differing = sorted(
         name
@@ -243,7 +242,7 @@ def read_trained(folder: Path, adapted: Adapted) -> None:
     )
     if differing:
         raise UserError(f"checkpoint {str(folder)!r} holds other trained tensors: {differing[0]}")
-    _load({part.name: part.of(local_tensor(part.parameter).detach()) for part in parts}, folder, adapted.ranks)
+    _load(tensors, folder, adapted.ranks)
 
 
 def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, scheduler: Any) -> None:

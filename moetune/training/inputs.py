@@ -13,10 +13,10 @@ from typing import Any
 import datasets
 import pyarrow.compute as pc
 
+from moetune.data.load import Datasets
 from moetune.errors import UserError
 from moetune.hub.fingerprint import digest
 from moetune.hub.snapshot import small_files
-from moetune.training.data import Datasets
 
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}

@@ -20,6 +20,8 @@ from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
+from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
+from moetune.data.preview import steps_an_epoch
 from moetune.errors import UserError, suggest
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base
@@ -29,18 +31,17 @@ from moetune.optim.values import generator_states
 from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
 from moetune.patches.deepspeed import keep_quiet
+from moetune.report.console import terminal
 from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
-from moetune.training.data import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
 from moetune.training.inputs import Inputs
 from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
 from moetune.training.notices import Notices
 from moetune.training.out_of_memory import examine, raise_out_of_memory
-from moetune.training.preview import steps_an_epoch
 from moetune.training.progress import ProgressBar, reading
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer import MoeTrainer, check_checkpoint
@@ -86,7 +87,7 @@ def train(
     Raises:
         UserError: anything that the user can mend. No file has been written then.
     """
-    console = console or Console(stderr=True, quiet=not ranks.is_first, markup=False)
+    console = console or terminal(stderr=True, quiet=not ranks.is_first)
     device = run.device(device)
     keep_quiet(device)
     config = run.config

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -33,11 +32,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
+from moetune.data.load import Datasets
 from moetune.errors import UserError, one_line, shown
 from moetune.memory.live import Where
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.patches.transformers import one_device
+from moetune.report.console import terminal
 from moetune.run.resolve import ResolvedRun
 from moetune.step.batch import Row, collate
 from moetune.step.loss import IGNORED
@@ -45,7 +46,6 @@ from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
-from moetune.training.data import Datasets
 from moetune.training.memory_record import MemoryRecord
 from moetune.training.notices import Notices, refuse_broken_weights
 from moetune.training.routing import load_by_layer, load_summary, on_host
@@ -80,7 +80,7 @@ class MoeTrainer(Trainer):
         notices: Notices | None = None,
         memory: MemoryRecord | None = None,
     ) -> None:
-        self.notices = notices or Notices(adapted, 1, Console(quiet=True))
+        self.notices = notices or Notices(adapted, 1, terminal(quiet=True))
         self.memory, self.where = memory, Where()
         config = adapted.run.config
         self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks

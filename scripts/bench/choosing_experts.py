@@ -28,12 +28,12 @@ from _common import ROOT, commit, cpu_name, versions, write_json
 from rich.console import Console
 
 from moetune.config import RunConfig
+from moetune.data.sources import open_sources
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores
 from moetune.scoring.score import score, to_score
 from moetune.training import memory_record
 from moetune.training.run import train
-from moetune.training.sources import open_sources
 
 sys.path.append(str(ROOT / "scripts"))
 from make_tiny_mixtral import domains

@@ -39,7 +39,7 @@ from tests.thinned import in_pairs
 from tests.toys import EXPERTS, HIDDEN, LAYERS, toy_model
 
 MODELS = ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"]
-BASES = ["nf4", "int8", "bf16", "fp32"]
+BASES = ["nf4", "int8", "mxfp4", "fp32"]
 LORA = {"rank": 2, "alpha": 4}
 ADAPT: dict[str, dict[str, Any]] = {
     "router-only": {"router": "all"},
@@ -340,9 +340,9 @@ def test_a_folder_without_weights_is_refused(checkpoints: Any, tmp_path: Path) -
 def test_a_checkpoint_that_is_quantized_already_is_refused(checkpoints: Any, tmp_path: Path) -> None:
     folder = damaged(checkpoints, tmp_path, lambda tensors: None)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"already quantized \(bitsandbytes\)"):
+    with pytest.raises(UserError, match=r"already quantized \(gptq\)"):
         built(folder, {"router": "all"})
 
 

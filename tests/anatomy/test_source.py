@@ -71,6 +71,11 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
         ({"hidden_size": 4}, "has no model_type"),
         ({"model_type": "mixtrall"}, "'mixtrall'.*never run.*Did you mean 'mixtral'"),
         ({"model_type": "mixtral", "hidden_size": "many"}, "config.json is not valid.*hidden_size"),
+        (
+            {"model_type": "mixtral", "num_hidden_layers": 2**31},
+            "says 2147483648 layers, and no model has more than 1,000",
+        ),
+        ({"model_type": "llama4", "text_config": {"num_hidden_layers": 10**400}}, r"says 1000+\.\.\. layers, and no"),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
     ],

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests import small
+from tests.thinned import thinned
 
 Edit = Callable[[dict[str, Any], Path], None]
 
@@ -212,8 +213,8 @@ def test_an_existing_run(run_file: Path, moetune: Callable[..., Any]) -> None:
         (["init"], ["init needs a recipe. There are: ", "tiny-router"]),
         (["init", "tiny-routr"], ["recipe 'tiny-routr' does not exist. Did you mean 'tiny-router'?"]),
         (["init", "tiny-router", "--out", "taken.yaml"], ["'taken.yaml' exists; choose another file with --out"]),
-        (["init", "tiny-router", "--out", "taken.yaml/x.yaml"], ["'taken.yaml/x.yaml' cannot be written: Not a dir"]),
-        (["init", "tiny-router", "--out", "no/x.yaml"], ["'no/x.yaml' cannot be written: No such file or directory"]),
+        (["init", "tiny-router", "--out", "taken.yaml/x.yaml"], ["there is no folder 'taken.yaml'"]),
+        (["init", "tiny-router", "--out", "no/x.yaml"], ["'no/x.yaml' cannot be written: there is no folder 'no'"]),
     ],
 )
 def test_other_commands(
@@ -232,7 +233,15 @@ def test_other_commands(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["trian"], ["train"], ["train", "a.yaml", "b.yaml"], ["train", "--no-such-option"], ["models", "--out"], []],
+    [
+        ["export", ".", "--format", "peft", "--out", "o", "--check", "9" * 30],
+        ["trian"],
+        ["train"],
+        ["train", "a.yaml", "b.yaml"],
+        ["train", "--no-such-option"],
+        ["models", "--out"],
+        [],
+    ],
     ids=" ".join,
 )
 def test_a_wrong_command_line(arguments: list[str], moetune: Callable[..., Any]) -> None:
@@ -244,8 +253,10 @@ def test_a_wrong_command_line(arguments: list[str], moetune: Callable[..., Any])
 
 SEEN = {
     "tag": "output: !!int ''", "time": "output: !!timestamp x", "map": "output: !!map [1, 2]",
-    "digits": f"train: {{steps: {'9' * 5000}}}", "user": "output: ~nosuchuser/x", "name": f"output: {'x' * 256}",
-    "nul": 'output: "a\\0b"', "surrogate": 'output: "a\\ud800"', "markup": "output: 3\nmodel: {path: 'x[/]y'}",
+    "digits": f"train: {{steps: {'9' * 5000}}}", "hexadecimal": f"output: 0x{'f' * 5000}",
+    "user": "output: ~nosuchuser/x", "name": f"output: {'x' * 256}",
+    "nul": 'output: "a\\0b"', "surrogate": 'output: "a\\ud800"', "byte": 'output: "a\\udcff"',
+    "markup": "output: 3\nmodel: {path: 'x[/]y'}",
     "depth": "a: " + "[" * 30_000, "ids": 'adapt: {router: "0-99999999999"}',
     "alpha": "adapt: {lora: {rank: 4, alpha: 1.0e+300}}", "rank": "adapt: {lora: {rank: 99999999999, alpha: 1}}",
     "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -267,6 +278,34 @@ def test_what_once_gave_a_traceback_or_a_flood(text: str, tmp_path: Path, moetun
     assert len(ended.err.encode()) <= 4096
     assert time.perf_counter() - begun < 60
     assert listing(tmp_path).keys() == {"run.yaml"}
+
+
+NAMES = [
+    "compare {0}.yaml", "count {0}", "count tiny-mixtral --run {0}", "data {0}", "data {0} --html x.html", "doctor {0}",
+    "drift {0}", "drift . --figure {0}.png", "eval {0}", "export {0} --format peft --out o", "init --out {0}",
+    "init tiny-router --out gone/run.yaml", "plan {0} --gpu 44GiB", "plan run.yaml --solve {0}",
+    "plan x.yaml --solve {0}",
+    "predict {0} --lora 4", "predict {0}", "quantize {0} --out o", "quantize gone --out {0}", "report {0}",
+    "report . --out {0}", "score {0} --data data.jsonl", "score run.yaml --out {0}", "score run.yaml --out gone/s.json",
+    "select {0}", "select run.yaml --out {0}", "select run.yaml --out gone/run.yaml", "train {0}", "verify {0}",
+    "apply {0} --to tiny-mixtral --out o", "generate {0} --prompt a", "report . --out gone/report.html",
+]  # fmt: skip
+"""Of every command that is given a name; all are refused before a model is read."""
+
+
+ODD = {
+    "long": "n" * 300, "markup": "x[/]y:key:", "user": "~nosuchuser/x", "deep": "gone/" * 900, "byte": "\udcff"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(ODD, every=5))
+def test_names_on_the_command_line(name: str, run_file: Path, moetune: Callable[..., Any]) -> None:
+    here = listing(run_file.parent)
+    for command in NAMES:
+        ended = moetune(*(argument.format(ODD[name]) for argument in command.split()))
+        assert (ended.code, ended.out, "Traceback" in ended.err) == (2, "", False), command
+        assert len(ended.err.encode("utf-8", "backslashreplace")) <= 4096, command
+        assert listing(run_file.parent) == here, command
 
 
 def test_debug_shows_where(tmp_path: Path, moetune: Callable[..., Any]) -> None:

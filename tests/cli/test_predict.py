@@ -180,6 +180,14 @@ def test_page_and_figure_are_written(method: str, moetune: Run, tmp_path: Path) 
     assert "<svg" in figure.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("option", ["--html", "--figure"])
+def test_no_folder_is_made_for_a_page(option: str, moetune: Run, tmp_path: Path) -> None:
+    ended = moetune("predict", TINY, "--gpu", "24GiB", option, tmp_path / "gone" / "deep" / "report.svg")
+    assert (ended.code, ended.out) == (2, "")
+    assert f"there is no folder '{tmp_path}/gone/deep'; make it first" in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_verify(moetune: Run) -> None:
     ended = moetune("verify", TINY, "--set", "train.sequence_length=64", "--json", "--steps", "2")
     assert ended.code == 0

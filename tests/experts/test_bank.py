@@ -111,7 +111,7 @@ def test_output_and_gradients_equal_autograd_through_the_stock_experts(model_typ
     compare(experts, bank_of(experts, plan), routed())
 
 
-@pytest.mark.parametrize("storage", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("storage", ["int8", "mxfp4", "bf16", "fp32"])
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_so_they_do_in_every_base_precision(model_type: str, storage: Storage) -> None:
     experts = stock_experts(model_type)

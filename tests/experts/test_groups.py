@@ -62,7 +62,7 @@ def test_groups_give_what_autograd_gives_in_float64(model_type: str, plan: str, 
     assert_close(run(bank, dict(bank.named_parameters()), *routed()), reference(experts, bank, routed()))
 
 
-@pytest.mark.parametrize(("routing", "storage", "plan"), in_pairs(ROUTINGS, ["nf4", "int8", "bf16", "fp32"], PLANS))
+@pytest.mark.parametrize(("routing", "storage", "plan"), in_pairs(ROUTINGS, ["nf4", "int8", "mxfp4", "fp32"], PLANS))
 def test_so_they_do_however_tokens_are_routed(routing: str, storage: Storage, plan: str) -> None:
     experts = stock_experts("mixtral")
     bank = grouped(bank_of(experts, PLANS[plan], storage), 4)
@@ -153,7 +153,7 @@ SHAPES = [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)]  # whole blocks 
 
 
 @pytest.mark.parametrize(
-    ("storage", "double_quant"), [*product(["nf4"], [True, False]), ("int8", True), ("bf16", True)]
+    ("storage", "double_quant"), [*product(["nf4"], [True, False]), ("int8", True), ("mxfp4", True), ("bf16", True)]
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matrices_unpacked_together_are_those_unpacked_apart(

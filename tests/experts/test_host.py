@@ -58,7 +58,7 @@ def test_gradients_are_those_of_experts_on_the_gpu(
         assert not prefetcher_of(adapted)._on_device
 
 
-@pytest.mark.parametrize("base", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("base", ["int8", "mxfp4", "bf16", "fp32"])
 def test_every_base_precision_travels(tmp_path: Path, base: str) -> None:
     _, expected = loss_and_gradients(
         toy(tmp_path, "mixtral", "lora", experts_on="gpu", base=base, checkpointing="full"), token_ids()

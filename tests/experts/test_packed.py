@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moetune.experts import packed as packed_module
 from moetune.experts.packed import PackedLinear, PackedStack, Storage
@@ -16,6 +17,7 @@ STORAGES: list[tuple[Storage, bool]] = [
     ("nf4", False),
     ("nf4", True),
     ("int8", False),
+    ("mxfp4", False),
     ("bf16", False),
     ("fp32", False),
 ]
@@ -48,6 +50,8 @@ def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -
             return -(-weights // 2) + scales
         case "int8":
             return weights + 4 * shape[0]
+        case "mxfp4":
+            return 17 * -(-weights // 32)
         case _:
             return weights * DTYPES[storage].itemsize
 
@@ -83,6 +87,42 @@ def test_an_int8_slice_is_what_bitsandbytes_makes_of_that_matrix(
         assert torch.equal(stack.matrix(index, torch.float32), bnb.int8_vectorwise_dequant(data, scale))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("at_once", [packed_module.MXFP4_AT_ONCE, 96])
+def test_mxfp4_is_unpacked_as_transformers_does(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every byte and every scale, to the bit: zeros keep their sign, and what is infinite or none stays so."""
+    monkeypatch.setattr(packed_module, "MXFP4_AT_ONCE", at_once)
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(256).view(2, 32, 64, 16)
+    scales = torch.arange(256, dtype=torch.uint8).repeat(16).view(2, 32, 64)
+    blocks = blocks[..., torch.randperm(16)]
+    stack = PackedStack(2, (32, 2048), "mxfp4")
+    for index in range(2):
+        stack.put_packed_(index, {"data": blocks[index].flatten(), "scales": scales[index].flatten()})
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).mT.contiguous()
+    assert torch.equal(stack.matrices(slice(0, 2), dtype).view(bits), expected.view(bits))
+
+
+def test_mxfp4_rounds_to_the_nearest_and_loses_nothing_of_its_own() -> None:
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    weights = torch.linspace(-6, 6, 3200).view(100, 32)
+    weights[:, 0] = 6.0  # of every block the largest
+    stack = packed("mxfp4", False, weights[None])
+    nearest = (weights.abs()[..., None] - levels).abs().amin(-1)
+    assert torch.equal((stack.matrix(0, torch.float32) - weights).abs(), nearest)
+    assert torch.equal(packed("mxfp4", False, weights[None] * 2**-20).data, stack.data)
+
+    ties = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *[0.0] * 24]])
+    assert packed("mxfp4", False, ties[None]).matrix(0, torch.float32)[0, :8].tolist() == [6, 0, 1, 1, 2, 2, 4, 4]
+
+    blocks = torch.randint(0, 256, (1, 40, 4, 16), dtype=torch.uint8)
+    scales = torch.randint(3, 250, (1, 40, 4), dtype=torch.uint8)
+    values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).mT
+    assert torch.equal(packed("mxfp4", False, values).matrix(0, torch.float32), values[0])
+
+
 @every_shape
 @pytest.mark.parametrize("storage", ["bf16", "fp32"])
 def test_a_plain_slice_is_a_cast(shape: tuple[int, int], storage: Storage) -> None:
@@ -97,7 +137,7 @@ def test_a_plain_slice_is_a_cast(shape: tuple[int, int], storage: Storage) -> No
 def test_the_buffers_take_the_promised_bytes(shape: tuple[int, int], storage: Storage, double_quant: bool) -> None:
     for device in ("cpu", "meta"):
         stack = PackedStack(3, shape, storage, double_quant=double_quant, device=device)
-        shared = 256 * 4 if double_quant else 0  # the code book of the scales, once a stack
+        shared = {"nf4": 256 * 4 * double_quant, "mxfp4": 2 * 256 * 4}.get(storage, 0)  # tables, once a stack
         assert sum(b.nbytes for b in stack.buffers()) == 3 * matrix_bytes(storage, double_quant, shape) + shared
 
 
@@ -105,7 +145,9 @@ def test_the_buffers_take_the_promised_bytes(shape: tuple[int, int], storage: St
 def test_double_quantization_takes_0_5159_bytes_a_weight_and_single_0_5625(
     storage: Storage, double_quant: bool
 ) -> None:
-    expected = {"nf4": 0.5159 if double_quant else 0.5625, "int8": 1.0, "bf16": 2.0, "fp32": 4.0}[storage]
+    expected = {"nf4": 0.5159 if double_quant else 0.5625, "int8": 1.0, "mxfp4": 17 / 32, "bf16": 2.0, "fp32": 4.0}[
+        storage
+    ]
     stack = PackedStack(8, (14336, 4096), storage, double_quant=double_quant, device="meta")
     per_weight = sum(buffer.nbytes for buffer in stack.buffers()) / (8 * 14336 * 4096)
     assert per_weight == pytest.approx(expected, abs=1e-3 if storage == "int8" else 5e-5)
@@ -154,7 +196,7 @@ def test_a_matrix_of_another_shape_is_refused() -> None:
         PackedStack(1, (6, 20), "fp32").pack_(0, torch.zeros(20, 6))
 
 
-@pytest.mark.parametrize("storage", ["nf4", "int8", "bf16", "fp32"])
+@pytest.mark.parametrize("storage", ["nf4", "int8", "mxfp4", "bf16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_linear_computes_with_the_unpacked_weight(storage: Storage, bias: bool) -> None:
     plain = nn.Linear(20, 6, bias=bias)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import random
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import yaml
 
 from moetune.errors import UserError
 
-MOST_BYTES = 4096
+MOST_BYTES, MOST_SECONDS = 4096, 30.0
 PUSH, ALL = 80, 10_000
 """Cases of a generator."""
 
@@ -47,10 +49,31 @@ def cases(config: Any, push: int = PUSH) -> range:
     return range(ALL if config.getoption("--all") else push)
 
 
+class TooLong(BaseException):
+    """No `Exception`, which a reader could take for one of its own."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Ends what takes more time of the processor."""
+
+    def end(*_: Any) -> None:
+        raise TooLong(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 def answer(seed: int, read: Callable[[], Any], what: Callable[[], str] = str) -> Any:
     """What a reader gives of damaged input, or the `UserError` that it raises; anything else fails the test."""
     try:
-        return read()
+        with within(MOST_SECONDS):
+            return read()
     except UserError as error:
         message = str(error)
         assert message.strip(), f"seed {seed}: no message"
@@ -58,7 +81,7 @@ def answer(seed: int, read: Callable[[], Any], what: Callable[[], str] = str) ->
         assert all(c.isprintable() or c in "\n\t" for c in message), f"seed {seed}: {message!r}"
         assert "weights_only=False" not in message, f"seed {seed}: {message}"
         return error
-    except Exception:
+    except (Exception, TooLong):
         raise AssertionError(f"seed {seed}\n{what()[:2000]}\n{traceback.format_exc(limit=-8)}") from None
 
 

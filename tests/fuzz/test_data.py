@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from moetune.config import DataConfig, TrainConfig
+from moetune.data.load import Datasets, load_data
 from moetune.errors import UserError
-from moetune.training.data import Datasets, load_data
 from tests import small
 from tests.fuzz.damage import answer, cases, damaged, garbled, garbled_bytes, to_json, write
 
@@ -24,7 +24,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "chat": [CHAT, CHAT],
 }
 TEMPLATES = (
-    "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 100000000 }}{% endfor %}{% endfor %}",
+    "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * (1000000 + j) }}{% endfor %}{% endfor %}",
     "{{ 'x' * 10000000000 }}", "{{ ['x'] * 10000000000 }}", "{{ 10 ** 10000 }}", "{{ messages.__class__ }}",
     "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
     "{{ raise_exception('no') }}", "{{ messages[9].content }}", "{% include 'x' %}", "{{ 1 / 0 }}",

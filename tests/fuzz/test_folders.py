@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import random
 import shutil
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moetune import run_file
 from moetune.adapt.packed_base import check_manifest
 from moetune.adapt.start_from.delta import check_delta
 from moetune.adapt.start_from.peft_adapter import check_peft
@@ -26,7 +29,7 @@ from moetune.run.placement import read_load
 from moetune.run.resolve import resolve
 from moetune.run_file import load_run_config
 from moetune.training import checkpoint as checkpoints
-from moetune.training import trainer
+from moetune.training import run_folder, trainer
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import damage, write_manifest
 from moetune.training.run_folder import RunFolder, _base_text, step_of
@@ -55,6 +58,14 @@ def written(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPa
         "folder": folder, "run": run, "config": config, "adapted": adapted, "optimizer": make_optimizer(adapted),
         "resolved": resolve(config, "cpu"), "of_experts": build(RunConfig.model_validate(experts), "meta"),
     }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyYAML takes longer over the files that are whole than all else takes over those that are not."""
+    once = functools.lru_cache(maxsize=32)(run_file.parse)
+    for module in (run_file, run_folder):
+        monkeypatch.setattr(module, "parse", lambda text, what: copy.deepcopy(once(text, what)))
 
 
 class Scheduler:
@@ -211,3 +222,14 @@ def test_a_manifest_names_files_of_its_folder_only(written: Written, tmp_path: P
         (folder / "packed.json").write_text(json.dumps(said | {"files": {outside: said["files"][name]}}))
         with pytest.raises(UserError, match=r"packed\.json' is damaged"):
             readers(written)["packed"][1](folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("lora_alpha", {}), ("alpha_pattern", {"(": 1}), ("alpha_pattern", 3), ("target_parameters", 3)]
+)
+def test_an_adapter_whose_scale_is_none(key: str, value: Any, written: Written, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written["folder"] / "peft", tmp_path / "peft"))
+    said = json.loads((folder / "adapter_config.json").read_text())
+    write(folder / "adapter_config.json", json.dumps(said | {key: value}).encode())
+    with pytest.raises(UserError, match=rf"adapter_config\.json: {key}"):
+        check_peft(written["adapted"], folder)

@@ -15,10 +15,10 @@ from transformers import MixtralForCausalLM
 
 from moetune.adapt.build import build
 from moetune.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from moetune.data.load import load_data, tokenizer_of
 from moetune.errors import UserError
 from moetune.hub.tensor_files import INDEX_FILE, read_checkpoint
 from moetune.run.resolve import resolve, resolve_model
-from moetune.training.data import load_data, tokenizer_of
 from tests.fuzz.damage import answer, cases, damaged_json, garbled_bytes, write
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

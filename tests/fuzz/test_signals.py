@@ -6,21 +6,25 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from moetune.config import RunConfig
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
+from moetune.parallel.launch import start_ranks
 from tests import small
 from tests.processes import processes
 from tests.resolved import train, write_packed_base
 from tests.training.test_resume import assert_same, work_alone
 
+LONG = ("train", "two ranks")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Work = Callable[[Path, bool], None]
 """Writes to a folder; the second time it goes on with, or replaces, what is there."""
@@ -46,6 +50,11 @@ def runs(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathF
 def work(command: str, runs: Path, out: Path, again: bool, run: dict[str, Any]) -> None:
     work_alone()
     overwrite = again
+    if command == "two ranks":
+        file = out.parent.with_suffix(".yaml")
+        file.write_text(yaml.safe_dump(run | {"output": str(out)}))
+        resume = "auto" if again else "never"
+        raise SystemExit(start_ranks([sys.executable, "-m", "moetune", "train", str(file), "--resume", resume], 2))
     if command == "train":
         train(RunConfig.model_validate(run | {"output": str(out)}), resume="auto" if again else "never")
     elif command == "quantize":
@@ -61,7 +70,10 @@ def in_process(*arguments: Any, number: int | None = None, after: float = 60.0) 
     process.start()
     process.join(after)
     if number is not None and process.is_alive():
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(process.pid or 0, number)
+        while any(Path(f"/proc/{rank}/exe").exists() for rank in ranks):  # they go when they see that it has gone
+            time.sleep(0.05)
     process.join(60)
     assert process.exitcode is not None
     return process.exitcode
@@ -72,12 +84,23 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param("train", marks=pytest.mark.full), "delta", "peft", "merged", "apply", "quantize"]
+    "command",
+    [
+        *(pytest.param(command, marks=pytest.mark.full) for command in LONG),
+        "delta",
+        "peft",
+        "merged",
+        "apply",
+        "quantize",
+    ],
 )
 def test_signals_at_random_moments(
     command: str, runs: Path, small_model: Path, small_data: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     run = small.run_file(small_model, small_data, tmp_path / "x", "lora", train={"steps": 4, "save_every": 1})
+    if command == "two ranks":
+        run |= {"parallel": {"fsdp": 2, "timeout": 60}, "hardware": {"count": 2}}
+        run["train"]["accumulate"] = 1
     reference = tmp_path / "reference" / "out"
     reference.parent.mkdir()
     begun = time.perf_counter()
@@ -85,7 +108,8 @@ def test_signals_at_random_moments(
     seconds = time.perf_counter() - begun
     draw = random.Random(command)
     interrupted = 0
-    rounds = [(number, turn) for turn in range(8 if pytestconfig.getoption("--all") else 1) for number in SIGNALS]
+    turns = {"two ranks": 2, "train": 8}.get(command, 8 if pytestconfig.getoption("--all") else 1)
+    rounds = [(number, turn) for turn in range(turns) for number in SIGNALS]
     for index, (number, _) in enumerate(rounds):
         out = tmp_path / f"try-{index}" / "out"
         out.parent.mkdir()
@@ -96,7 +120,7 @@ def test_signals_at_random_moments(
                 seconds *= 0.7  # it had ended
         if not (command == "quantize" and (out / "packed.json").exists()):
             assert in_process(command, runs, out, True, run) == 0, f"{signal.Signals(number).name}, round {index}"
-        if command == "train":
+        if command in LONG:
             assert_same(run | {"output": str(out)}, run | {"output": str(reference)})
         else:
             assert contents(out) == contents(reference), f"{signal.Signals(number).name}, round {index}"

@@ -123,7 +123,7 @@ def test_the_commands(run: Callable[..., Path], moetune: Callable[..., Any], tmp
     assert moetune("generate", folder, "--prompt", TEXT, "--max-new-tokens", "4").out.strip() == written["text"].strip()
     for arguments, said in [
         (("eval", folder, "--base", "nf4"), "on a base that is packed as it was in training; leave --base out"),
-        (("eval", folder, "--base", "nf3"), "--base 'nf3': it is nf4 or int8"),
+        (("eval", folder, "--base", "nf3"), "--base 'nf3': it is nf4, int8 or mxfp4"),
         (("eval", "tiny-mixtral", "--format", "alpca"), "Did you mean 'alpaca'?"),
         (("eval", "tiny-mixtral"), "has no held-out data of its own; name some with --data"),
         (("generate", tmp_path / "gone", "--prompt", "a"), "neither a catalog name, nor a folder that exists"),

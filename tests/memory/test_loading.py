@@ -51,6 +51,7 @@ def test_a_report_has_them(tmp_path: Path, method: Any) -> None:
         pytest.param("mixtral", LORA, "nf4", "bf16", marks=pytest.mark.full),
         ("gpt_oss", LORA, "int8", "bf16"),  # stored the other way round, with biases
         ("deepseek_v2", EXPERTS, "int8", "bf16"),
+        ("gpt_oss", LORA, "mxfp4", "bf16"),
         ("qwen3_moe", EXPERTS, "bf16", "bf16"),
         ("llama", {"also": ["norm"]}, "nf4", "bf16"),
     ],

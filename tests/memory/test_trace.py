@@ -18,6 +18,7 @@ from moetune.memory.routing import Routing, parse_routing
 from moetune.memory.trace import Trace, trace
 from moetune.run.resolve import resolve
 from tests.memory.models import LAYOUTS, toy_run, write_toy
+from tests.published import write_4bit, write_mxfp4
 from tests.resolved import measure
 
 GiB = 2**30
@@ -69,7 +70,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(architecture, adapt:, other sections)."""
     model_type = draw(st.sampled_from(sorted(LAYOUTS)))
     adapt = draw(st.sampled_from(sorted(ADAPT)))
-    base, optimizer = draw(st.sampled_from(["nf4", "int8", "bf16", "fp32"])), draw(optimizers())
+    base, optimizer = draw(st.sampled_from(["nf4", "int8", "mxfp4", "bf16", "fp32"])), draw(optimizers())
     fused = optimizer.get("fused_backward", optimizer["name"] in ("lomo", "adalomo") and "offload" not in optimizer)
     sections = {
         "model": {
@@ -131,7 +132,27 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
         "model": {"experts_on": experts_on},
         "train": {"accumulate": 2, "checkpointing": checkpointing},
     }
-    config = toy_run(toys[model_type], model_type, adapt, **sections)
+    assert_alike(toy_run(toys[model_type], model_type, adapt, **sections))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
+def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path) -> None:
+    """In MXFP4, and in NF4 with gate and up apart. And the closed form is the trace."""
+    sizes = {"vocab_size": 256, "num_hidden_layers": 2, "num_local_experts": 4}
+    if model_type == "gpt_oss":
+        folder = write_mxfp4(tmp_path, **sizes)
+    else:
+        folder = write_4bit(tmp_path, model_type, hidden_size=64, head_dim=16, **sizes)
+    config = toy_run(folder, model_type, MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})
+    assert_alike(config)
+    run = resolve(config)
+    traced, found = trace(run), ClosedForm(run).at(run.config)
+    assert found.parts.total == pytest.approx(peak(traced), rel=1e-3)
+    assert found.load == traced.load
+
+
+def assert_alike(config: RunConfig) -> None:
+    """Byte for byte, what stays on the host included."""
     measured = measure(config, "cpu", steps=2)
     answers = iter(measured.counts)
     fake = trace(config, lambda *_: next(answers), micro_steps=config.train.accumulate)

@@ -19,7 +19,7 @@ from tests.nullcuda import runs
 
 SAMPLE = 60
 REFUSED = {("bf16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16")}
-STORAGES, DTYPES = ("nf4", "int8", "bf16", "fp32"), ("bf16", "fp16", "fp32")
+STORAGES, DTYPES = ("nf4", "int8", "mxfp4", "bf16", "fp32"), ("bf16", "fp16", "fp32")
 CHECKPOINTING, RESIDENCES = ("none", "experts_only", "full", "offload"), ("gpu", "host")
 Case = tuple[str, str, str, str, str]
 
@@ -69,3 +69,9 @@ def test_a_combination_takes_what_is_predicted(case: Case, toy_model: Path) -> N
     compared = runs.compare(drawn(toy_model, case))
     assert compared.off == 0, compared
     assert compared.managed == compared.managed_predicted, compared
+
+
+@pytest.mark.parametrize("adapt", ["router", "experts"])
+def test_a_gradient_through_all_experts_takes_what_is_predicted(adapt: str, toy_model: Path) -> None:
+    compared = runs.compare(runs.toy_run(toy_model, adapt, train={"dense_router_gradient": True}))
+    assert compared.off == 0, compared

@@ -62,7 +62,7 @@ def take(
         reduced = stepper.finish()
         taken.norms.append(float(reduced.norm))
         taken.losses.append(float(reduced.loss))
-    taken.weights = whole_weights(adapted, optimizer)
+    taken.weights = whole_weights(adapted, optimizer) | adapted.router_biases()
     return taken
 
 

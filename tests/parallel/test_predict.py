@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from moetune.memory import predict as module
 from moetune.memory.predict import predict
 from moetune.memory.ranks import kinds_of_ranks
 from moetune.memory.routing import Routing
@@ -33,15 +32,14 @@ def test_micro_steps_between_the_first_and_the_last_are_alike(parallel: dict[str
     assert sorted(three.collectives, key=key) == sorted(five.collectives, key=key) != []
 
 
-def test_every_rank_is_reported(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_is_reported(small_model: Path) -> None:
     traced: list[int] = []
 
     def counted(config: Any, routing: Any, *, rank: int, gpu: Any) -> Any:
         traced.append(rank)
         return trace(config, routing, rank=rank, gpu=gpu)
 
-    monkeypatch.setattr(module, "trace", counted)
-    report = predict(config_of(small_model, "experts", fsdp=4, ep=2), method="trace")
+    report = predict(config_of(small_model, "experts", fsdp=4, ep=2), method="trace", tracing=counted)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
     assert traced == [0]  # one trained expert on each rank, and every row divides by four
     assert {one.axis for one in report.collectives} == {"fsdp", "efsdp", "ep"}

@@ -3,12 +3,17 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from moetune.patches.torch import (
+    _IN_PLACE,
+    _ON_META,
     NO_PASS,
+    QuickFakeMode,
     add_missing_fakes,
     after_backward,
     backward_pass,
@@ -61,6 +66,88 @@ def test_torch_has_no_fused_sgd_for_fake_tensors() -> None:
         weight = torch.nn.Parameter(torch.empty(2**50))  # real zeros of that size cannot be had
         weight.grad = torch.empty_like(weight)
         torch.optim.SGD([weight], lr=0.1, fused=True).step()
+
+
+def arguments_of(name: str) -> list[tuple[tuple, dict]]:
+    """Two calls of an operation that a step makes: on dense tensors, and on views and other types."""
+    x, wide, flat = (
+        torch.empty(6, 8),
+        torch.empty(12, 8, dtype=torch.bfloat16)[::2],
+        torch.empty(3, 6, 8).transpose(0, 1),
+    )
+    rows, vector = torch.zeros(6, dtype=torch.int64), torch.empty(8)
+    two = [((x, vector), {}), ((wide, x[:1]), {})]
+    return {
+        "_to_copy": [((x,), {"dtype": torch.bfloat16}), ((flat,), {})],
+        "_unsafe_view": [((x, [48]), {}), ((x, [2, 3, -1]), {})],
+        "add": two,
+        "add_": [((x, vector), {}), ((x, wide), {"alpha": 2})],
+        "addmm_": [((x, torch.empty(6, 5), torch.empty(5, 8)), {}), ((x, x @ x.T, x), {"alpha": 2})],
+        "alias": [((x,), {}), ((wide,), {})],
+        "as_strided": [((x, [3, 2], [2, 1], 4), {}), ((flat, [3], [0]), {})],
+        "bmm": [((flat, torch.empty(6, 8, 2)), {}), ((torch.empty(2, 3, 4), torch.empty(2, 5, 4).mT), {})],
+        "cat": [(([x, x], -1), {}), (([x, wide],), {})],
+        "copy_": [((x, wide), {}), ((wide, vector), {})],
+        "detach": [((x,), {}), ((wide,), {})],
+        "div": [((x, 2.0), {}), ((wide, 3), {})] if name.endswith("Scalar") else two,
+        "expand": [((vector, [6, -1]), {}), ((x[:, None], [-1, 4, -1]), {})],
+        "gather": [((x, 0, rows[:, None]), {}), ((wide, 1, rows[None]), {})],
+        "index_add_": [((x, 0, rows, flat[:, 0]), {}), ((x, 1, rows, torch.empty(6, 6)), {"alpha": 2})],
+        "index_copy_": [((x, 0, rows, flat[:, 0]), {}), ((flat, 0, rows, flat), {})],
+        "linalg_vector_norm": [((x,), {}), ((wide, 2, [1], True), {"dtype": torch.float32})],
+        "mean": [((x, [-1], True), {}), ((flat, [0]), {})],
+        "mm": [((x, torch.empty(8, 3)), {}), ((wide.T, torch.empty(6, 2, dtype=torch.bfloat16)), {})],
+        "mul": [((x, 2.0), {}), ((wide, 3), {})] if name.endswith("Scalar") else two,
+        "mul_": [((x, vector), {}), ((wide, torch.tensor(2.0)), {})],
+        "neg": [((x,), {}), ((flat,), {})],
+        "permute": [((flat, [2, 0, 1]), {}), ((x, [-1, 0]), {})],
+        "pow": [((x, 2), {}), ((wide, 0.5), {})],
+        "rsqrt": [((x,), {}), ((flat,), {})],
+        "select": [((x, 0, -1), {}), ((flat, 1, 2), {})],
+        "silu": [((x,), {}), ((wide,), {})],
+        "silu_backward": [((x, x), {}), ((wide, wide), {})],
+        "slice": [((x, 0, 2, 4), {}), ((flat, 1, 0, 9223372036854775807, 2), {})],
+        "split": [((x, 4), {}), ((flat, 3, 2), {})],
+        "split_with_sizes": [((x, [2, 4]), {}), ((flat, [1, 2], 1), {})],
+        "squeeze": [((x[:1], 0), {}), ((x, 0), {})],
+        "sum": [((x, [0]), {}), ((wide, [0, 1], True), {"dtype": torch.float32})],
+        "t": [((x,), {}), ((vector,), {})],
+        "transpose": [((x, 0, 1), {}), ((flat, -1, -3), {})],
+        "unsqueeze": [((x, -1), {}), ((flat, 1), {})],
+        "view": [((x, [4, 12]), {}), ((x, [-1]), {})],
+    }[name.partition(".")[0]]
+
+
+@pytest.mark.parametrize("operation", sorted(_ON_META, key=str), ids=str)
+def test_quick_fakes_are_torchs_own(operation: torch._ops.OpOverload) -> None:
+    """In shape, strides, type, device, and in which storage they share."""
+
+    def described(mode: FakeTensorMode) -> list:
+        found = []
+        with mode:
+            for args, kwargs in arguments_of(operation.__name__):
+                out = operation(*args, **kwargs)
+                given = [*args[0]] if isinstance(args[0], list) else [args[0]]
+                for tensor in (out,) if isinstance(out, Tensor) else out:
+                    assert isinstance(tensor, FakeTensor)
+                    shared = [tensor.untyped_storage()._cdata == one.untyped_storage()._cdata for one in given]
+                    layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+                    found.append((layout, shared, tensor is args[0], tensor.untyped_storage().nbytes()))
+        return found
+
+    assert described(QuickFakeMode()) == described(FakeTensorMode())
+    assert (operation in _IN_PLACE) == operation._schema.is_mutable
+
+
+def test_quick_fakes_leave_other_tensors_to_torch() -> None:
+    with QuickFakeMode() as mode:
+        known = torch.tensor(2.0)  # its value is: torch answers questions about it
+        assert (known * 3).item() == 6
+        other = torch.empty(3).to("meta")
+        assert (other * 2).device.type == "meta"
+    real = torch.ones(3)
+    with mode:
+        assert isinstance(real * 2, FakeTensor)
 
 
 def test_a_fake_process_group_answers_and_leaves_nothing() -> None:

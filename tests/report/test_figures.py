@@ -19,7 +19,7 @@ MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".PNG": b"\x89PNG\r\n\x1a\n", ".svg": b"<
 @pytest.mark.parametrize("suffix", MAGIC)
 @pytest.mark.parametrize("make", [sample, too_big, many_ranks, formula_only])
 def test_a_file_is_what_its_suffix_says(tmp_path: Path, make: Callable[..., MemoryReport], suffix: str) -> None:
-    path = tmp_path / "new" / f"figure{suffix}"
+    path = tmp_path / f"figure{suffix}"
     save_figure(make(), path)
     assert path.read_bytes().startswith(MAGIC[suffix])
     assert list(path.parent.iterdir()) == [path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig
 
 from moetune.adapt.build import build
@@ -200,16 +202,27 @@ def test_router_losses_of_a_dense_model(tmp_path: Path) -> None:
         resolve(config_of(tmp_path, {"also": ["norm"]}, train={"router_z_loss": 0.1}))
 
 
-def test_a_quantized_checkpoint_is_refused_unless_its_weights_are_drawn() -> None:
+def test_a_base_is_kept_as_it_is_published_unless_another_is_asked_for() -> None:
     run: dict[str, Any] = {"model": {"path": "gpt-oss-20b", "attention": "eager"}, "adapt": {"router": "all"}}
-    with pytest.raises(UserError, match="'gpt-oss-20b' is already quantized"):
-        resolve(RunConfig.model_validate(run))
-    pretrained = examine(RunConfig.model_validate(run))
-    run["model"]["weights"] = "random"
-    drawn = resolve(RunConfig.model_validate(run), like=pretrained)
-    assert drawn.model.plain is pretrained.model.plain
-    run["model"]["weights"] = "pretrained"
-    assert examine(RunConfig.model_validate(run), like=drawn).problems == pretrained.problems
+    kept = resolve(RunConfig.model_validate(run))
+    assert kept.config.model.base == kept.model.config.base == "mxfp4"
+    assert RunConfig.model_validate(yaml.safe_load(kept.config.to_yaml())) == kept.config
+    for changes in ({"base": "nf4"}, {"weights": "random"}):
+        run["model"] |= changes
+        other = resolve(RunConfig.model_validate(run), like=kept)
+        assert other.model.plain is kept.model.plain
+        assert other.config.model.base == "nf4"
+
+
+def test_a_checkpoint_in_a_format_that_is_not_read_is_refused_unless_its_weights_are_drawn(tmp_path: Path) -> None:
+    config = toy_config("mixtral").to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"already quantized \(gptq\).* give a bf16 checkpoint"):
+        resolve(config_of(tmp_path, {"router": "all"}))
+    drawn = resolve(config_of(tmp_path, {"router": "all"}, model={"weights": "random"}))
+    assert drawn.config.model.base == "nf4"
+    with pytest.raises(UserError, match="already quantized"):
+        resolve(config_of(tmp_path, {"router": "all"}), like=drawn)
 
 
 FLASH: dict[str, Any] = {"model": {"attention": "flash_attention_2"}}

@@ -18,7 +18,7 @@ from moetune.adapt.build import Adapted
 from moetune.catalog import find_model, model_names
 from moetune.errors import UserError
 from moetune.run.scores import LayerScores, Statistics
-from moetune.scoring.recorder import Recorder
+from moetune.scoring.recorder import Recorder, documents_of
 from moetune.step.batch import collate
 from moetune.step.loss import IGNORED
 from moetune.training.isolation import refuse_leaky_packing
@@ -74,7 +74,7 @@ def recorded(adapted: Adapted, rows: Sequence[dict[str, Any]], size: int) -> dic
     for number, at in enumerate(range(0, len(rows), size)):
         batch = collate(rows[at : at + size], PAD)
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
-        with recorder.batch(batch, 0, number), torch.no_grad():
+        with recorder.batch(batch, documents_of(rows[at : at + size]), 0, number), torch.no_grad():
             adapted.model(**inputs, use_cache=False)
     recorder.remove()
     return recorder.scores([0])

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoTokenizer
 
 from moetune.config import DataConfig, TrainConfig
+from moetune.data.load import load_data
 from moetune.step.batch import collate, random_rows
 from moetune.step.loss import IGNORED
-from moetune.training.data import load_data
 
 LENGTH = 48
 

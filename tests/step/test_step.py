@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
+from moetune.data.load import load_data
 from moetune.step.batch import Batch, collate
 from moetune.step.loss import IGNORED
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, micro_step, token_loss
-from moetune.training.data import load_data
 from tests import small
 from tests.resolved import build
 

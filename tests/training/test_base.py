@@ -204,3 +204,17 @@ def test_models_on_the_hub(small_model: Path, small_data: Path, tmp_path: Path) 
     assert (noted.name, noted.fingerprint) == ("someone/small-mixtral", take_fingerprint(small_model))
     assert take_fingerprint(tmp_path / "merged").tensors == noted.fingerprint.tensors
     assert not (tmp_path / "other").exists()
+
+
+def test_every_file_has_the_permissions_that_the_umask_says(
+    small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        train(small.run_config(small_model, small_data, tmp_path / "run", "lora", train={"steps": 1}))
+        write_packed_base(str(small_model), tmp_path / "packed", "nf4", double_quant=True)
+    finally:
+        os.umask(before)
+    written = [file for folder in ("run", "packed") for file in (tmp_path / folder).rglob("*") if file.is_file()]
+    assert len(written) > 10
+    assert {file.stat().st_mode & 0o777 for file in written} == {0o640}

@@ -125,7 +125,11 @@ def outcome(run: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, torch.
     optimizer = {
         "tensors": {name: tensor for file in optimizer_files(last) for name, tensor in load_file(file).items()},
         "numbers": json.loads((last / "optimizer.json").read_text()),
-        "generators": load_file(last / "generators/0.safetensors"),
+        "generators": {
+            f"{file.stem}: {name}": state
+            for file in (last / "generators").glob("*.safetensors")
+            for name, state in load_file(file).items()
+        },
     }
     return lines, load_file(last / "trained.safetensors"), optimizer
 

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moetune.config import RunConfig
+from moetune.data.load import load_data
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.memory.predict import predict
-from moetune.training.data import load_data
 from moetune.training.run_folder import RunFolder
 from tests import small
 from tests.reference import excite_

@@ -18,6 +18,7 @@ from moetune.anatomy.moe import MoeLayer
 from moetune.errors import UserError
 from moetune.hub.delta_folder import Delta
 from moetune.hub.names import Home, find_homes
+from moetune.hub.quantized import weights_of
 from moetune.hub.tensor_files import Stored
 from moetune.run.names import stacks, trained_name, whole_name
 
@@ -83,7 +84,7 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
             or another shape.
     """
     landings, problems = _landings(adapted, delta)
-    trainable = adapted.trainable()
+    trainable = adapted.learned()
     for landing in landings:
         expected = trainable[landing.parameter].shape
         try:
@@ -109,7 +110,7 @@ def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
     """
     check_delta(adapted, delta)
     landings, _ = _landings(adapted, delta)
-    trainable, done = adapted.trainable(), set()
+    trainable, done = adapted.learned(), set()
     with torch.no_grad():
         for landing in landings:
             parameter = trainable[landing.parameter]
@@ -156,7 +157,7 @@ def _landings(adapted: Adapted, delta: Delta) -> tuple[list[_Landing], list[str]
 
 def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
     """A landing for each parameter that trains in full precision, under each name that the base has for it."""
-    homes = find_homes(adapted.run.model.plain, delta.base.fingerprint.tensors)
+    homes = find_homes(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
     stacked: dict[str, tuple[MoeLayer, int, str]] = {}
     for layer in adapted.anatomy.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):
@@ -167,6 +168,9 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
         layer, expert, stack = stacked[name]
         if (home := homes.get(f"{layer.experts}.{stack}")) is not None:
             yield _Landing(name, home.of_expert(expert), delta, expert, layer, stack)
+    for name in adapted.run.router_biases.values():
+        if name in homes:
+            yield _Landing(name, homes[name], delta)
     for parameter in sorted(adapted.selection.full):
         tied = (other for other, first in adapted.anatomy.tied.items() if first == parameter)
         for other in (parameter, *tied):

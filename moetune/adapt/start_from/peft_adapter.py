@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from re import Pattern
 
 import torch
 from peft.utils.other import get_pattern_key
+from pydantic import BaseModel, FiniteFloat, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -42,6 +43,15 @@ _MOST_PROBLEMS = 10
 Tensors = Mapping[str, Tensor]
 
 
+class _Scales(BaseModel):
+    """Of an adapter's configuration, what its factors are multiplied by; null where PEFT's default holds."""
+
+    lora_alpha: FiniteFloat
+    alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
+    target_parameters: tuple[str, ...] | None = None
+    use_rslora: bool | None = None
+
+
 def load_peft(adapted: Adapted, folder: Path) -> None:
     """Copies a PEFT adapter's factors and saved modules into an adapted model of the same selection.
 
@@ -51,8 +61,8 @@ def load_peft(adapted: Adapted, folder: Path) -> None:
     """
     values = _values(adapted, folder)
     with torch.no_grad():
-        for name, parameter in adapted.trainable().items():
-            parameter.copy_(values[name])
+        for name, tensor in adapted.learned().items():
+            tensor.copy_(values[name])
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
@@ -61,8 +71,7 @@ def check_peft(adapted: Adapted, folder: Path) -> None:
 
 
 def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
-    settings, tensors = _read_adapter(folder)
-    reading = _Reading(adapted, settings, tensors)
+    reading = _Reading(adapted, *_read_adapter(folder))
     values = reading.values()
     if reading.problems:
         shown = reading.problems[:_MOST_PROBLEMS]
@@ -75,14 +84,14 @@ def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
 class _Reading:
     """An adapter read against a selection. Each tensor is taken once; what is left over was not asked for."""
 
-    def __init__(self, adapted: Adapted, settings: dict[str, Any], tensors: Tensors) -> None:
-        self.adapted, self.settings = adapted, settings
+    def __init__(self, adapted: Adapted, scales: _Scales, tensors: Tensors) -> None:
+        self.adapted, self.scales = adapted, scales
         self.left = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         self.problems: list[str] = []
-        self.trainable = adapted.trainable()
+        self.trainable = adapted.learned()
 
     def values(self) -> dict[str, Tensor]:
-        """A value for each trained parameter, unless there are problems."""
+        """A value for all that is learned, unless there are problems."""
         values: dict[str, Tensor] = {}
         for path in self.adapted.selection.lora_linears:
             values |= self._linear(path)
@@ -157,12 +166,12 @@ class _Reading:
 
     def _scale(self, target: str, rank: int) -> float:
         """What PEFT multiplies B·A with."""
-        alphas = self.settings.get("alpha_pattern") or {}
-        as_parameters = self.settings.get("target_parameters") or ()
+        alphas = {pattern.pattern: alpha for pattern, alpha in (self.scales.alpha_pattern or {}).items()}
+        as_parameters = self.scales.target_parameters or ()
         if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
             target = f"{target}.weight"
-        alpha = alphas.get(get_pattern_key(list(alphas), target), self.settings["lora_alpha"])
-        return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+        alpha = alphas.get(get_pattern_key(list(alphas), target), self.scales.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.scales.use_rslora else rank)
 
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
         """Parameters that train in full precision, under their own names or those that they are tied to."""
@@ -215,8 +224,8 @@ def _read(file: Path) -> dict[str, Tensor]:
         return load_file(file)
 
 
-def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Configuration and tensors of an adapter folder. A pickle is never opened."""
+def _read_adapter(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
+    """Scales and tensors of an adapter folder. A pickle is never opened."""
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
@@ -232,4 +241,10 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         others.append(f"init_lora_weights: {settings['init_lora_weights']}, which changes the base weights")
     if others:
         raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")
-    return settings, _read(folder / WEIGHTS_FILE)
+    try:
+        scales = _Scales.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {first['msg']}") from None
+    return scales, _read(folder / WEIGHTS_FILE)

@@ -14,10 +14,8 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.fake import build_fake
 from moetune.anatomy.stack import decoder_layers, leave_out
 from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.config import OptimizerConfig, RunConfig
@@ -39,11 +37,9 @@ from moetune.memory.closed_form.sizes import (
 from moetune.memory.ranks import by_kind
 from moetune.memory.report import LoadPeaks, Parts
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.trace.alike import Shortened, shorten, unshortened
+from moetune.memory.trace.alike import Shortened, unshortened
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
-from moetune.memory.trace.tracing import can_be_shortened, peaks_of_loading
-from moetune.parallel.exchange import TokenExchange, as_they_leave
-from moetune.parallel.fake_group import fake_ranks
+from moetune.memory.trace.tracing import NotTraceable, faked, peaks_of_loading
 from moetune.run.resolve import ResolvedRun
 from moetune.step.loss import Chunks
 from moetune.step.tail import split
@@ -162,24 +158,18 @@ class ClosedForm:
     @contextmanager
     def _steps(self) -> Iterator[tuple[Steps, Shortened]]:
         """A shortened model on fake tensors, its optimizer's states made."""
-        config, mode = self.run.config, FakeTensorMode(allow_non_fake_inputs=True)
-        if config.parallel.engine == "deepspeed":
+        if self.run.config.parallel.engine == "deepspeed":
             raise NoClosedForm("DeepSpeed has no closed form: it joins all that trains; use --method trace")
-        with fake_ranks(config.parallel, self.rank) as ranks:
-            short = shorten(self.run, ranks) if can_be_shortened(config) else unshortened(self.run)
-            adapted = build_fake(short.run, mode, ranks, None if self.gpu is None else self.gpu.capability)
-            adapted.model.train()
-            if isinstance(adapted.links.exchange, TokenExchange):
-                adapted.links.exchange.count_arriving = as_they_leave
-            steps = Steps(adapted, batches_of(adapted), short.kept, self.gpu)
-            try:
+        try:
+            with faked(self.run, self.rank, self.gpu, shortened=True) as (adapted, shortened, mode):
+                adapted.model.train()
+                short = shortened or unshortened(self.run)
+                steps = Steps(adapted, batches_of(adapted), short.kept, self.gpu)
                 with mode:
                     steps.make_states()
                     yield steps, short
-            except DataDependentOutputException as error:
-                raise NoClosedForm(
-                    f"the code of model type {self.run.anatomy.model_type!r} looks at values ({error.func})"
-                ) from None
+        except NotTraceable as error:
+            raise NoClosedForm(str(error)) from None
 
 
 def kind_of(run: ResolvedRun) -> dict[str, Any]:
@@ -187,15 +177,24 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     config = run.config
     kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
     # Those that are 0 do nothing.
-    numbers = ("max_grad_norm", "max_grad_value", "router_aux_loss", "router_z_loss", "neftune_alpha")
+    numbers = (
+        "max_grad_norm",
+        "max_grad_value",
+        "router_aux_loss",
+        "router_z_loss",
+        "router_bias_rate",
+        "neftune_alpha",
+    )
     kind["train"] = {"checkpointing": config.train.checkpointing} | {key: bool(kind["train"][key]) for key in numbers}
     if (lora := config.adapt.lora) is not None:
         unlike = {"dropout": lora.dropout > 0, "lr_ratio": lora.lr_ratio != 1}
         kind["adapt"]["lora"] |= unlike | {"alpha": None, "rslora": None}
     kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
     kind["train"]["expert_memory"] = run.expert_memory
+    kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.data is None or config.data.packing}
+    kind["published"] = run.model.published.method
     kind["settings"] = run.model.settings.to_dict()
     return kind
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moetune.errors import UserError
+from moetune.memory.allocator import WORKSPACES
 from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks, Moment, PartName, Parts, Phase, Sample
 from moetune.parallel.messages import Message, uncounted
 
@@ -160,6 +161,11 @@ class Trace:
     def managed(self) -> int:
         """The bytes of memory that the driver may have on either side; it stays."""
         return sum(block.bytes for block in self.blocks if block.managed)
+
+    @property
+    def workspaces(self) -> int:
+        """cuBLAS's: one of each thread that multiplies, of which autograd has its own for backward passes."""
+        return WORKSPACES if any(mark.phase == "backward" for mark in self.marks) else 1
 
     def alive(self, at: int) -> Iterator[Block]:
         """What is alive on the device after this place of the log."""

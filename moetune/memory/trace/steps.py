@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
-from moetune.adapt.fake import tensors_of
-from moetune.anatomy.stack import decoder_layers
 from moetune.catalog.gpus import Gpu
 from moetune.config import RunConfig
 from moetune.experts.links import CountRows
-from moetune.experts.packed import PackedLinear, PackedStack
-from moetune.memory.kernels import kernels_of
 from moetune.memory.routing import Routing
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE, Log, Trace
 from moetune.memory.trace.repeat import repeat
 from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.watched import Watched
 from moetune.optim.offload import HostUpdater
 from moetune.optim.optimizers import make_optimizer
 from moetune.optim.updater import Updater
@@ -114,7 +109,7 @@ class Phases(StepObserver):
         self.tracker.tag([gradient], "gradients")
 
 
-class Steps:
+class Steps(Watched):
     """A run's first steps under a tracker.
 
     Args:
@@ -129,20 +124,15 @@ class Steps:
         kept: Sequence[int] | None = None,
         gpu: Gpu | None = None,
     ) -> None:
-        self.adapted, self.config, self.gpu = adapted, (config := adapted.run.config), gpu
+        self.config = config = adapted.run.config
         held_out = evaluated_rows(config)
         self.feed = Feed(batch_of, config.train.micro_batch, held_out if held_out > config.train.micro_batch else 0)
-        layers = decoder_layers(adapted.model)
-        self.layers = dict(zip(range(len(layers)) if kept is None else kept, layers.values(), strict=True))
         self.trained = list(adapted.trainable().values())
         self.optimizer = make_optimizer(adapted)
         self.watch, self.phases = RouterWatch(adapted), Phases()
         self.stepper = Stepper(adapted, self.optimizer, self.watch, self.phases)
         engine = self.stepper.engine
-        shards = {} if engine is None else dict(engine.weights())
-        self.held = [*tensors_of(adapted.model), *shards.values()]
-        self.trained_storages = {id(local_tensor(shards.get(p, p)).untyped_storage()) for p in self.trained}
-        self.named = named_modules(adapted)
+        super().__init__(adapted, kept, gpu, {} if engine is None else dict(engine.weights()))
 
     def run(
         self,
@@ -205,33 +195,28 @@ class Steps:
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        labels = labels_of(self.adapted)
-        for tensor in self.held:
-            trains = id(tensor.untyped_storage()) in self.trained_storages
-            label = labels.get(id(tensor.untyped_storage()), "other")
-            tracker.add(tensor, "trainable_weights" if trains else "frozen_weights", label)
+        self.add_to(tracker)
         tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
             tracker.add(tensor, "master_weights", "float32 copies")
         for tensor in self.optimizer.states():
             tracker.add(tensor, "optimizer_states")
+        layer_of = self._layer_of()
         for name, parameter in self.adapted.trainable().items():
             if parameter.grad is not None:
                 tracker.add(parameter.grad, "gradients", self.adapted.part_of(name))
-        for number, layer in self.layers.items():
-            gradients = (parameter.grad for parameter in layer.parameters() if parameter.grad is not None)
-            for tensor in (*tensors_of(layer), *gradients):
-                tracker.belongs(tensor, number)
+                if parameter in layer_of:
+                    tracker.belongs(parameter.grad, layer_of[parameter])
         self._say_whose_states(tracker)
-        watching = self.adapted.links.watching_experts(tracker.enter_experts)
-        tracked = tracker if tracking else nullcontext()
-        kernels = kernels_of(self.gpu, tracker)
-        with tracker.following(self.trained), self._cutting(tracker), watching, tracked, kernels:
+        with tracker.following(self.trained), self.watching(tracker, tracking):
             yield
+
+    def _layer_of(self) -> dict[nn.Parameter, int]:
+        return {p: number for number, layer in self.layers.items() for p in layer.parameters()}
 
     def _say_whose_states(self, tracker: Tracker) -> None:
         """Optimizer states and float32 weights belong to the layer of their parameter."""
-        layer_of = {p: number for number, layer in self.layers.items() for p in layer.parameters()}
+        layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         for updater in self.optimizer.updaters:
             for parameter, updated in updater.updates():
@@ -245,32 +230,6 @@ class Steps:
                 if self.gpu is not None:
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)
-
-    @contextmanager
-    def _cutting(self, tracker: Tracker) -> Iterator[None]:
-        """Notes where layers end in forward and begin in backward."""
-
-        def begin(module: nn.Module, args: Any, *, before: int) -> None:
-            tracker.cut(before, backward=False)
-
-        def end(module: nn.Module, args: Any, output: Any, *, layer: int) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad and tracker.phase == "forward":
-                hidden.register_hook(lambda gradient: tracker.cut(layer, backward=True))
-            if layer == numbers[-1]:
-                tracker.cut(layer, backward=False)
-
-        # A layer ends where the next one begins: by then the model has let go of its input. FSDP2's own hooks come
-        # after the first of these and after the gradient's.
-        numbers, hooks = list(self.layers), []
-        for before, (number, layer) in zip([OUTSIDE, *numbers], self.layers.items(), strict=False):
-            hooks.append(layer.register_forward_pre_hook(partial(begin, before=before), prepend=True))
-            hooks.append(layer.register_forward_hook(partial(end, layer=number), prepend=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0) -> None:
         for number in range(begun, micro_steps):
@@ -312,40 +271,3 @@ def _give_gradients(updater: Updater) -> None:
         parameter.grad = torch.empty_like(parameter)
         if isinstance(updater, HostUpdater):
             updater.take(parameter)
-
-
-def labels_of(adapted: Adapted) -> dict[int, str]:
-    """By the id of a storage, what a report calls its tensor: its component, and how it is stored if it is packed."""
-    run, model = adapted.run, adapted.run.config.model
-    stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
-    components = {part.name.rpartition(".")[0]: part.component for part in run.anatomy.parts}
-    components |= {layer.experts: "experts" for layer in run.anatomy.moe_layers}
-    labels = {}
-    for path, module in adapted.model.named_modules():
-        plain = path.replace(".base_layer", "")
-        own = next((components[p] for p in (plain, plain.rpartition(".")[0]) if p in components), None)
-        if isinstance(module, PackedStack):
-            own = "experts"
-        packed = isinstance(module, (PackedStack, PackedLinear, Linear4bit))
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            label = own or "buffers"
-            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if packed else label
-        if isinstance(module, Linear4bit):
-            for tensor in tensors_of(module):
-                labels[id(tensor.untyped_storage())] = f"{own}, {stored}"
-    for name, parameter in adapted.trainable().items():
-        if run.parts[name] in ("lora", "experts"):
-            labels[id(local_tensor(parameter).untyped_storage())] = run.parts[name]
-    return labels
-
-
-def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
-    """The modules that a report names: decoder layers, what they are made of, and what stands outside of them."""
-    layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
-    experts = tuple(f"{layer.experts}." for layer in adapted.anatomy.moe_layers)
-    named = {}
-    for path, module in adapted.model.named_modules():
-        layer = next((prefix for prefix in layers if path.startswith(prefix)), "")
-        if path and not path.startswith(experts) and path[len(layer) :].count(".") <= 1:
-            named[module] = path
-    return named

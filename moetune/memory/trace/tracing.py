@@ -6,12 +6,12 @@ value that shapes depend on: how many tokens each expert receives (`routing`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
@@ -31,6 +31,7 @@ from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.exchange import CountArriving, TokenExchange, as_they_leave
 from moetune.parallel.fake_group import fake_ranks
+from moetune.patches.torch import QuickFakeMode
 from moetune.run.resolve import ResolvedRun, resolve
 
 
@@ -70,32 +71,47 @@ def trace(
     if isinstance(routing, Replayed):  # the same steps, or its answers would be those to other questions
         steps_to_take, micro_steps, routing = routing.steps, config.train.accumulate, routing.answers()
     is_even = micro_steps is None and isinstance(routing, Routing) and not routing.load
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_ranks(config.parallel, rank) as ranks:
-        short = shorten(whole, ranks) if shortened and is_even and can_be_shortened(config) else None
-        capability = None if gpu is None else gpu.capability
-        adapted = build_fake(whole if short is None else short.run, mode, ranks, capability)
+    with faked(whole, rank, gpu, shortened=shortened and is_even, arriving=arriving) as (adapted, short, mode):
         adapted.model.train()
         makes_its_own = config.parallel.engine == "deepspeed"  # tensors; torch's and bitsandbytes' optimizers read some
         with mode if makes_its_own else nullcontext():
             steps = Steps(adapted, batches_of(adapted), None if short is None else short.kept, gpu)
+        with mode, steps.counting(routing):
+            tracker = Tracker(steps.named)
+            if micro_steps is not None:
+                traced = steps.run(tracker, micro_steps, steps=steps_to_take)
+            else:  # over several ranks the first and the last send other things than those between
+                most = 2 if adapted.ranks.is_single else 3
+                traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)
+        return replace(traced, load=peaks_of_loading(adapted, whole, short))
+
+
+@contextmanager
+def faked(
+    run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, arriving: CountArriving = as_they_leave
+) -> Iterator[tuple[Adapted, Shortened | None, QuickFakeMode]]:
+    """The model of a run on fake tensors, what its layers stand for, and the mode that it computes in.
+
+    Args:
+        shortened: leave layers out that others can stand for, where that can be.
+
+    Raises:
+        NotTraceable: what is done inside looks at values.
+    """
+    mode = QuickFakeMode()
+    with fake_ranks(run.config.parallel, rank) as ranks:
+        short = shorten(run, ranks) if shortened and can_be_shortened(run.config) else None
+        capability = None if gpu is None else gpu.capability
+        adapted = build_fake(run if short is None else short.run, mode, ranks, capability)
+        if isinstance(adapted.links.exchange, TokenExchange):
+            adapted.links.exchange.count_arriving = arriving
         try:
-            with mode:
-                tracker = Tracker(steps.named)
-                if isinstance(adapted.links.exchange, TokenExchange):
-                    adapted.links.exchange.count_arriving = arriving
-                with steps.counting(routing):
-                    if micro_steps is not None:
-                        traced = steps.run(tracker, micro_steps, steps=steps_to_take)
-                    else:  # over several ranks the first and the last send other things than those between
-                        most = 2 if ranks.is_single else 3
-                        traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)
+            yield adapted, short, mode
         except DataDependentOutputException as error:
             raise NotTraceable(
-                f"{config.model.path!r} cannot be traced: the code of model type {whole.anatomy.model_type!r} looks "
+                f"{run.config.model.path!r} cannot be traced: the code of model type {run.anatomy.model_type!r} looks "
                 f"at values ({error.func})"
             ) from None
-        return replace(traced, load=peaks_of_loading(adapted, whole, short))
 
 
 def can_be_shortened(config: RunConfig) -> bool:
@@ -127,7 +143,7 @@ def peaks_of_loading(adapted: Adapted, whole: ResolvedRun, short: Shortened | No
     static, on_host = (
         sum(_bytes([part], on_host=where) for part in (adapted.model, *left_out)) for where in (False, True)
     )
-    return load_peaks(whole.anatomy, whole.config, banks, static, on_host)
+    return load_peaks(whole.anatomy, whole.config, whole.model.published, banks, static, on_host)
 
 
 def _bytes(modules: Iterable[nn.Module], *, on_host: bool = False) -> int:

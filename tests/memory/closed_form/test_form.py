@@ -41,7 +41,7 @@ def drawn(number: int, folder: Path) -> tuple[ResolvedRun, list[RunConfig]]:
     model_type = sorted(LAYOUTS)[number % len(LAYOUTS)]
     optimizer = draw.choice(OPTIMIZERS)
     fused = optimizer["name"] == "lomo" or "fused_backward" in optimizer
-    base = draw.choice(["nf4", "int8", "fp32"])
+    base = draw.choice(["nf4", "int8", "mxfp4", "fp32"])
     sections = {
         "model": {
             "base": base,

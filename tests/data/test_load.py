@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moetune.config import DataConfig, TrainConfig
+from moetune.data.load import load_data, pad_token_id
 from moetune.errors import UserError
 from moetune.step.batch import collate
-from moetune.training.data import load_data, pad_token_id
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

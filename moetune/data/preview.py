@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
 from moetune.config import RunConfig
+from moetune.data.load import DataCounts, Datasets, load_data, tokenizer_of
 from moetune.errors import UserError
 from moetune.parallel.coordinates import data_ranks
 from moetune.step.loss import IGNORED
-from moetune.training.data import DataCounts, Datasets, load_data, tokenizer_of
 
 BINS = 12
 SHOWN_TOKENS = 400

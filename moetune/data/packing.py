@@ -14,8 +14,8 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from moetune.data.records import Document
 from moetune.step.loss import IGNORED
-from moetune.training.records import Document
 
 SHORTEST_PIECE = 2
 """One token of context and one to predict."""

@@ -20,10 +20,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.errors import UserError, one_line, reading
-from moetune.step.loss import IGNORED
-from moetune.training.bounded import bounded_memory
-from moetune.training.chats import (
+from moetune.data.bounded import bounded_memory
+from moetune.data.chats import (
     MalformedError,
     alpaca_chat,
     alpaca_prompt,
@@ -33,7 +31,9 @@ from moetune.training.chats import (
     kind,
     sharegpt_chat,
 )
-from moetune.training.sources import Source
+from moetune.data.sources import Source
+from moetune.errors import UserError, one_line, reading
+from moetune.step.loss import IGNORED
 
 LISTED_PROBLEMS = 20
 _TEMPLATE_BYTES = 2**30  # of memory that a chat template may take

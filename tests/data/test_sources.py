@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from moetune.data import sources
+from moetune.data.sources import Row, open_sources
 from moetune.errors import UserError
-from moetune.training import sources
-from moetune.training.sources import Row, open_sources
 
 
 def rows(spec):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetune.training import doctor
+from moetune.planning import doctor
 
 Run = Callable[..., Any]
 

@@ -16,12 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
 from moetune.config import DataConfig, TrainConfig, WeightedData
+from moetune.data.packing import packed, separate
+from moetune.data.records import Document, Reading, read_documents
+from moetune.data.sources import looks_like_a_file, open_sources
 from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.step.loss import IGNORED
-from moetune.training.packing import packed, separate
-from moetune.training.records import Document, Reading, read_documents
-from moetune.training.sources import looks_like_a_file, open_sources
 
 
 @dataclass(frozen=True)

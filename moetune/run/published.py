@@ -1,0 +1,72 @@
+"""How a model is published: in 16 bits, or quantized; and so what `model.base: auto` is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetune.anatomy.source import ModelSource
+from moetune.config import ModelConfig, Storage
+from moetune.hub.snapshot import PACKED_MANIFEST
+
+_IN_16_BITS: Storage = "nf4"
+"""What `auto` is for models that are not kept as they are published."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a model's configuration says of its weights.
+
+    Attributes:
+        method: transformers' name of the quantization; empty for none.
+        base: the storage that keeps them as they are published; None where there is none.
+        double_quant: where that is NF4.
+        gate_up_apart: whether it packs an expert's gate and up each by itself.
+        is_read: whether they can be read at all.
+    """
+
+    method: str = ""
+    base: Storage | None = None
+    double_quant: bool = True
+    gate_up_apart: bool = False
+    is_read: bool = True
+
+    def settle(self, config: ModelConfig) -> ModelConfig:
+        """`base: auto` spelled out."""
+        if config.base != "auto":
+            return config
+        given = "double_quant" in config.model_fields_set  # if it is another, this is refused
+        scales = config.double_quant if given or self.base is None else self.double_quant
+        return config.model_copy(update={"base": self.base or _IN_16_BITS, "double_quant": scales})
+
+
+def published(source: ModelSource) -> Published:
+    """Reads the configuration, or what `moetune quantize` wrote beside it."""
+    if source.folder is not None and (file := Path(source.folder) / PACKED_MANIFEST).is_file():
+        with suppress(Exception):  # one that is damaged is refused when it is opened
+            packed = json.loads(file.read_text(encoding="utf-8"))
+            return Published("moetune", packed["base"], packed["double_quant"], packed.get("gate_up_apart", False))
+    raw: Any = getattr(source.config, "quantization_config", None)
+    if raw is None:
+        return Published()
+    settings: Mapping[str, Any] = raw if isinstance(raw, Mapping) else raw.to_dict()
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    match method:
+        case "mxfp4":
+            return Published(method, "mxfp4")
+        case "fp8" if settings.get("weight_block_size"):
+            return Published(method)
+        case "bitsandbytes" if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
+            is_nf4 = settings.get("bnb_4bit_quant_type") == "nf4"
+            double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
+            return Published(method, "nf4" if is_nf4 else None, double_quant, gate_up_apart=is_nf4)
+    return Published(method, is_read=False)
+
+
+def keeps_gate_up_apart(how: Published, config: ModelConfig) -> bool:
+    """Whether gate and up are packed each by itself, because the checkpoint is kept as it has them."""
+    return how.gate_up_apart and (config.base, config.double_quant) == (how.base, how.double_quant)

@@ -1,0 +1,157 @@
+"""A run on a base as it is published quantized, from training to every export: all compute the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moetune.adapt.start_from.start import open_start
+from moetune.catalog import find_model
+from moetune.exporting.apply import apply_delta
+from moetune.exporting.export import export
+from moetune.hub.fingerprint import Base, take_fingerprint
+from moetune.hub.quantized import Quantized, open_checkpoint
+from moetune.inference.evaluate import evaluate
+from moetune.inference.opened import open_model
+from moetune.training.checkpoint import TRAINED_FILE
+from moetune.training.run_folder import RunFolder
+from tests import small
+from tests.exporting import runs
+from tests.exporting.runs import tensors_of, write_run
+from tests.published import write_4bit, write_fp8, write_mxfp4
+from tests.reference import run_config, token_ids
+from tests.resolved import build, train
+
+ADAPT: dict[str, dict[str, Any]] = {
+    "lora": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"},
+    "full": {"router": "all", "experts": {"layers": "1", "ids": [0, 3]}},
+}
+
+
+def write(folder: Path) -> Path:
+    """With a tokenizer."""
+    entry = find_model("tiny-mixtral")
+    assert entry is not None
+    assert entry.folder is not None
+    sizes = {"vocab_size": entry.config["vocab_size"], "num_hidden_layers": 2, "num_local_experts": 4}
+    write_mxfp4(folder, **sizes, layer_types=["sliding_attention", "full_attention"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(entry.folder / name, folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Run:
+    base: Path
+    data: Path
+    path: Path
+    resumed: Path
+
+
+@pytest.fixture(scope="module", params=ADAPT)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trained at once, and in two parts."""
+    folder = tmp_path_factory.mktemp(request.param)
+    base, data = write(folder / "base"), small.write_data(folder / "data.jsonl")
+    made = Run(base, data, folder / "run", folder / "resumed")
+    model = {"attention": "eager", "dtype": "fp32"}
+    for path, steps in ((made.path, (4,)), (made.resumed, (2, 4))):
+        for last in steps:
+            more = {"model": model, "train": {"steps": last, "save_every": 2}}
+            config = small.run_config(base, data, path, **{**more, "adapt": ADAPT[request.param]})
+            train(config, resume="auto")
+    return made
+
+
+def newest(path: Path) -> dict[str, torch.Tensor]:
+    folder = RunFolder(path).newest_whole()
+    assert folder is not None
+    return load_file(folder / TRAINED_FILE)
+
+
+def test_a_run_goes_on_to_the_bit(run: Run) -> None:
+    assert "base: mxfp4" in (run.path / "run.yaml").read_text()
+    once, twice = newest(run.path), newest(run.resumed)
+    assert once
+    assert all(torch.equal(twice[name], tensor) for name, tensor in once.items())
+
+
+def test_exports_compute_what_the_run_does(run: Run, tmp_path: Path) -> None:
+    def loss(what: Path) -> float:
+        return evaluate(open_model(str(what), dtype="fp32"), str(run.data), 64, "auto").loss
+
+    expected = loss(run.path)
+    assert expected != pytest.approx(loss(run.base), rel=1e-4)
+    merged = export(run.path, "merged", tmp_path / "merged")
+    assert any("mxfp4" in note for note in merged.notes)
+    assert loss(tmp_path / "merged") == pytest.approx(expected, rel=2e-3)  # trained weights rounded to bfloat16
+    if "lora" in run.path.parent.name:
+        export(run.path, "peft", tmp_path / "adapter")
+        assert loss(tmp_path / "adapter") == pytest.approx(expected, rel=1e-5)
+        return
+    export(run.path, "delta", tmp_path / "delta")
+    apply_delta(tmp_path / "delta", run.base, tmp_path / "applied")
+    one, other = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "applied")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run: Run, tmp_path: Path) -> None:
+    export(run.path, "merged", tmp_path / "merged")
+    expected = AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.bfloat16).state_dict()
+    found = tensors_of(tmp_path / "merged")
+    assert found.keys() == expected.keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    changed = {name for name in found if not torch.equal(found[name], expected[name])}
+    assert changed
+    if "lora" in run.path.parent.name:
+        assert not any("embed" in name or "norm" in name for name in changed)
+    else:
+        assert changed <= {name for name in found if "router" in name or "layers.1.mlp.experts" in name}
+        down = "model.layers.1.mlp.experts.down_proj"
+        assert torch.equal(found[down][[1, 2]], expected[down][[1, 2]])
+
+
+@pytest.mark.parametrize(("kind", "adapt"), [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both")])
+def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: Path) -> None:
+    """Frozen weights as the checkpoint's own unpacking gives them, and the stock model computes what was trained."""
+    if kind == "4bit":
+        base = write_4bit(tmp_path / "base", "mixtral", hidden_size=64)
+    else:
+        base = write_fp8(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    run = write_run(tmp_path / "run", base, runs.ADAPT[adapt], storage="auto")
+    assert run.adapted.run.config.model.base == "nf4"
+    export(run.path, "merged", tmp_path / "merged")
+    expected, found = open_checkpoint(base), tensors_of(tmp_path / "merged")
+    assert found.keys() == expected.keys()
+    same = [name for name in found if torch.equal(found[name], expected[name].rows().reshape(found[name].shape))]
+    assert 0 < len(found) - len(same) < len(found)
+    assert any(isinstance(expected[name], Quantized) and "experts" in name for name in same) or adapt == "lora"
+    if kind == "4bit":  # kept as it is, so nothing was lost but in rounding to 16 bits
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits, trained = (model(token_ids()).logits for model in (plain, run.adapted.model))
+        error = (logits - trained).norm(dim=-1) / trained.norm(dim=-1)
+        assert error.median() < 0.01  # of tokens: one may be routed otherwise
+    if adapt != "lora":
+        export(run.path, "delta", tmp_path / "delta")
+        apply_delta(tmp_path / "delta", base, tmp_path / "applied")
+        applied = tensors_of(tmp_path / "applied")
+        full = {name for name in applied if adapt == "full" or torch.equal(applied[name], found[name])}
+        assert all(torch.equal(applied[name], found[name]) for name in full)
+        again = runs.ADAPT[adapt] | {"start_from": str(tmp_path / "delta")}
+        started = build(run_config(base, again, model={"weights": "pretrained", "dtype": "fp32"}), "cpu")
+        start = open_start(started)
+        assert start is not None
+        start.load(started, Base("base", take_fingerprint(base)))
+        whole = {name for name in run.adapted.trainable() if "lora" not in name}
+        assert all(torch.equal(started.trainable()[name], run.adapted.trainable()[name]) for name in whole)

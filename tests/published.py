@@ -1,0 +1,106 @@
+"""Checkpoints as they are published quantized, made from random bytes: nothing of ours has packed them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.functional import quantize_4bit
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.toys import toy_config
+
+
+def write_mxfp4(folder: Path, *, shards: bool = False, **sizes: Any) -> Path:
+    """A gpt-oss as openai/gpt-oss-20b is published: experts in MXFP4, all else in bfloat16."""
+    config = toy_config("gpt_oss", **{"hidden_size": 64, "intermediate_size": 96, **sizes})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach() if name.endswith("norm.weight") else torch.randn_like(parameter) * 0.1
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, into, out = value.shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(119, 124, (experts, out, into // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = value.contiguous()
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    _write(folder, config, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": skipped}, shards)
+    return folder
+
+
+def write_fp8(folder: Path, model_type: str = "deepseek_v3", block: int = 32, **sizes: Any) -> Path:
+    """As deepseek-ai/DeepSeek-V3 is published: linear layers and experts in FP8 with a scale for each block, of which
+    the last ones may be cut off."""
+    config = toy_config(model_type, **sizes)
+    tensors: dict[str, Tensor] = {}
+    for name, value in _checkpoint(config).items():
+        if value.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.weight" not in name:
+            tensors[name] = (value * 20).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.rand([-(-size // block) for size in value.shape]) / 10 + 0.01
+        else:
+            tensors[name] = value
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [block] * 2}
+    _write(folder, config, tensors, settings, shards=False)
+    return folder
+
+
+def write_4bit(
+    folder: Path,
+    model_type: str,
+    *,
+    double_quant: bool = True,
+    quant_type: str = "nf4",
+    blocksize: int = 64,
+    **sizes: Any,
+) -> Path:
+    """As bitsandbytes and transformers 4 save a model: each linear layer, those of experts too, in 4 bits."""
+    config = toy_config(model_type, **sizes)
+    tensors: dict[str, Tensor] = {}
+    for name, value in _checkpoint(config).items():
+        if value.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.weight" not in name:
+            packed, state = quantize_4bit(value, None, None, blocksize, double_quant, quant_type)
+            tensors[name] = packed
+            tensors |= {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+        else:
+            tensors[name] = value
+    settings = {
+        "quant_method": "bitsandbytes", "_load_in_4bit": True, "load_in_4bit": True, "load_in_8bit": False,
+        "bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": double_quant,
+        "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+    }  # fmt: skip
+    _write(folder, config, tensors, settings, shards=False)
+    return folder
+
+
+def _checkpoint(config: Any) -> dict[str, Tensor]:
+    """A model's tensors in bfloat16 under the names of its checkpoints."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("norm.weight"):
+            torch.nn.init.normal_(parameter, std=0.5 if "gate.weight" in name else 0.1)
+    return {name: value.contiguous() for name, value in revert_weight_conversion(model, model.state_dict()).items()}
+
+
+def _write(folder: Path, config: Any, tensors: dict[str, Tensor], quantization: dict[str, Any], shards: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config.dtype = torch.bfloat16
+    written = config.to_dict() | {"quantization_config": quantization, "architectures": None}
+    (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
+    if not shards:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, chosen in files.items():  # parts of a weight are in different files
+        save_file({name: tensors[name] for name in chosen}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, chosen in files.items() for name in chosen}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
