@@ -54,8 +54,10 @@ def _draw(plan: Plan) -> Figure:
     axes = figure.subplots()
     has_speed = all(one.tokens_per_second is not None for one in plan.candidates)
     if not has_speed:
-        axes.set_yscale("log")
-    axes.set_ylabel("tokens/s, estimated" if has_speed else "weights that train, MiB a GPU")
+        axes.set_yscale("log", base=16)
+        axes.yaxis.set_major_formatter(lambda size, _: gib(int(size)))
+        axes.minorticks_off()
+    axes.set_ylabel("tokens/s, estimated" if has_speed else "weights that train on a GPU")
     points = []
     for number, one in enumerate(plan.candidates, 1):
         colour, marker = _GOALS[one.goal]
@@ -68,12 +70,13 @@ def _draw(plan: Plan) -> Figure:
             x, y, yerr=[[y - low], [high - y]], color=colour, marker=marker, markersize=9, linestyle="none",
             label=one.goal if first else None,
         )  # fmt: skip
-        axes.annotate(str(number), (x, y), (7, 5), textcoords="offset points", fontweight="bold")
+        axes.annotate(str(number), (x, y), (-7, 5), textcoords="offset points", ha="right", fontweight="bold")
     _draw_front(axes, front(points))
     card = plan.usable_bytes / 2**30
     axes.axvline(card, color=INK, linewidth=1.6, linestyle="--")
     axes.text(card, 1.01, f"{plan.gpu}: {gib(plan.usable_bytes)}", transform=axes.get_xaxis_transform(), ha="right")
-    axes.set_xlim(0, 1.04 * card)
+    axes.set_xlim(0.92 * min([x for x, _ in points], default=0.0), 1.02 * card)
+    axes.margins(y=0.12)
     axes.set_xlabel("needed of a GPU, GiB")
     axes.set_title(plan.model, loc="left", fontweight="bold", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
@@ -86,7 +89,7 @@ def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
     if has_speed:
         assert one.tokens_per_second is not None
         return one.tokens_per_second
-    size = one.report.fullest.parts.trainable_weights / 2**20
+    size = one.report.fullest.parts.trainable_weights
     return size, size
 
 

@@ -42,7 +42,9 @@ def test_the_page_shows_names_as_text_and_speed_if_it_is_known(
     write_page(made(TRAINED, speed), file)
     text = file.read_text(encoding="utf-8")
     page = Page(text)
-    assert "<model> on 44GiB" in page.text
+    assert "<model> on 44GiB (44.00 GiB)" in page.text
+    assert "5 steps" in page.text
+    assert "mathdefault" not in text
     assert "<b>experts</b>" in page.text
     assert ("500 to 1,000 tokens/s, 2.0 to 4.0 h" in page.text) is (speed is not None)
     assert ("tokens/s, estimated" in text) is (speed is not None)
