@@ -27,11 +27,13 @@ def generate(
 
     Args:
         prompt: text to go on from, or messages, which the chat template writes.
+        max_new_tokens: at most, and no more than the model has positions for.
         temperature: 0 takes the likeliest token.
         stream: also print it as it comes.
 
     Raises:
-        UserError: messages, and the tokenizer has no chat template; or the prompt is empty.
+        UserError: messages, and the tokenizer has no chat template; or the prompt is empty, or longer than the model
+            reads.
     """
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
@@ -48,9 +50,14 @@ def generate(
     ids = inputs["input_ids"].to(opened.model.device)
     if not ids.numel():
         raise UserError("the prompt has no token to go on from")
+    model: Any = opened.model
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None:
+        if ids.shape[1] >= positions:
+            raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model positions for {positions:,}")
+        max_new_tokens = min(max_new_tokens, positions - ids.shape[1])
     torch.manual_seed(seed)
     how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    model: Any = opened.model
     written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -105,6 +105,17 @@ def test_a_run_writes_what_its_merged_checkpoint_writes(run: Callable[..., Path]
         generate(opened, asked)
 
 
+def test_no_more_is_written_than_there_are_positions(run: Callable[..., Path]) -> None:
+    opened = open_model(str(run("lora", "fp32")), device="cpu")
+    settings, asked = opened.model.config.get_text_config(), len(opened.tokenizer(TEXT)["input_ids"])
+    three = generate(opened, TEXT, max_new_tokens=3)
+    settings.max_position_embeddings = asked + 3
+    assert generate(opened, TEXT, max_new_tokens=10**9) == three
+    settings.max_position_embeddings = asked
+    with pytest.raises(UserError, match=f"the prompt has {asked} tokens, and the model positions for {asked}"):
+        generate(opened, TEXT)
+
+
 def test_a_base_can_stay_packed(small_model: Path, small_data: Path) -> None:
     plain = loss_of(small_model, small_data)
     packed = evaluate(open_model(str(small_model), base="nf4", device="cpu"), str(small_data))
