@@ -9,15 +9,13 @@ import pytest
 from moetune.catalog import read_recipe, recipes
 from moetune.memory.predict import predict
 from moetune.run_file import load_run_config
-from tests.cli.test_commands import ROOT
+from tests.cli.test_commands import OFFLINE, ROOT
 
 SAID = re.compile(
     r"^# Predicted: needs ([\d.]+) GiB of (each )?([\w-]+)(?:, and ([\d.]+) GiB of host memory)?\.", re.MULTILINE
 )
 BIG = [name for name in recipes() if not name.startswith("tiny")]
 QUICK = ("olmoe-1b-7b-lora",)
-OFFLINE = {"gpt-oss-20b-lora": ["model.path=gpt-oss-20b", "model.weights=random"]}
-"""What a recipe names that only the hub has."""
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in BIG])
