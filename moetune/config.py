@@ -395,6 +395,7 @@ class TrainConfig(Section):
     max_grad_norm: Strength = 1.0
     max_grad_value: Strength = 0.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_oom: Literal["error", "halve_micro_batch"] = "error"
     router_aux_loss: Annotated[float | str, BeforeValidator(_check_coefficient)] = 0.0
     router_aux_scope: Literal["model", "layer"] = "model"
     router_z_loss: Strength = 0.0

@@ -1,8 +1,9 @@
-"""The one exception a user is meant to see, the boundary that makes it of bad input, and what goes into its message."""
+"""The exceptions a user is meant to see, the boundary that makes one of bad input, and what goes into its message."""
 
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _MOST_BYTES = 4000
 _LONGEST_WORD = 100  # that could be a name misspelled
@@ -22,6 +23,18 @@ class UserError(Exception):
             kept = written[: _MOST_BYTES - 50].decode(errors="ignore")
             text = f"{kept} … {len(written) - _MOST_BYTES + 50:,} more bytes"
         super().__init__(text)
+
+
+class DoesNotFit(Exception):
+    """Memory ran out. The message is for people; the command line exits with 1: it ran, and the answer is no.
+
+    Attributes:
+        found: the same for programs.
+    """
+
+    def __init__(self, message: str, found: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 @contextmanager

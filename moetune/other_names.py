@@ -24,6 +24,7 @@ OTHER_NAMES = {
         ("max_seq_length", "max_length", "sequence_len", "cutoff_len", "block_size"), "train.sequence_length"
     ),
     "gradient_checkpointing": "train.checkpointing",
+    "auto_find_batch_size": "train.on_oom",
     **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "train.warmup"),
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), "train.schedule"),
     "neftune_noise_alpha": "train.neftune_alpha",

@@ -35,7 +35,7 @@ from moetune.cli.score import score
 from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
-from moetune.errors import UserError, one_line, shown
+from moetune.errors import DoesNotFit, UserError, one_line, shown
 
 _debug = False  # as the last command was told
 
@@ -96,6 +96,10 @@ def main() -> None:
     _quieten()
     try:
         app()
+    except DoesNotFit as error:
+        if not _note_failure(str(error)):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
         bad = _bad_input(error)
         if bad is None:

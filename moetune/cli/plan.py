@@ -38,6 +38,8 @@ def plan(
     min_sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
     explain: Annotated[bool, typer.Option("--explain", help="Say why no more of each fits.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave each as a run file in this folder.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.")] = None,
+    figure: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.")] = None,
     routing: Annotated[
         str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="With --solve: tokens of each expert.")
     ] = "balanced",
@@ -47,6 +49,7 @@ def plan(
     """Find what fits a card: the most of each way to train a MODEL, or the largest value of a setting of a RUN.yaml.
     Exit code 1: nothing does."""
     import json
+    import sys
     from dataclasses import replace
 
     from rich.text import Text
@@ -64,6 +67,8 @@ def plan(
             if is_file
             else f"--solve changes a run file, and {what!r} is none"
         )
+    if solve is not None and (html or figure or write or tokens):
+        raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
     quiet: Any = terminal(stderr=True)
     if solve is not None:
         with heavy_imports():
@@ -92,10 +97,17 @@ def plan(
     if host is not None and most is None:
         raise UserError(f"--host {host!r} is no size. {HOW_TO_WRITE_A_SIZE}")
     with heavy_imports():
+        from moetune.planning.figure import save_figure, write_page
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
         from moetune.planning.tables import plan_tables
+        from moetune.report.figures import refuse_unknown_format
 
+    if figure is not None:
+        refuse_unknown_format(figure)
+    why: tuple[str, ...] = ()
+    if data is not None and tokens is None:
+        tokens, why = _tokens_of(data, what, min_sequence)
     with quiet.status(Text("planning")) as status:
         found = plan_for(
             what,
@@ -105,13 +117,15 @@ def plan(
             length=min_sequence,
             host=most,
             data=data,
+            tokens=tokens,
             say=lambda words: status.update(Text(words)),
         )
-    if data is not None and tokens is None:
-        tokens, why = _tokens_of(data, what, min_sequence)
-        found = replace(found, notes=(*found.notes, *why))
-    found = replace(found, tokens=tokens)
+    found = replace(found, notes=(*found.notes, *why))
     written = [] if write is None else write_runs(found, write)
+    for file, draw in ((html, write_page), (figure, save_figure)):
+        if file is not None:
+            draw(found, file)
+            print(f"{file} written", file=sys.stderr)
     if json_:
         print(json.dumps({**found.to_json(), "files": [str(file) for file in written]}, indent=2))
     else:
@@ -128,8 +142,8 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
     from moetune.errors import UserError, one_line
 
     with heavy_imports():
+        from moetune.data.preview import preview
         from moetune.run_file import read_run_config
-        from moetune.training.preview import preview
 
     run = {"model": {"path": model}, "adapt": {}, "train": {"sequence_length": length}, "data": {"train": data}}
     try:

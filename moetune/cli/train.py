@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, read_run
+from moetune.errors import DoesNotFit
 
 
 def train(
@@ -27,7 +28,8 @@ def train(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout."""
+    """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout. Exit code 1:
+    memory ran out."""
     import sys
 
     from moetune.catalog.gpus import find_gpu
@@ -73,6 +75,10 @@ def train(
     except KeyboardInterrupt:
         if not is_quiet():
             print(interrupted, file=sys.stderr)
+        raise
+    except DoesNotFit as error:
+        if json_:
+            print(json.dumps(error.found))
         raise
     if not ranks.is_first:
         return

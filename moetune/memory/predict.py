@@ -41,7 +41,7 @@ def predict(
     run: ResolvedRun | RunConfig,
     *,
     method: Method | None = None,
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     routing: Routing = BALANCED,
     allocator: Allocator | None = None,
     depths: Depths | None = None,
@@ -52,7 +52,7 @@ def predict(
 
     Args:
         method: by default a trace.
-        gpu: name or size, instead of `hardware.gpu`.
+        gpu: name or size, or a card, instead of `hardware.gpu`.
         allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
         depths: what runs that differ in their number of layers share by closed form.
         advise: where it does not fit, look for changes that would make it.
@@ -68,11 +68,11 @@ def predict(
     run.refuse_unpredictable()
     config = run.config
     name = gpu or config.hardware.gpu
-    card = find_gpu(name or "l40s")
+    card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     common = {
         "model": config.model.path,
         "about": about(run),
-        "gpu": None if name is None else GpuMemory(card.full_name if gpu is None else name, card.memory.value),
+        "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
         "assumptions": (
             f"routing: {routing.name}",
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"

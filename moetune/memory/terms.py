@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from moetune.catalog.gpus import Gpu
-from moetune.memory.allocator import SMALLEST_BLOCK, WORKSPACES
+from moetune.memory.allocator import WORKSPACES
 from moetune.memory.arithmetic import STATES, STORED
 from moetune.memory.closed_form.form import Evaluated
 from moetune.memory.closed_form.sizes import Powers
@@ -47,9 +45,7 @@ def terms_of_trace(traced: Trace) -> tuple[Term, ...]:
 
 def beside_of_formula(found: Evaluated, card: Gpu) -> int:
     """Bytes that the allocator hands out beside what tensors ask for: workspaces, and sizes rounded up."""
-    here = np.array([not kind.on_host for kind in found.record.named])[found.record.kinds]
-    rounding = found.peak.alive * (-found.peak.values % SMALLEST_BLOCK)
-    return WORKSPACES * card.cublas_workspace.value + int(rounding[here].sum())
+    return WORKSPACES * card.cublas_workspace.value + found.peak.rounded - found.peak.total
 
 
 def terms_of_formula(found: Evaluated) -> tuple[Term, ...]:

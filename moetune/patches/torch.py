@@ -135,3 +135,12 @@ def process_group(name: str) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     return _resolve_process_group(GroupName(name))
+
+
+def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
+    """Calls `note` whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, for good: with the device, the
+    bytes that were asked for, the card's bytes, and those of them that are free.
+
+    Torch's documentation takes memory snapshots this way (pytorch.org/docs/stable/torch_cuda_memory).
+    """
+    torch._C._cuda_attach_out_of_memory_observer(note)  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.memory.live import processes_on
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.verify import catalog_name
 from moetune.report.units import gib
@@ -137,8 +138,11 @@ def _cuda() -> Iterator[Check]:
         name, (major, minor) = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
         yield _noted(major >= 8, name, f"compute capability {major}.{minor}", "set model.dtype: fp16: no fast bfloat16")
         free, total = torch.cuda.mem_get_info(number)
-        remedy = "nvidia-smi shows who else is on the card"
-        yield _noted(free > 0.95 * total, f"{name}, memory", f"{gib(free)} free of {gib(total)}", remedy)
+        others = processes_on(torch.device("cuda", number))
+        there = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in others]
+        said = ", ".join([f"{gib(free)} free of {gib(total)}", *there])
+        remedy = "end what else is on the card; nvidia-smi shows it"
+        yield _noted(free > 0.95 * total, f"{name}, memory", said, remedy)
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
         yield _judged(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)

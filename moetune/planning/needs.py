@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from moetune.catalog.gpus import Gpu
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.memory.changes import with_settings
@@ -15,6 +16,7 @@ from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.predict import predict
 from moetune.memory.report import MemoryReport
 from moetune.memory.routing import BALANCED, Routing
+from moetune.run.dtypes import DeviceType
 from moetune.run.resolve import ResolvedRun, resolve
 
 
@@ -23,16 +25,18 @@ class Needs:
     """Predictions of runs of one model, which share the model and what closed forms have recorded.
 
     Attributes:
-        gpu: name or size of the card; None for `hardware.gpu` of each run.
+        gpu: the card, its name or its size; None for `hardware.gpu` of each run.
+        device_type: what the runs are for.
     """
 
-    gpu: str | None = None
+    gpu: str | Gpu | None = None
     routing: Routing = BALANCED
+    device_type: DeviceType = "cuda"
     _depths: Depths = field(default_factory=Depths)
     _like: ResolvedRun | None = None
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
-        self._like = resolve(config, like=self._like)
+        self._like = resolve(config, self.device_type, like=self._like)
         return self._like
 
     def of(self, config: RunConfig) -> MemoryReport:

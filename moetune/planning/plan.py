@@ -11,6 +11,7 @@ from moetune.config import RunConfig
 from moetune.errors import UserError, one_line
 from moetune.memory.about import optimizers, trains
 from moetune.memory.report import MemoryReport
+from moetune.parallel.coordinates import data_ranks
 from moetune.planning.combine import Combination, combination
 from moetune.planning.needs import Needs, changed
 from moetune.planning.search import Found, Search
@@ -70,11 +71,13 @@ class Miss:
     """The run that is nearest to fitting, by how much it does not, and what would make it fit.
 
     Attributes:
+        trains: what it would train, in words.
         combination: changes of the run file; None if none are known.
         cards: the smallest that have the memory it needs; "2 × name" if two of the card that was asked for have it.
     """
 
     config: RunConfig
+    trains: str
     report: MemoryReport
     combination: Combination | None
     cards: tuple[str, ...]
@@ -82,6 +85,7 @@ class Miss:
     def to_json(self) -> dict[str, Any]:
         return {
             "run": self.config.model_dump(mode="json", exclude_unset=True),
+            "trains": self.trains,
             "required_bytes": self.report.required,
             "headroom_bytes": self.report.headroom_bytes,
             "combination": None
@@ -98,8 +102,8 @@ class Miss:
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates best first; without any, what misses least. `notes` say what was left out, and why.
-    `tokens`: of the data, if known."""
+    """Candidates best first; without any, what misses least. `notes` say what was left out, and why; `tokens`
+    of the data, if known: how many each is to train on."""
 
     model: str
     gpu: str
@@ -119,6 +123,7 @@ class Plan:
             "candidates": [candidate.to_json(self.tokens) for candidate in self.candidates],
             "nearest_miss": None if self.miss is None else self.miss.to_json(),
             "notes": list(self.notes),
+            "tokens": self.tokens,
         }
 
 
@@ -131,6 +136,7 @@ def plan(
     length: int = SHORTEST,
     host: int | None = None,
     data: str | None = None,
+    tokens: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Searches the ways to each goal.
@@ -140,6 +146,7 @@ def plan(
         length: tokens of a sequence.
         host: bytes of host memory that a run may take; None for any.
         data: what the run files train on.
+        tokens: of it that they train on, which says how many steps they take; None leaves that to the run file.
         say: is told what is looked at.
 
     Raises:
@@ -190,11 +197,11 @@ def plan(
     for one in _ranked(found):
         say(f"tracing: {one.way.words}")
         if (sure := _traced(one, search)) is not None:
-            candidates.append(_candidate(sure, needs))
+            candidates.append(_candidate(sure, needs, tokens))
         else:
             notes.append(f"{one.way.goal}, {one.way.words}: fits by closed form and not by trace; left out")
     miss = None if candidates else _nearest(search, tried, say)
-    return Plan(model, gpu, card.memory.value, tuple(candidates), miss, tuple(notes))
+    return Plan(model, gpu, card.memory.value, tuple(candidates), miss, tuple(notes), tokens)
 
 
 def _is_slow(way: Way) -> bool:
@@ -237,12 +244,14 @@ def _traced(one: Found, search: Search) -> Found | None:
     return None
 
 
-def _candidate(one: Found, needs: Needs) -> Candidate:
-    run = needs.resolve(one.config)
+def _candidate(one: Found, needs: Needs, tokens: int | None) -> Candidate:
+    run, config = needs.resolve(one.config), one.config
     what = "; ".join(trains(run))
-    return Candidate(
-        one.way.goal, one.config, what, optimizers(run), one.way.gives_up, one.amount, one.report, one.beyond
-    )
+    if tokens is not None:
+        train = config.train
+        step = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
+        config = changed(config, {"train.steps": -(-tokens // step)})
+    return Candidate(one.way.goal, config, what, optimizers(run), one.way.gives_up, one.amount, one.report, one.beyond)
 
 
 def _fits_two(search: Search, config: RunConfig) -> bool:
@@ -270,5 +279,6 @@ def _nearest(search: Search, tried: list[Way], say: Callable[[str], None]) -> Mi
         cards = [card.full_name for card in larger if card.memory.value >= report.required][:2]
         if _fits_two(search, config):
             cards.append(f"2 × {search.start.hardware.gpu}")
-        return Miss(config, report, together, tuple(cards))
+        what = "; ".join(trains(search.needs.resolve(config)))
+        return Miss(config, what, report, together, tuple(cards))
     return None

@@ -11,10 +11,9 @@ from rich.text import Text
 from moetune.memory.report import MemoryReport
 from moetune.planning.combine import Combination
 from moetune.planning.compare import Compared
-from moetune.planning.plan import Candidate, Miss, Plan
+from moetune.planning.plan import Candidate, Plan
 from moetune.report.terminal import between, hours
 from moetune.report.units import gib
-from moetune.timing.roofline import Duration
 
 _STYLES = {"yes": "green", "tight": "yellow", "no": "red", None: ""}
 
@@ -48,8 +47,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
 def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType]:
     """The verdict, the candidates in a table, and with `explain` why no more of each fits."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
-    if plan.miss is not None:
-        yield from _missed(plan.miss, card)
+    yield from missed(plan)
     for note in plan.notes:
         yield Text(f"note: {note}", style="dim")
     if not plan.candidates:
@@ -63,23 +61,20 @@ def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType
     for number, one in enumerate(plan.candidates, 1):
         train = one.config.train
         batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
+        batch += "" if plan.tokens is None else f"\n{train.steps:,} steps"
         given = ("\n", ("; ".join(one.gives_up), "dim")) if one.gives_up else ()
         what = Text.assemble((one.trains, "bold"), "\n", one.optimizer, *given)
         host = gib(one.report.fullest.host_bytes) if one.report.fullest.host_bytes else ""
         phase = one.report.moment.phase if one.report.moment else ""
-        if one.report.time is not None:
-            what.append(f"\n{_pace(one.report.time, plan.tokens)}", "dim")
+        if pace := speed(one, plan.tokens):
+            what.append(f"\n{pace}", "dim")
         table.add_row(str(number), what, batch, f"{gib(one.report.required)}\n{_left(one.report)}", f"{phase}\n{host}")
     yield table
     if explain:
         for number, one in enumerate(plan.candidates, 1):
-            yield Text(f"{number}: {_beyond(one)}")
+            yield Text(f"{number}: {beyond(one)}")
     best = plan.candidates[0]
     yield Text(f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left", style="bold green")
-
-
-def _pace(time: Duration, tokens: int | None) -> str:
-    return f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
 def _left(report: MemoryReport) -> str:
@@ -87,7 +82,14 @@ def _left(report: MemoryReport) -> str:
     return f"{gib(report.headroom_bytes)} left"
 
 
-def _beyond(one: Candidate) -> str:
+def speed(one: Candidate, tokens: int | None) -> str:
+    """Tokens a second, and hours for so many; empty where the card's speed is not known."""
+    time = one.report.time
+    return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
+
+
+def beyond(one: Candidate) -> str:
+    """Why no more of it fits."""
     if one.beyond is None:
         return "there is no more of it to train"
     what, report = one.beyond
@@ -97,16 +99,30 @@ def _beyond(one: Candidate) -> str:
     return f"{what} would need {gib(report.required)}, {gib(-report.headroom_bytes)} too much; {largest}"
 
 
-def _missed(miss: Miss, card: str) -> Iterator[RenderableType]:
+def missed(plan: Plan) -> Iterator[Text]:
+    """Where nothing fits: what is nearest to it, and what would make it fit."""
+    miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
+    if plan.candidates:
+        return
+    if miss is None:
+        yield Text(f"nothing fits {card}, and no way there is could be predicted", "bold red")
+        return
     assert miss.report.headroom_bytes is not None
-    lacking = gib(-miss.report.headroom_bytes)
+    needs, lacking = gib(miss.report.required), gib(-miss.report.headroom_bytes)
+    yield Text(f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much", "bold red")
+    outside = miss.report.fullest.outside_allocator
+    most, size = max((("outside_allocator", outside), *miss.report.fullest.parts.items()), key=lambda part: part[1])
+    train = miss.config.train
     yield Text(
-        f"nothing fits {card}: what is nearest needs {gib(miss.report.required)}, {lacking} too much", "bold red"
+        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
+        f"{most.replace('_', ' ')}, {gib(size)}"
     )
     if miss.combination is not None:
         yield Text(f"it fits with {_together(miss.combination)}")
+    else:
+        yield Text("no change of the run file is known that makes it fit")
     if miss.cards:
-        yield Text(f"or on {' or '.join(miss.cards)}")
+        yield Text(f"it fits {' or '.join(miss.cards)}")
 
 
 def _together(found: Combination) -> str:

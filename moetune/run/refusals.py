@@ -293,6 +293,16 @@ def of_training(config: RunConfig) -> Iterator[str]:
             f"parallel.offload: {parallel.offload} goes with engine: deepspeed; set that, or leave parallel: out and "
             "set optimizer.offload"
         )
+    if config.train.on_oom != "error" and parallel.ranks > 1:
+        yield (
+            "train.on_oom: halve_micro_batch is for one GPU: memory runs out on one rank, and the others would wait "
+            "for it; set train.on_oom: error and a lower train.micro_batch"
+        )
+    if config.train.on_oom != "error" and any(optimizer.fused_backward for optimizer in config.optimizers.values()):
+        yield (
+            "train.on_oom: halve_micro_batch takes a step again, and optimizer.fused_backward has updated weights in "
+            "it already; set train.on_oom: error and a lower train.micro_batch"
+        )
 
 
 def of_prediction(config: RunConfig) -> Iterator[str]:

@@ -41,7 +41,7 @@ def token_loss(
     """The summed cross-entropy of every predicted token over `divisor`, in float32; logits by chunks of `memory` bytes
     (None: all at once)."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
-    targets = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()
+    targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
     with split(model, inputs) as (hidden, tail):
         return summed_cross_entropy(tail, hidden.flatten(0, 1), targets, divisor=divisor, memory=memory)
 

@@ -65,6 +65,7 @@ class Stepper:
     Attributes:
         engine: DeepSpeed's, if it is the one that updates.
         skipped: steps that were not taken, because a gradient was not finite.
+        loss: of the step so far, a number on the device.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class Stepper:
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._stack = decoder_stack(adapted.model)
         self._of_experts = set(adapted.of_experts())
-        # Of the step so far, beside its gradients: the loss, and the norm and the broken ones of those that were freed.
-        self._loss = torch.zeros((), device=adapted.model.device)
+        # Of the step so far, beside its gradients: the loss, the norm of those that were freed, and the broken of them.
+        self.loss = torch.zeros((), device=adapted.model.device)
         self._freed: tuple[Tensor | None, list[str]] = None, []
 
     @property
@@ -132,7 +133,7 @@ class Stepper:
             memory=memory,
         )
         done = once() if self.fused is None else self._fused_passes(self.fused, once)
-        self._loss = self._loss + done.loss
+        self.loss = self.loss + done.loss
         self._biases.count(done.load)
         return done
 
@@ -168,8 +169,8 @@ class Stepper:
         """
         left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None and self.engine is None}
         self.adapted.ranks.reduce(left, self._of_experts)
-        loss, (freed, broken) = self._loss, self._freed
-        self._loss, self._freed = torch.zeros_like(loss), (None, [])
+        loss, (freed, broken) = self.loss, self._freed
+        self.loss, self._freed = torch.zeros_like(loss), (None, [])
         norm, loss = self._over_ranks(self._norm(left, freed), loss)
         if math.isfinite(as_float(norm + 0 * loss)) and not broken:
             scale = self._clip_by(norm) / self._scale
@@ -256,6 +257,12 @@ class Stepper:
         else:
             self._biases.forget()
         self.optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Frees what the micro-steps of this step have left, as if it had not begun: no weight has changed."""
+        self.optimizer.zero_grad()
+        self._biases.forget()
+        self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
 
     def finish(self) -> Reduced:
         """All that comes after the last micro-step."""

@@ -17,6 +17,7 @@ from moetune.errors import UserError
 from moetune.experts.links import read_rows
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.live import Refused, refused_by_tracker, watch_cuda
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
@@ -46,19 +47,37 @@ class MemoryRecord(TrainerCallback):
         self._fullest: dict[int, list[int]] = {}  # by layer, the rows of the call in which an expert received most
         self._steps = 0
         self._measured: dict[str, int | None] | None = None
+        self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._steps:
+        if not self._steps:
+            self._begin(kwargs["optimizer"])
+
+    def begin_again(self, run: ResolvedRun, optimizer: Any) -> None:
+        """Measures the step under way from its beginning, as one of another run file."""
+        if self._measured is not None:
             return
+        self._tracking.close()
+        self._what = run, *self._what[1:]
+        self.predicted = predicted_peak(*self._what)
+        self._tracker = Tracker(self._tracker.modules, self._tracker.limit)
+        self._fullest, self._steps = {}, 0
+        self._begin(optimizer)
+
+    def refused(self) -> Refused | None:
+        """Ends the measurement. What the device held when it last had no more to give; None if that is not known."""
+        self._tracking.close()
+        return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
+
+    def _begin(self, optimizer: Any) -> None:
         self._tracking.enter_context(self.adapted.links.counting_by(self._count_rows))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         for tensor in tensors_of(self.adapted.model):
             self._tracker.add(tensor)
-        optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         for tensor in (*optimizer.masters(), *optimizer.states()):  # states are there if the run was resumed
             self._tracker.add(tensor)

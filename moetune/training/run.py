@@ -26,6 +26,7 @@ from moetune.errors import UserError, suggest
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base
 from moetune.memory.arithmetic import saved_bytes
+from moetune.memory.live import Where, watch_cuda
 from moetune.optim.values import generator_states
 from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
@@ -40,6 +41,7 @@ from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
 from moetune.training.notices import Notices
+from moetune.training.out_of_memory import examine, raise_out_of_memory
 from moetune.training.pace import Pace
 from moetune.training.progress import ProgressBar, reading
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
@@ -148,8 +150,15 @@ def _train(
         folder.base()  # a damaged one is named before the weights are read
     inputs = _inputs(run, folder, data, checkpoint, console)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
+    seen = watch_cuda() if device.type == "cuda" else {}
     with noting_base(run.model, ranks) as noted, reading(console, weights) as on_read:
-        adapted = build(run, device, on_read, ranks)
+        try:
+            adapted = build(run, device, on_read, ranks)
+        except torch.OutOfMemoryError:
+            refused = seen.get(device.index or 0)
+            if refused is None:
+                raise
+            raise_out_of_memory(examine(run, refused, Where(), device))
         base = noted()
     if not inputs.config:  # its folder has come meanwhile
         inputs = _inputs(run, folder, data, checkpoint, console)
@@ -174,7 +183,7 @@ def _train(
     notices.about_data(data)
     callbacks = [progress, memory, interruptible]
     pace = Pace.of(run, ranks, memory.card)
-    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=callbacks, notices=notices, pace=pace)
+    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=callbacks, notices=notices, memory=memory, pace=pace)
     memory.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:
@@ -183,6 +192,16 @@ def _train(
         trainer.args.eval_on_start = False
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except torch.OutOfMemoryError:
+        refused = memory.refused()
+        if refused is None:
+            raise
+        whole = [str(checkpoint) for checkpoint in folder.checkpoints()][-1:]
+        found = examine(
+            trainer.smaller_run(), refused, trainer.where, device, adapted, trainer.stepper.optimizer, *whole
+        )
+        folder.write_out_of_memory(found.to_json())
+        raise_out_of_memory(found)
     finally:
         interruptible.end()
         progress.stop()

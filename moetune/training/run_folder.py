@@ -33,7 +33,7 @@ from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, write_manifest
 
 RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
-DRIFT_FILE = "drift.json"
+DRIFT_FILE, OUT_OF_MEMORY_FILE = "drift.json", "out_of_memory.json"
 _OWN = (
     RUN_FILE,
     BASE_FILE,
@@ -41,6 +41,7 @@ _OWN = (
     "metrics.jsonl",
     MEMORY_FILE,
     DRIFT_FILE,
+    OUT_OF_MEMORY_FILE,
     "checkpoints",
     "runs",
     "delta",
@@ -50,7 +51,7 @@ _OWN = (
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
 _FREE_ON_RESUME = {
     "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
-    "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
+    "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch", "train.on_oom",
 }  # fmt: skip
 _FREE_ON_EXPORT = _FREE_ON_RESUME | {"model.path", "model.weights"}
 """The base may have moved since."""
@@ -343,6 +344,12 @@ class RunFolder:
             return
         with suppress(OSError):  # a run can do without it, and on a full disk another error says so
             write_whole(self.path / MEMORY_FILE, json.dumps(record) + "\n")
+
+    def write_out_of_memory(self, found: dict[str, Any]) -> None:
+        """Writes `out_of_memory.json`: what was there when memory ran out."""
+        if self.ranks.is_first:
+            with suppress(OSError):
+                write_whole(self.path / OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out.

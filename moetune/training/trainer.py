@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,19 @@ from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.data.load import Datasets
 from moetune.errors import UserError, one_line, shown
+from moetune.memory.live import Where
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.patches.transformers import one_device
 from moetune.report.console import terminal
-from moetune.step.batch import collate
+from moetune.run.resolve import ResolvedRun
+from moetune.step.batch import Row, collate
 from moetune.step.loss import IGNORED
 from moetune.step.router_losses import RouterWatch
 from moetune.step.step import count_loss_tokens, held_out_loss
 from moetune.step.stepper import Reduced, Stepper
 from moetune.training import checkpoint
+from moetune.training.memory_record import MemoryRecord
 from moetune.training.notices import Notices, refuse_broken_weights
 from moetune.training.pace import Pace
 from moetune.training.routing import load_by_layer, load_summary, on_host
@@ -51,6 +55,17 @@ from moetune.training.run_folder import RunFolder, step_of
 LOAD_FILE = "expert_load.json"
 """Tokens that each expert of each layer has received since the run began."""
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A step under way: the rows of its micro-batches so far, and what was summed and drawn before it."""
+
+    load: dict[int, Tensor]
+    router_loss: Tensor | None
+    tokens: int
+    generators: list[Tensor]
+    batches: list[list[Row]] = field(default_factory=list)
 
 
 class MoeTrainer(Trainer):
@@ -64,10 +79,12 @@ class MoeTrainer(Trainer):
         pad_token_id: int,
         callbacks: list[TrainerCallback] | None = None,
         notices: Notices | None = None,
+        memory: MemoryRecord | None = None,
         pace: Pace | None = None,
     ) -> None:
         self.pace = pace or Pace()
         self.notices = notices or Notices(adapted, 1, terminal(quiet=True))
+        self.memory, self.where = memory, Where()
         config = adapted.run.config
         self.adapted, self.config, self.folder, self.ranks = adapted, config, folder, adapted.ranks
         self.watch = RouterWatch(adapted)
@@ -76,14 +93,17 @@ class MoeTrainer(Trainer):
         """Tokens that each expert has received since the run began, of all ranks, up to the last logged step."""
         self._router_loss: Tensor | None = None
         self._reduced: Reduced | None = None  # between Trainer's question for the norm and its update
+        self._begun: _Begun | None = None
         self._losses = list[Tensor]()
         self._updates, self._tokens, self._since = 0, 0, time.perf_counter()
+        borders = wants_borders(adapted.model)
+        self.collate = partial(collate, pad_token_id=pad_token_id, documents_by_border=borders)
         super().__init__(
             model=adapted.model,
             args=training_arguments(config, folder, adapted.model.device, data.eval is not None),
             train_dataset=data.train,
             eval_dataset=data.eval,
-            data_collator=partial(collate, pad_token_id=pad_token_id, documents_by_border=wants_borders(adapted.model)),
+            data_collator=self.collate,
             callbacks=[ResumableFlow(), *(callbacks or ())],
         )
         for noisy in (PrinterCallback, ProgressCallback):
@@ -92,13 +112,13 @@ class MoeTrainer(Trainer):
             torch.manual_seed(config.train.seed + self.ranks.data_index)
 
     def get_train_dataloader(self) -> DataLoader:
-        """This rank's micro-batches: of those that one process would take, every so many-th."""
+        """The rows of this rank's micro-batches: of those that one process would take, every so many-th."""
         rows: Any = self.train_dataset
         loader = DataLoader(
             rows,
             batch_size=self.args.train_batch_size,
             sampler=self._get_train_sampler(),
-            collate_fn=self.data_collator,
+            collate_fn=list,
         )
         return prepare_data_loader(
             loader,
@@ -111,7 +131,7 @@ class MoeTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             optimizer = make_optimizer(self.adapted)
-            self.stepper = Stepper(self.adapted, optimizer, self.watch)
+            self.stepper = Stepper(self.adapted, optimizer, self.watch, self.where)
             # States are where they belong already; accelerate would move those of the host to the GPU.
             held = _Stepped(optimizer, self._update)
             self.optimizer = self.accelerator.prepare(held, device_placement=[False])
@@ -121,24 +141,93 @@ class MoeTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
         self._updates += 1
+        self._begun = None
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        total = torch.stack([count_loss_tokens(batch) for batch in batches]).sum() if batches else torch.zeros(())
+        counts = [count_loss_tokens(self.collate(rows)) for rows in batches]
+        total = torch.stack(counts).sum() if batches else torch.zeros(())
         return batches, self.ranks.total_over_data(total.to(device))
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """One micro-batch, of these rows; in pieces of `state.train_batch_size` rows once memory has run out
+        (`train.on_oom`), which a checkpoint keeps."""
         model.train()
-        batch = self._prepare_inputs(inputs)
         assert num_items_in_batch is not None
-        with self._at_this_step():
-            last = self.accelerator.sync_gradients
-            done = self.stepper.micro_step(batch, num_items_in_batch, self.accelerator.backward, last=last)
-        _add(self._load, done.load)
-        if done.router_loss is not None:
-            self._router_loss = done.router_loss if self._router_loss is None else self._router_loss + done.router_loss
-        self._tokens += batch["input_ids"].numel()
-        return done.loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # Trainer would add it to all later ones
+        if self._begun is None:
+            drawn = generator_states(self.args.device)
+            self._begun = _Begun(dict(self._load), self._router_loss, self._tokens, drawn)
+        begun, batches = self._begun, [inputs]
+        begun.batches.append(inputs)
+        while True:
+            try:
+                with self._at_this_step():
+                    return self._micro_steps(batches, len(begun.batches) - len(batches), num_items_in_batch)
+            except torch.OutOfMemoryError as error:
+                self._halve(error)
+            # out of the handler, so that what failed holds nothing any more
+            batches = begun.batches
+            self._load, self._router_loss, self._tokens = dict(begun.load), begun.router_loss, begun.tokens
+            self.stepper.forget()
+            gc.collect()
+            if self.args.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if self.memory is not None:
+                self.memory.begin_again(self.smaller_run(), self.optimizer)
+            set_generator_states(begun.generators, self.args.device)
+
+    def _micro_steps(self, batches: list[list[Row]], first: int, tokens: Tensor | int) -> Tensor:
+        """Forward and backward of micro-batches, the `first` of which has that number in its step."""
+        size, sum_of_losses = self.micro_batch, torch.zeros((), device=self.args.device)
+        pieces = [rows[at : at + size] for rows in batches for at in range(0, len(rows), size)]
+        before = first * -(-self.config.train.micro_batch // size)
+        for number, rows in enumerate(pieces):
+            self.where.step, self.where.micro_step = self.state.global_step + 1, before + number
+            self.where.phase = "forward"
+            batch = self._prepare_inputs(self.collate(rows))
+            last = self.accelerator.sync_gradients and number == len(pieces) - 1
+            done = self.stepper.micro_step(batch, tokens, self.accelerator.backward, last=last)
+            _add(self._load, done.load)
+            if done.router_loss is not None:
+                so_far = self._router_loss
+                self._router_loss = done.router_loss if so_far is None else so_far + done.router_loss
+            self._tokens += batch["input_ids"].numel()
+            sum_of_losses += done.loss
+        return sum_of_losses.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # Trainer would add it to all later ones
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of a forward pass: `train.micro_batch`, or what is left of it since memory ran out."""
+        return self.state.train_batch_size or self.config.train.micro_batch
+
+    def smaller_run(self) -> ResolvedRun:
+        """The run with the micro-batches that are taken now; its steps are the same."""
+        train, size = self.config.train, self.micro_batch
+        smaller = {"micro_batch": size, "accumulate": train.accumulate * train.micro_batch // size}
+        config = self.config.model_copy(update={"train": train.model_copy(update=smaller)})
+        return replace(self.adapted.run, config=config)
+
+    def _halve(self, error: torch.OutOfMemoryError) -> None:
+        """Halves the micro-batch, as `train.on_oom` says; one of an odd number of rows is divided by the next number
+        that divides it."""
+        size = self.micro_batch
+        if self.config.train.on_oom == "error" or size == 1:
+            raise error
+        self.state.train_batch_size = size // next(n for n in range(2, size + 1) if size % n == 0)
+        train = self.smaller_run().config.train
+        self.folder.append_metrics(
+            {
+                "step": self.where.step,
+                "out_of_memory": {"phase": self.where.phase, "micro_step": self.where.micro_step},
+                "micro_batch": train.micro_batch,
+                "accumulate": train.accumulate,
+            }
+        )
+        where = self.where
+        self.notices.console.print(
+            f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; the same steps go on "
+            f"in smaller pieces: train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._get_grad_norm(model)
@@ -147,6 +236,7 @@ class MoeTrainer(Trainer):
         """Trainer asks before each update, and clips then; here the update does."""
         if grad_norm is not None:
             return grad_norm
+        self.where.phase = "optimizer"
         with self._at_this_step():
             self._reduced = self.stepper.reduce_and_clip()
         if self._reduced.scale is not None:
@@ -169,6 +259,7 @@ class MoeTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Held-out loss: the mean over every predicted token of the set, whatever the batches and ranks."""
+        self.where.step, self.where.phase = self.state.global_step, "evaluation"
         model = self.adapted.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         for batch in self._held_out_batches():

@@ -21,7 +21,8 @@ Run = Callable[..., Any]
 @pytest.mark.slow
 def test_a_plan_as_run_files(moetune: Run, small_model: Path, tmp_path: Path) -> None:
     options = ("--gpu", "24GiB", "--goal", "router", "--min-sequence", "64")
-    ended = moetune("plan", small_model, *options, "--write", tmp_path / "plans", "--json")
+    drawn = ("--tokens", "100000", "--html", tmp_path / "plan.html", "--figure", tmp_path / "plan.png")
+    ended = moetune("plan", small_model, *options, "--write", tmp_path / "plans", *drawn, "--json")
     assert ended.code == 0
     found = json.loads(ended.out)
     assert (found["schema"], found["fits"], found["nearest_miss"]) == (1, True, None)
@@ -29,6 +30,11 @@ def test_a_plan_as_run_files(moetune: Run, small_model: Path, tmp_path: Path) ->
     assert {"run", "peak_process", "fits", "tokens_per_second_estimate", "gives_up", "beyond"} <= best.keys()
     assert best["fits"] is True
     assert best["method"] == "trace"
+    assert found["tokens"] == 100_000
+    train = best["run"]["train"]
+    step = train["micro_batch"] * train["accumulate"] * train["sequence_length"]
+    assert (train["steps"] - 1) * step < 100_000 <= train["steps"] * step
+    assert all(f"{file} written" in ended.err and file.stat().st_size for file in (drawn[3], drawn[5]))
     (file,) = found["files"]
     assert load_run_config(file).model_dump(include={"model", "adapt", "train", "optimizer"}) == load_run_config(
         _written(tmp_path, best["run"])
@@ -66,6 +72,8 @@ def test_nothing_fits(moetune: Run, small_model: Path) -> None:
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--host", "much"), "--host 'much' is no size"),
         (("plan", "tiny-mixtral", "--gpu", "24GiB", "--set", "train.steps=1"), "a plan chooses settings itself"),
         (("plan", "llama-7b", "--gpu", "24GiB", "--goal", "experts"), "is a dense model"),
+        (("plan", TINY, "--solve", "train.micro_batch", "--html", "p.html"), "are of a plan for a model"),
+        (("plan", "tiny-mixtral", "--gpu", "24GiB", "--figure", "plan.pdf"), "a figure is .png or .svg"),
         (("predict", "tiny-mixtral"), "it must be said what trains"),
         (("predict", TINY, "--lora", "4"), "leave --lora out"),
         (("compare", TINY, "--method", "guess"), "--method 'guess'"),

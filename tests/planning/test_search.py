@@ -113,7 +113,7 @@ def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [0, 1, 3])  # 2, LOMO, is a few bytes beyond the card by trace
+@pytest.mark.parametrize("number", range(4))
 def test_what_is_found_fits_by_trace_and_a_notch_more_does_not(number: int, small_model: Path) -> None:
     model = anatomy(str(small_model))
     needs = Needs()

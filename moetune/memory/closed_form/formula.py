@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetune.memory.allocator import SMALLEST_BLOCK
 from moetune.memory.closed_form.record import Piece, Record, Rows
 from moetune.memory.closed_form.sizes import Sizes, values_of
 from moetune.memory.report import PART_NAMES, Parts
@@ -18,12 +19,16 @@ class Peak:
     Attributes:
         alive: [blocks] how many storages like each are alive then.
         values: [blocks] their bytes, of one.
+        rounded: the most that is alive at once where each size is rounded up as the allocator does, which may be at
+            another moment.
+        host: the most that is on the host at once.
     """
 
     piece: Piece
     alive: np.ndarray
     values: np.ndarray
     total: int
+    rounded: int
     host: int
 
 
@@ -37,24 +42,27 @@ def evaluate(record: Record, sizes: Sizes, rows: Rows) -> Peak:
             values[goes] *= np.asarray(of_groups, dtype=np.int64)[record.experts[goes]]
     on_host = np.array([kind.on_host for kind in record.named])[record.kinds]
     here, there = np.where(on_host, 0, values), np.where(on_host, values, 0)
-    alive = most = host_alive = host_most = 0
-    best: tuple[int, int, int] = (0, 0, 0)
+    most, moment = _fullest(record, here)
+    rounded, _ = _fullest(record, -(-here // SMALLEST_BLOCK) * SMALLEST_BLOCK)
+    host, _ = _fullest(record, there)
+    return Peak(record.pieces[moment[0]], _alive(record, moment), values, most, rounded, host)
+
+
+def _fullest(record: Record, sizes: np.ndarray) -> tuple[int, tuple[int, int, int]]:
+    """The most that is alive at once of blocks of these sizes, and when: the piece, its repetition, the place in it."""
+    alive = most = 0
+    moment = 0, 0, 0
     for number, piece in enumerate(record.pieces):
         times = 1 if piece.unit < 0 else len(record.copies[piece.unit])
-        changes = np.cumsum(here[piece.blocks] * piece.signs)
+        changes = np.cumsum(sizes[piece.blocks] * piece.signs)
         net = int(changes[-1]) if len(changes) else 0
         if len(changes):
             at = int(np.argmax(changes))
             copy = times - 1 if net > 0 else 0
             if (full := alive + copy * net + int(changes[at])) > most:
-                most, best = full, (number, copy, at)
-        alive += times * net + int((here[piece.once] * piece.once_signs).sum())
-        on = np.cumsum(there[piece.blocks] * piece.signs)
-        if len(on):
-            host_net = int(on[-1])
-            host_most = max(host_most, host_alive + max(0, (times - 1) * host_net) + int(on.max()))
-            host_alive += times * host_net + int((there[piece.once] * piece.once_signs).sum())
-    return Peak(record.pieces[best[0]], _alive(record, best), values, most, host_most)
+                most, moment = full, (number, copy, at)
+        alive += times * net + int((sizes[piece.once] * piece.once_signs).sum())
+    return most, moment
 
 
 def _alive(record: Record, moment: tuple[int, int, int]) -> np.ndarray:

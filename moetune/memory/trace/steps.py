@@ -221,6 +221,7 @@ class Steps(Watched):
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
         self.add_to(tracker)
+        tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
             tracker.add(tensor, "master_weights", "float32 copies")
         for tensor in self.optimizer.states():

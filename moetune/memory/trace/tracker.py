@@ -82,21 +82,26 @@ class Tracker(TorchDispatchMode):
 
     Args:
         modules: module -> path, of the modules that a moment is named by; deeper ones count as part of these.
+        limit: bytes of the device, as if it had no more; None for any. An operation whose result is beyond them raises
+            torch's own `OutOfMemoryError`.
 
     Attributes:
         log: all that was noted.
         scratch: notes what a GPU's kernels take inside themselves.
         counter: notes what they do.
+        refused: the place in the log at which the last result was beyond the limit, and its bytes.
     """
 
-    def __init__(self, modules: dict[nn.Module, str]) -> None:
+    def __init__(self, modules: dict[nn.Module, str], limit: int | None = None) -> None:
         super().__init__()
+        self.limit, self.refused = limit, (0, 0)
+        self._bytes = 0  # that are alive on the device
         self.log = Log()
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
         self.module = ""
         self.experts: tuple[int, ...] = ()
-        self._modules = modules
+        self.modules = modules
         self._stack: list[tuple[str, Phase]] = []
         self._alive: dict[int, int] = {}  # id of a storage -> its block
         self._knows_host = False  # whether any block is the host's
@@ -115,24 +120,30 @@ class Tracker(TorchDispatchMode):
         key = id(storage)
         if key in self._alive:
             return
-        self._alive[key] = self.birth(storage.nbytes(), part, op)
+        self._alive[key] = self.birth(storage.nbytes(), part, op, on_host=stays_on_host(tensor))
         self._references[key] = weakref.ref(storage, partial(self._died, key))
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
         """Takes over what the storage of a followed tensor is marked as: the host's, or a copy of such a one."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
-        block.on_host = block.on_host or stays_on_host(tensor)
+        if stays_on_host(tensor):
+            self._take_off_device(block)
+            block.on_host = True
         self._knows_host = self._knows_host or block.on_host
         if (source := host_source(tensor)) is not None and not block.fetched:
             block.fetched = True
             if id(source) in self._alive:
                 block.part = self.log.blocks[self._alive[id(source)]].part  # a copy is what its original is
 
-    def birth(self, size: int, part: PartName, op: str) -> int:
+    def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
         """Notes that `size` bytes are alive from now on; returns the number of their block."""
         born = len(self.log.entries)
-        block = Block(size, part, self.phase, self.module, op, born, experts=self.experts)
+        if self.limit is not None and not on_host and self._bytes + size > self.limit:
+            self.refused = born, size
+            raise torch.OutOfMemoryError(f"{op or 'a tensor'} of {size:,} bytes is beyond the {self.limit:,} there are")
+        self._bytes += 0 if on_host else size
+        block = Block(size, part, self.phase, self.module, op, born, on_host=on_host, experts=self.experts)
         self.log.blocks.append(block)
         self.log.entries.append(len(self.log.blocks) - 1)
         return len(self.log.blocks) - 1
@@ -142,13 +153,18 @@ class Tracker(TorchDispatchMode):
         if self._sum is not None and self._sum.onto == number and self.log.entries[-1] == self._sum.block:
             self._was_in_place(self._sum)
             return
-        self.log.blocks[number].died = len(self.log.entries)
+        block = self.log.blocks[number]
+        block.died = len(self.log.entries)
+        self._take_off_device(block)
         self.log.entries.append(~number)
+
+    def _take_off_device(self, block: Block) -> None:
+        self._bytes -= 0 if block.on_host else block.bytes
 
     def _was_in_place(self, added: _Sum) -> None:
         """Takes back the birth of a sum: what it was added onto went with it, so autograd held that alone."""
         self.log.entries.pop()
-        self.log.blocks.pop()
+        self._take_off_device(self.log.blocks.pop())
         self._alive[added.storage] = added.onto
         self._sum = None
 
@@ -195,6 +211,7 @@ class Tracker(TorchDispatchMode):
         """
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
+            self._take_off_device(block)
             block.on_host, block.managed = True, managed
 
     def block_of(self, tensor: Tensor) -> int | None:
@@ -263,6 +280,7 @@ class Tracker(TorchDispatchMode):
             self.read_marks(args[0])  # marked after it was born, and filled next
         elif self._knows_host and len(self.log.blocks) > born and self._on_host(args, kwargs):
             for block in self.log.blocks[born:]:
+                self._take_off_device(block)
                 block.on_host = True
         if self.counter is not None:
             self.counter.count(func, args, kwargs, out)
@@ -303,13 +321,13 @@ class Tracker(TorchDispatchMode):
         gradients that arrive at them; gradients of parameters when they arrive and when they are accumulated."""
 
         def before(module: nn.Module, args: Any) -> None:
-            if (path := self._modules.get(module)) is not None:
+            if (path := self.modules.get(module)) is not None:
                 self._stack.append((self.module, self.phase))
                 inside: dict[Phase, Phase] = {"backward": "recompute", "optimizer": "forward", "load": "forward"}
                 self.enter(inside.get(self.phase, self.phase), path)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if (path := self._modules.get(module)) is not None:
+            if (path := self.modules.get(module)) is not None:
                 outer, phase = self._stack.pop()
                 first = output[0] if isinstance(output, tuple) else output
                 if isinstance(first, Tensor) and first.requires_grad and first.grad_fn is not None:

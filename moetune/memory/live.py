@@ -1,0 +1,194 @@
+"""What is alive on a device at the moment at which it has no more to give: where the run was, and whose memory it is.
+
+On a CPU a tracker with a limit tells; on CUDA the caching allocator, asked before its error is raised: on the way up,
+what was computed with is freed.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.fake import tensors_of
+from moetune.memory.report import PartName, Phase
+from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.watched import labels_of
+from moetune.optim.optimizers import CombinedOptimizer
+from moetune.parallel.ranks import local_tensor
+from moetune.patches.torch import watch_out_of_memory
+from moetune.step.observer import StepObserver
+
+
+@dataclass
+class Where(StepObserver):
+    """Where a run is. Steps and micro-steps are counted from 1 and 0, as in metrics and in a trace."""
+
+    step: int = 1
+    micro_step: int = 0
+    phase: Phase = "load"
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self.phase = "backward"
+        yield
+        self.phase = "forward"
+
+
+class Storage(NamedTuple):
+    """Bytes of one storage, and what made it, as far as that is known."""
+
+    bytes: int
+    made_by: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What a device held when it could not give what was asked for.
+
+    Attributes:
+        wanted: bytes that were asked for.
+        allocated: bytes of all tensors.
+        available: bytes that this process's tensors could have had: what it holds, and what was free.
+        storages: each that was alive, by its address; on a CPU by its number in a tracker's log.
+        key: finds a tensor's among them.
+    """
+
+    wanted: int
+    allocated: int
+    available: int
+    storages: dict[int, Storage]
+    key: Callable[[Tensor], int | None] = field(repr=False)
+
+    @property
+    def reached(self) -> int:
+        """What would have had to fit."""
+        return self.allocated + self.wanted
+
+    @property
+    def lacking(self) -> int:
+        """By how much it did not. Where free memory is in pieces too small, all that was asked for."""
+        over = self.reached - self.available
+        return over if over > 0 else self.wanted
+
+
+def refused_by_tracker(tracker: Tracker) -> Refused | None:
+    """What a tracker with a limit saw when it was reached; None if it was not."""
+    (at, wanted), limit, log = tracker.refused, tracker.limit, tracker.log
+    if limit is None or not wanted:
+        return None
+    alive = {
+        number: Storage(block.bytes, f"{block.op} in {block.module}" if block.module else block.op)
+        for number, block in enumerate(log.blocks)
+        if block.born < at and (block.died is None or block.died >= at) and not block.on_host
+    }
+    return Refused(wanted, sum(one.bytes for one in alive.values()), limit, alive, tracker.block_of)
+
+
+@cache
+def watch_cuda() -> dict[int, Refused]:
+    """From now on, by the number of a device, what its allocator held when it last refused something."""
+    seen: dict[int, Refused] = {}
+
+    def note(device: int, wanted: int, total: int, free: int) -> None:
+        alive = {
+            block["address"]: Storage(block["size"], "")
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == device
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        }
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        for tensor in _tensors():
+            key = _address(tensor)
+            if key in alive and not alive[key].made_by:
+                shape = " × ".join(map(str, tensor.shape))
+                alive[key] = Storage(alive[key].bytes, f"{shape} {str(tensor.dtype).removeprefix('torch.')}")
+        seen[device] = Refused(wanted, allocated, reserved + free, alive, _address)
+
+    watch_out_of_memory(note)
+    return seen
+
+
+def _tensors() -> Iterator[Tensor]:
+    """The tensors on CUDA that Python knows of. Those of other classes may not say where they are."""
+    return (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.is_cuda)
+
+
+def _address(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() or None
+
+
+class Owned(NamedTuple):
+    """Bytes of so many storages of a part that go by one name."""
+
+    part: PartName
+    name: str
+    storages: int
+    bytes: int
+
+
+def owned(refused: Refused, adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> list[Owned]:
+    """All that was alive, by whose it is, the largest first. What is neither model nor optimizer is transient."""
+    left, found = dict(refused.storages), defaultdict[tuple[PartName, str], list[int]](list)
+    for tensor, part, name in _named(adapted, optimizer):
+        key = refused.key(tensor)
+        if key is not None and key in left:
+            found[part, name].append(left.pop(key).bytes)
+    for size, made_by in left.values():
+        found["transient_peak", made_by or f"of {size:,} bytes"].append(size)
+    groups = [Owned(part, name, len(sizes), sum(sizes)) for (part, name), sizes in found.items()]
+    return sorted(groups, key=lambda group: -group.bytes)
+
+
+def _named(adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> Iterator[tuple[Tensor, PartName, str]]:
+    if adapted is None:
+        return
+    labels, trained = labels_of(adapted), adapted.trainable()
+    of_trained = {id(local_tensor(parameter).untyped_storage()) for parameter in trained.values()}
+    for tensor in tensors_of(adapted.model):
+        storage = id(tensor.untyped_storage())
+        yield tensor, "trainable_weights" if storage in of_trained else "frozen_weights", labels.get(storage, "other")
+    for name, parameter in trained.items():
+        if parameter.grad is not None:
+            yield local_tensor(parameter.grad), "gradients", f"gradients: {adapted.part_of(name)}"
+    if optimizer is not None:
+        yield from ((tensor, "master_weights", "float32 copies") for tensor in optimizer.masters())
+        yield from ((tensor, "optimizer_states", "optimizer states") for tensor in optimizer.states())
+
+
+class Process(NamedTuple):
+    """A program on a card, and the bytes that it has there."""
+
+    pid: int
+    name: str
+    bytes: int
+
+
+def processes_on(device: torch.device) -> list[Process]:
+    """The programs on a card, this one included, as `nvidia-smi` lists them; none where it is not there, or cannot see
+    them, as in most containers."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
+    command = ["nvidia-smi", asked, "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    uuid, found = str(torch.cuda.get_device_properties(device).uuid), []
+    for line in listed.splitlines():
+        card, pid, mebibytes, name = [*(field.strip() for field in line.split(",", 3)), "", "", ""][:4]
+        if card.removeprefix("GPU-") == uuid and pid.isdecimal() and mebibytes.isdecimal():
+            found.append(Process(int(pid), name, int(mebibytes) << 20))
+    return found

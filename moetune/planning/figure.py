@@ -1,0 +1,100 @@
+"""A plan as a picture and as a page: memory against speed, where that is estimated, else against what trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moetune.planning.plan import Candidate, Plan
+from moetune.planning.tables import beyond, missed, speed
+from moetune.report.figures import INK, PAPER, refuse_unknown_format, rendered, style, write_whole
+from moetune.report.page import render
+from moetune.report.units import gib
+
+_GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#009e73", "^")}
+
+
+def save_figure(plan: Plan, path: Path) -> None:
+    """Writes the chart as PNG or SVG, by the file's suffix.
+
+    Raises:
+        UserError: the suffix is another one, or the file cannot be written.
+    """
+    refuse_unknown_format(path)
+    with style():
+        write_whole(path, rendered(_draw(plan), path.suffix.lower()[1:]))
+
+
+def write_page(plan: Plan, path: Path) -> None:
+    """Writes one page that asks for nothing outside itself.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with style():
+        svg = rendered(_draw(plan), "svg").decode() if plan.candidates else ""
+    svg = svg[max(svg.find("<svg"), 0) :].replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
+    said = [text.plain for text in missed(plan)]
+    write_whole(path, render("plan.html.j2", plan=plan, svg=svg, missed=said, beyond=beyond, speed=speed).encode())
+
+
+def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those points to which no other is at least as good: less of the first, more of the second; by the first."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(set(points), key=lambda point: (point[0], -point[1])):
+        if not best or point[1] > best[-1][1]:
+            best.append(point)
+    return best
+
+
+def _draw(plan: Plan) -> Figure:
+    figure = Figure(figsize=(8, 4.6), layout="constrained", facecolor=PAPER)
+    axes = figure.subplots()
+    has_speed = all(one.report.time is not None for one in plan.candidates)
+    if not has_speed:
+        axes.set_yscale("log", base=16)
+        axes.yaxis.set_major_formatter(lambda size, _: gib(int(size)))
+        axes.minorticks_off()
+    axes.set_ylabel("tokens/s, estimated" if has_speed else "weights that train on a GPU")
+    points = []
+    for number, one in enumerate(plan.candidates, 1):
+        colour, marker = _GOALS[one.goal]
+        x = one.report.required / 2**30
+        low, high = _height(one, has_speed=has_speed)
+        y = (low + high) / 2
+        points.append((x, y))
+        first = all(other.goal != one.goal for other in plan.candidates[: number - 1])
+        axes.errorbar(
+            x, y, yerr=[[y - low], [high - y]], color=colour, marker=marker, markersize=9, linestyle="none",
+            label=one.goal if first else None,
+        )  # fmt: skip
+        axes.annotate(str(number), (x, y), (-7, 5), textcoords="offset points", ha="right", fontweight="bold")
+    _draw_front(axes, front(points))
+    card = plan.usable_bytes / 2**30
+    axes.axvline(card, color=INK, linewidth=1.6, linestyle="--")
+    axes.text(card, 1.01, f"{plan.gpu}: {gib(plan.usable_bytes)}", transform=axes.get_xaxis_transform(), ha="right")
+    axes.set_xlim(0.92 * min([x for x, _ in points], default=0.0), 1.02 * card)
+    axes.margins(y=0.12)
+    axes.set_xlabel("needed of a GPU, GiB")
+    axes.set_title(plan.model, loc="left", fontweight="bold", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    if plan.candidates:
+        axes.legend(frameon=False, loc="upper left")
+    return figure
+
+
+def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
+    if has_speed:
+        assert one.report.time is not None
+        ends = one.report.time.tokens_per_second
+        return ends.slow, ends.fast
+    size = one.report.fullest.parts.trainable_weights
+    return size, size
+
+
+def _draw_front(axes: Axes, points: list[tuple[float, float]]) -> None:
+    """Steps through the Pareto front: with this memory, no more than this is to be had."""
+    if len(points) > 1:
+        axes.step(*zip(*points, strict=True), where="post", color=INK, linewidth=0.8, linestyle=":", zorder=0)

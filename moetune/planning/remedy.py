@@ -1,0 +1,82 @@
+"""What would have fitted where a run has run out of memory: largest values of single settings, or changes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moetune.catalog.gpus import Figure, Gpu
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.changes import best_changes
+from moetune.planning.combine import combination
+from moetune.planning.needs import Needs, changed
+from moetune.planning.solve import solve
+from moetune.run.resolve import ResolvedRun
+
+KEYS = (
+    "train.micro_batch", "train.eval_micro_batch", "train.sequence_length", "adapt.lora.rank", "adapt.experts.layers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings as `--set` takes them, and what a run needs with them."""
+
+    flags: tuple[str, ...]
+    required: int
+
+
+def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
+    """Settings with which a run would have needed less by what was lacking: of each single one the largest value, then
+    other single changes; changes together where none of these is enough.
+
+    What there really was may be less than the card has, as other programs take of it, and a run may need more than is
+    predicted. So what fits is taken from what is predicted of the run itself, less what was lacking.
+
+    Args:
+        lacking: bytes.
+
+    Raises:
+        UserError: it cannot be predicted.
+    """
+    needed = Needs(card, device_type=run.device_type).of(run.config).required
+    there = replace(card, memory=Figure(needed - lacking, "what there was"))
+    needs = Needs(there, device_type=run.device_type)
+    report = needs.of(run.config)
+    found = list(_solved(run.config, needs))
+    keys = {flag.partition("=")[0] for one in found for flag in one.flags}
+    found += [
+        Remedy(change.settings, change.peak_process)
+        for change in best_changes(run, report, needs.routing, there)
+        if change.fits and not keys & {flag.partition("=")[0] for flag in change.settings}
+    ]
+    if not found and (together := combination(run.config, report, needs)) is not None:
+        found.append(Remedy(together.flags, together.report.required))
+    return found
+
+
+def _solved(config: RunConfig, needs: Needs) -> Iterator[Remedy]:
+    for key in KEYS:
+        try:
+            solved = solve(config, key, needs)
+        except UserError:  # the run has no such setting
+            continue
+        if solved.at is None:
+            continue
+        if key != "train.micro_batch":
+            yield Remedy(solved.settings, solved.at.required)
+        else:
+            yield _same_step(config, solved.value, needs)
+
+
+def _same_step(config: RunConfig, most: int, needs: Needs) -> Remedy:
+    """As many rows a micro-batch as divide those of a step; the same step, unless gradients are freed as they come."""
+    train = config.train
+    rows = train.micro_batch * train.accumulate
+    micro_batch = max(size for size in range(1, most + 1) if rows % size == 0)
+    settings = {"train.micro_batch": micro_batch, "train.accumulate": rows // micro_batch}
+    if any(optimizer.fused_backward for optimizer in config.optimizers.values()):
+        settings = {"train.micro_batch": most}
+    report = needs.of(changed(config, settings))
+    return Remedy(tuple(f"{key}={value}" for key, value in settings.items()), report.required)

@@ -1,0 +1,67 @@
+"""A card that is too small: torch raises its own error, and training says what was there, or goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests import small
+from tests.nullcuda.test_commands import moetune, start
+
+TRAIN = {
+    "micro_batch": 32,
+    "accumulate": 1,
+    "steps": 2,
+    "save_every": 1,
+    "sequence_length": 1024,
+    "checkpointing": "none",
+}
+
+
+def run_file(model: Path, folder: Path, **train: Any) -> Path:
+    data = small.write_data(folder / "data.jsonl", [{"text": "a router sends every token of the text " * 200}] * 32)
+    run = small.run_file(model, data, folder / "run", "lora", train=TRAIN | train, data={"too_long": "truncate"})
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(run), encoding="utf-8")
+    return file
+
+
+def test_memory_runs_out(tmp_path: Path) -> None:
+    """On a card with a fifth less than the run takes; with half the micro-batch the same steps go on there.
+
+    The model is large enough for a card above 1.2 GiB, which transformers leaves free while it loads.
+    """
+    model = small.write_model(tmp_path / "model", hidden_size=512, intermediate_size=1024, head_dim=64)
+    file = run_file(model, tmp_path)
+    moetune("train", file)
+    taken = json.loads((tmp_path / "run/memory.json").read_text())["measured"]["peak_reserved"]
+    gib = str(0.8 * taken / 2**30)
+
+    ended = start("train", file, "--overwrite", "--json", NULL_GIB=gib)
+    out, err = ended.communicate()
+    assert ended.returncode == 1, err
+    assert "error: out of memory in step 1, micro-step 0" in err
+    assert "Traceback" not in err
+    found = json.loads(out)["out_of_memory"]
+    a_page = 20 << 20  # what is free is so much at a time
+    assert found["allocated_bytes"] + found["wanted_bytes"] > found["available_bytes"] - 2 * a_page
+    assert sum(one["bytes"] for one in found["largest"]) <= found["allocated_bytes"]
+    assert found["actual"]["allocated"] == found["allocated_bytes"]
+    assert 0 <= found["actual"]["frozen_weights"] / found["predicted"]["frozen_weights"] - 1 < 0.05  # sizes rounded up
+    (flags,) = [one["flags"] for one in found["settings"] if one["flags"][0].startswith("train.micro_batch=")]
+
+    settings = [word for flag in flags for word in ("--set", flag)]
+    mended = start("train", file, "--overwrite", *settings, NULL_GIB=gib)
+    _, err = mended.communicate()
+    assert mended.returncode == 0, err
+
+    goes_on = start("train", file, "--overwrite", "--set", "train.on_oom=halve_micro_batch", NULL_GIB=gib)
+    _, err = goes_on.communicate()
+    assert goes_on.returncode == 0, err
+    lines = small.read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    (noted,) = [line for line in lines if "out_of_memory" in line]
+    assert (noted["micro_batch"], noted["accumulate"]) == (16, 2)

@@ -1,0 +1,70 @@
+"""A plan as a picture and a page, from predictions that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moetune.config import RunConfig
+from moetune.errors import UserError
+from moetune.memory.report import Parts
+from moetune.planning.figure import front, save_figure, write_page
+from moetune.planning.plan import Candidate, Miss, Plan
+from moetune.timing.roofline import Duration, Range
+from tests.report.sample import sample
+from tests.report.test_page import Page
+
+
+def made(trained: dict[str, int], time: Duration | None = None) -> Plan:
+    candidates = []
+    for number, (goal, size) in enumerate(trained.items()):
+        rank = replace(sample().fullest, parts=Parts(frozen_weights=2**30 * (20 + number), trainable_weights=size))
+        config = RunConfig.model_validate({"model": {"path": "<model>"}, "adapt": {}, "train": {"steps": 5}})
+        report = replace(sample(), ranks=(rank,), time=time)
+        candidates.append(Candidate(goal, config, f"<b>{goal}</b>", "adamw", ("bits",), 1, report, None))  # type: ignore[arg-type]
+    return Plan("<model>", "44GiB", 44 << 30, tuple(candidates), tokens=7_200_000)
+
+
+TRAINED = {"router": 2**21, "experts": 2**32, "lora": 2**29}
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    assert front([(3, 5), (1, 1), (2, 4), (2, 2), (4, 4), (3, 5)]) == [(1, 1), (2, 4), (3, 5)]
+    assert front([]) == []
+
+
+@pytest.mark.parametrize("time", [None, Duration(1000, 1e12, 1e14, Range(1, 2), {}, {})])
+def test_the_page_shows_names_as_text_and_speed_if_it_is_known(time: Duration | None, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    write_page(made(TRAINED, time), file)
+    text = file.read_text(encoding="utf-8")
+    page = Page(text)
+    assert "<model> on 44GiB (44.00 GiB)" in page.text
+    assert "5 steps" in page.text
+    assert "mathdefault" not in text
+    assert "<b>experts</b>" in page.text
+    assert ("500 to 1,000 tokens/s, estimated, 2 to 4 h" in page.text) is (time is not None)
+    assert ("tokens/s, estimated" in text) is (time is not None)
+    assert ("weights that train" in text) is (time is None)
+    assert not [value for name, value in page.attributes if name in ("src", "href") and not value.startswith("#")]  # type: ignore[union-attr]
+
+
+def test_where_nothing_fits_the_page_says_what_is_nearest(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"model": {"path": "m"}, "adapt": {}})
+    none = replace(made({}), miss=Miss(config, "one expert", replace(sample()), None, ("NVIDIA H200",)))
+    write_page(none, tmp_path / "plan.html")
+    text = Page((tmp_path / "plan.html").read_text(encoding="utf-8")).text
+    for said in ("nothing fits 44GiB", "nearest: one expert, 1 × 2048 tokens", "no change", "it fits NVIDIA H200"):
+        assert said in text
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"plan{suffix}"
+    save_figure(made(TRAINED), file)
+    assert file.stat().st_size > 5_000
+    save_figure(made({}), file)
+    with pytest.raises(UserError, match=r"a figure is \.png or \.svg"):
+        save_figure(made(TRAINED), tmp_path / "plan.pdf")
