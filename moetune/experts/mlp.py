@@ -124,7 +124,7 @@ def expert_mlp(
 ) -> Tensor:
     """The sum over each token's experts, weighted: y [T, H] in x's dtype; gradients flow to x, the weights, the bank.
     `norms` [T, K], where no gradient is asked for, is filled with the norms of what is summed, before it is weighted.
-    `dense` weights get the gradients that they had if all experts had been chosen (dense.py); nothing else of them.
+    `dense_TE` weights get the gradients that they had if all experts had been chosen (dense.py); nothing else of them.
 
     The autograd node is made before the products run, and they fill its output afterwards. A checkpointed layer stops
     its recomputation at the last tensor that backward needs, and for most models that is this node's: the experts'

@@ -96,9 +96,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     runs: list[str] = []
     stock = moetune.experts.mlp._fill
 
-    def fill(*args: Any) -> None:
+    def fill(*args: Any, **kwargs: Any) -> None:
         runs.append("ran")
-        stock(*args)
+        stock(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(moetune.experts.mlp, "_fill", fill)
