@@ -61,7 +61,8 @@ class Profile:
 
     Attributes:
         seconds: by the clock, while it was profiled, which makes it slower.
-        launches, synchronizations: that the profiler saw; on a CPU the operations that do anything, and 0.
+        launches, synchronizations: that the profiler saw; on a CPU the operations that do anything, and 0. Where it may
+            not look at a GPU, launches are counted off operations, and synchronizations and the GPU's seconds unknown.
         gemm: FLOP/s of a large product in the run's dtype.
         copy: bytes/s read and written by a large copy.
     """
@@ -72,7 +73,7 @@ class Profile:
     tokens: int
     parts: Mapping[str, PartTime]
     launches: int
-    synchronizations: int
+    synchronizations: int | None
     gemm: float
     copy: float
 
@@ -148,7 +149,7 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
         raise UserError(f"--profile {str(file)!r} cannot be written: {error}") from None
     events = list(recording.events() or ())
     dtype = adapted.model.dtype
-    named = {event.name for event in events}
+    launched = sum(event.name in _LAUNCHES for event in events)
     done = [one for one in tracker.log.done if one.step == 2]
     return Profile(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
@@ -156,10 +157,8 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
         seconds=seconds,
         tokens=config.train.accumulate * config.train.micro_batch * config.train.sequence_length,
         parts=_by_part(events, sums(done), on_cuda),
-        launches=sum(event.name in _LAUNCHES for event in events)
-        if named & set(_LAUNCHES)
-        else round(sum(one.work.launches for one in done)),
-        synchronizations=sum(event.name in _WAITS for event in events),
+        launches=launched or round(sum(one.work.launches for one in done)),
+        synchronizations=None if on_cuda and not launched else sum(event.name in _WAITS for event in events),
         gemm=_gemm(device, dtype),
         copy=_copy(device),
     )

@@ -32,8 +32,11 @@ def profile_table(profile: Profile) -> Iterator[RenderableType]:
         milliseconds = [f"{1000 * seconds:,.0f}" for seconds in (part.seconds, part.host)][: len(times)]
         table.add_row(named(name), *milliseconds, f"{part.work.launches:,.0f}", *of_limits)
     yield table
+    waits = "unknown" if profile.synchronizations is None else f"{profile.synchronizations:,}"
+    if profile.synchronizations is None:
+        yield Text("The profiler may not look at this GPU: its times are missing.", "bold yellow")
     yield Text(
-        f"{profile.launches:,} launches, {profile.synchronizations:,} waits of the host; a product of {profile.dtype} "
+        f"{profile.launches:,} launches, {waits} waits of the host; a product of {profile.dtype} "
         f"reaches {profile.gemm / 1e9:,.1f} GFLOP/s here, a copy {profile.copy / 1e9:,.1f} GB/s. GFLOP/s are of "
         "products and attention, GB/s of all else. A profile makes the host slower.",
         "dim",
