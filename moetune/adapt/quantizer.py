@@ -238,8 +238,9 @@ class MoetuneQuantizer(HfQuantizer):
         layer, stored = self.layers[path], stack.stored
         assert isinstance(stored, Mxfp4)
         expected = (layer.shape.num_experts, *_shape(layer, last))
-        if stored.shape != expected:
-            self.problems.append(f"{name} is {[*stored.shape]}, not {[*expected]}")
+        if stored.shape != expected or not layer.shape.is_transposed:
+            turned = "" if layer.shape.is_transposed else ", and [experts, in, out] is gpt-oss' layout of MXFP4"
+            self.problems.append(f"{name} is {[*stored.shape]}, not {[*expected]}{turned}")
             self.missing[path] -= {(last, expert) for expert in range(layer.shape.num_experts)}
             return
         bank, matrix = self._bank(path), matrix_of(last)

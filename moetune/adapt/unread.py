@@ -52,13 +52,14 @@ def unread_tensors(model: ResolvedModel, selection: Selection, folder: Path, dev
         UserError: the parts of a weight do not fit together.
     """
     opened = open_checkpoint(folder)
+    may_stay = {name for name, stored in opened.items() if isinstance(stored, (Mxfp4, BitsAndBytes))}
     packed = {f"{path}.weight" for path in linears_to_pack(model.plain, model.anatomy, selection)}
     packed |= {f"{layer.experts}.{stack}" for layer in model.anatomy.moe_layers for stack in stacks(layer)}
-    homes = find_homes(model.plain, opened)
+    homes = find_homes(model.plain, may_stay)
     stay = {key for name in packed & homes.keys() for key in homes[name].every_key()}
     tensors = {}
     for name, stored in opened.items():
         if isinstance(stored, Quantized):
             stored = replace(stored, dtype=NAMES[model.dtype])
-        tensors[name] = Unread(stored, device, stays=name in stay and isinstance(stored, (Mxfp4, BitsAndBytes)))
+        tensors[name] = Unread(stored, device, stays=name in stay)
     return tensors

@@ -2,7 +2,7 @@
 
 a run folder        the adapted model on its packed base, with the values of the newest checkpoint
 a PEFT adapter      stock PEFT on the plain base that it names
-a checkpoint        stock transformers; or packed, if a precision for the base is given
+a checkpoint        stock transformers; or packed, if a precision for the base is given, or as it is published
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from moetune.adapt.base import refuse_other_headers
 from moetune.adapt.build import Adapted, build, no_progress_bars
-from moetune.anatomy.source import find_model_source
+from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.config import AdaptConfig, HardwareConfig, ModelConfig, PackedBase, ParallelConfig, RunConfig
 from moetune.data.load import chat_template, tokenizer_of
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, open_run
 from moetune.files import expanded
+from moetune.run import refusals
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
+from moetune.run.published import published
 from moetune.run.resolve import resolve
 from moetune.training.checkpoint import parts_of
 from moetune.training.run_folder import RUN_FILE
@@ -66,7 +68,8 @@ def open_model(
     """Opens a run folder, a folder with a PEFT adapter, or a model.
 
     Args:
-        base: keep a model packed like this; a run is packed as it was trained.
+        base: keep a model packed like this; a run is packed as it was trained, and a checkpoint that is published in
+            MXFP4 or NF4 stays so.
         dtype: of compute; by default a run's own, else bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
@@ -86,10 +89,16 @@ def open_model(
     source = find_model_source(what)
     if source.folder is None:
         raise UserError(f"model {what!r} has no weights that could be loaded")
-    if base is None:
+    if base is None and published(source).base is None:
         return Opened(what, "checkpoint", _stock(source.folder, device, dtype), source.folder)
-    packed = RunConfig(model=ModelConfig(path=what, base=base), adapt=AdaptConfig(also=("norm",)))
+    model = ModelConfig.model_validate({"path": what, "base": base or "auto"} | _attention(source))
+    packed = RunConfig(model=model, adapt=AdaptConfig(also=("norm",)))
     return Opened(what, "packed", _built(packed, device, dtype).model, source.folder)
+
+
+def _attention(source: ModelSource) -> dict[str, str]:
+    """Of models that have none but their own code's."""
+    return {"attention": "eager"} if any(refusals.of_attention(source.config, "sdpa")) else {}
 
 
 def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:
@@ -123,7 +132,14 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
     try:
         base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
         source = find_model_source(str(base))
-        plain: Any = _stock(str(source.folder), device, dtype)
+        try:
+            plain: Any = _stock(str(source.folder), device, dtype)
+        except UserError as error:
+            if published(source).method != "bitsandbytes":
+                raise
+            raise UserError(
+                f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
+            ) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT still asks transformers by an old name
             model = PeftModel.from_pretrained(plain, str(path)).get_base_model()

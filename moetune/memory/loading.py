@@ -51,7 +51,8 @@ def load_peaks(
         if published.method == "mxfp4":  # as it is, unless it is packed otherwise, or trains
             host = max(host, matrix * 17 // 32)
             if base != "mxfp4" or config.adapt.experts is not None:
-                looked_up = matrix * 17 // 32 + matrix // 8 + (2 + width + width // 2) * matrix
+                # transformers looks half of the weights up at a time, by indices that torch widens to 8 bytes
+                looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + width + width // 2) * matrix
                 on_the_way = max(looked_up, matrix * width + _temporaries(shape, matrix, base, width))
             return LoadPeaks(host=host + on_host, gpu=static + on_the_way)
         pieces = 3 if merges_experts(anatomy.model_type) else shape.num_experts

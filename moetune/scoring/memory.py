@@ -20,7 +20,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.run.resolve import ResolvedRun
 from moetune.scoring.recorder import Recorder, layer_of
-from moetune.scoring.score import packs, read
+from moetune.scoring.score import packs, read, refuse_dense
 from moetune.step.batch import random_rows
 
 
@@ -39,8 +39,9 @@ def predict_score(
         gpu, allocator: as in `predict`.
 
     Raises:
-        UserError: as `predict`.
+        UserError: the model is dense; or as `predict`.
     """
+    refuse_dense(run)
     tracing = partial(trace_score, sources=sources)
     report = predict(run, method="trace", gpu=gpu, allocator=allocator, advise=False, tracing=tracing)
     train = run.config.train

@@ -76,6 +76,12 @@ def to_score(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"adapt": adapt, "parallel": config.parallel.model_copy(update=shared)})
 
 
+def refuse_dense(run: ResolvedRun) -> None:
+    """Raises `UserError` if there is nothing to score."""
+    if not run.anatomy.moe_layers:
+        raise UserError(f"{run.config.model.path!r} is a dense model: it has no experts to score")
+
+
 def on_one_rank(config: RunConfig) -> RunConfig:
     """The run without the others."""
     alone = {"parallel": ParallelConfig(), "hardware": HardwareConfig(gpu=config.hardware.gpu)}
@@ -118,8 +124,7 @@ def score(
         raise UserError(
             f"parallel: makes {config.parallel.ranks} ranks, and this process is one of {ranks.parallel.ranks}"
         )
-    if not run.anatomy.moe_layers:
-        raise UserError(f"{config.model.path!r} is a dense model: it has no experts to score")
+    refuse_dense(run)
     if len(set(data)) < len(data):
         raise UserError("--data: a file is named twice")
     if out is not None:

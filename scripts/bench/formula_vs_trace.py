@@ -33,8 +33,13 @@ def config_of(name: str, what: str) -> RunConfig:
         adapt = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention"] if dense else ["attention", "experts"]}}
     return RunConfig.model_validate(
         {
-            # Some are published quantized: their sizes are those of any weights.
-            "model": {"path": name, "dtype": "bf16", "weights": "random", "attention": "eager" if eager else "sdpa"},
+            "model": {
+                "path": name,
+                "base": "nf4",
+                "dtype": "bf16",
+                "weights": "random",
+                "attention": "eager" if eager else "sdpa",
+            },
             "adapt": adapt,
             "optimizer": {"name": "adamw"},
             "train": {"micro_batch": 1, "sequence_length": LENGTH, "accumulate": 1, "checkpointing": "full"},

@@ -170,6 +170,7 @@ def cpu_config(case: CpuCase, folder: Path) -> RunConfig:
             "model": {
                 "path": str(folder),
                 "weights": "random",
+                "base": "nf4",
                 "dtype": "fp32",
                 "attention": "eager" if eager else "sdpa",
             },
@@ -241,7 +242,7 @@ def recipe(name: str, *settings: str) -> RunConfig:
 def catalog_run(model: str, adapt: dict[str, Any], /, **sections: dict[str, Any]) -> RunConfig:
     """One sequence of 2048 tokens at a time, two a step, 8-bit AdamW, on NF4; `sections` are merged into it."""
     run: dict[str, dict[str, Any]] = {
-        "model": {"path": model, "weights": "random"},
+        "model": {"path": model, "weights": "random", "base": "nf4"},
         "adapt": adapt,
         "optimizer": {"name": "adamw8bit"},
         "train": {"micro_batch": 1, "accumulate": 2, "sequence_length": 2048, "checkpointing": "full"},

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from moetune.adapt.start_from.start import open_start
 from moetune.catalog import find_model
+from moetune.errors import UserError
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
 from moetune.hub.fingerprint import Base, take_fingerprint
@@ -90,6 +91,7 @@ def test_exports_compute_what_the_run_does(run: Run, tmp_path: Path) -> None:
 
     expected = loss(run.path)
     assert expected != pytest.approx(loss(run.base), rel=1e-4)
+    assert open_model(str(run.base)).kind == "packed"
     merged = export(run.path, "merged", tmp_path / "merged")
     assert any("mxfp4" in note for note in merged.notes)
     assert loss(tmp_path / "merged") == pytest.approx(expected, rel=2e-3)  # trained weights rounded to bfloat16
@@ -142,7 +144,12 @@ def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: 
             logits, trained = (model(token_ids()).logits for model in (plain, run.adapted.model))
         error = (logits - trained).norm(dim=-1) / trained.norm(dim=-1)
         assert error.median() < 0.01  # of tokens: one may be routed otherwise
-    if adapt != "lora":
+    if adapt == "lora":
+        assert export(run.path, "vllm", tmp_path / "vllm").tensors
+        assert export(run.path, "peft", tmp_path / "peft").tensors
+        with pytest.raises(UserError, match="transformers loads no experts so; use a merged export"):
+            open_model(str(tmp_path / "peft"))
+    else:
         export(run.path, "delta", tmp_path / "delta")
         apply_delta(tmp_path / "delta", base, tmp_path / "applied")
         applied = tensors_of(tmp_path / "applied")

@@ -48,7 +48,6 @@ def catalog_run(name: str, path: str, what: str) -> RunConfig:
     adapt: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32, "targets": targets}}
     if what == "router":
         adapt = {"also": ["norm"]} if dense else {"router": "all"}
-    # Some are published quantized: their weights cannot be loaded, their sizes are those of any weights.
     model = {"path": path, "base": "nf4", "dtype": "bf16", "weights": "random"}
     return RunConfig.model_validate(
         {

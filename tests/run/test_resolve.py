@@ -217,7 +217,7 @@ def test_a_base_is_kept_as_it_is_published_unless_another_is_asked_for() -> None
 def test_a_checkpoint_in_a_format_that_is_not_read_is_refused_unless_its_weights_are_drawn(tmp_path: Path) -> None:
     config = toy_config("mixtral").to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"already quantized \(gptq\).* give a bf16 checkpoint"):
+    with pytest.raises(UserError, match=r"already quantized \(gptq\).* or a bf16 checkpoint"):
         resolve(config_of(tmp_path, {"router": "all"}))
     drawn = resolve(config_of(tmp_path, {"router": "all"}, model={"weights": "random"}))
     assert drawn.config.model.base == "nf4"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from moetune.run.resolve import resolve
 from moetune.scoring.score import score, to_score
@@ -59,4 +63,16 @@ def test_one_rank_goes_on_where_two_were_interrupted(
     done: list[int] = []
     score(resolve(to_score(config), "cpu"), [str(odd_data)], 10**9, out, device="cpu", on_batch=done.append)
     assert done == [3, 4, 5]
+    assert ranks.statistics(out.read_text())[0] == ranks.statistics(alone)[0]
+
+
+@pytest.mark.full
+def test_the_command_starts_its_ranks(alone: str, small_model: Path, odd_data: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "run.yaml", tmp_path / "scores.json"
+    run = small.run_file(small_model, odd_data, tmp_path / "run", "lora", model={"base": "fp32"}, parallel=ON_TWO[2])
+    file.write_text(yaml.safe_dump(run), encoding="utf-8")
+    command = [sys.executable, "-m", "moetune", "score", str(file), "--out", str(out), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["expert_load"] == json.loads(alone)["expert_load"]
     assert ranks.statistics(out.read_text())[0] == ranks.statistics(alone)[0]

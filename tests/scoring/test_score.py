@@ -196,6 +196,8 @@ def test_score_then_select_then_count(
         (["score", "tiny-mixtral", "--data", "unicode-names", "--data", "unicode-names"], "named twice"),
         (["score", "tiny-mixtral", "--data", "unicode-names", "--out", "no/where.json"], "there is no folder"),
         (["score", "llama-7b", "--data", "unicode-names"], "is a dense model"),
+        (["score", "llama-7b", "--predict"], "is a dense model"),
+        (["score", "tiny-mixtral", "--data", "unicode-names", "--gpu", "l40s"], "--gpu is the card that --predict"),
         (["select", "missing.json", "--k", "1"], "'missing.json' is not what moetune score writes: No such file"),
         (["select", "made.json"], "says how many experts in no way"),
         (["select", "made.json", "--k", "1", "--rule", "best"], "--rule: "),
