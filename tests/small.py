@@ -78,3 +78,11 @@ def run_config(model: Path, data: Path, output: Path, adapt: str = "router", /, 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = ("tokens_per_second", "share_of_limit", "seconds_left")
+
+
+def metrics_without_times(output: Path) -> list[dict[str, Any]]:
+    """Of two runs that do the same these are the same."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in read_metrics(output)]

@@ -128,10 +128,9 @@ class RunFolder:
             self._lock.take(f"output {str(self.path)!r}", create=create)
 
     def _contents(self) -> list[str]:
-        """Names that tell what has happened in the folder."""
+        """Names that tell what has happened in the folder: not those of its lock, and of what other ranks try there."""
         runs = self.path.iterdir() if self.path.is_dir() else ()
-        names = (item.name for item in (*runs, *self.checkpoints()))
-        return sorted(name for name in names if name != WriterLock.NAME)
+        return sorted(item.name for item in (*runs, *self.checkpoints()) if not item.name.startswith("."))
 
     def _chosen(self, resume: str) -> Path:
         """The checkpoint that `--resume PATH` names, every byte of which is as it was written."""

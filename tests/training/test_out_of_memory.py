@@ -49,10 +49,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Limited:
 
 def lines(output: Path) -> list[dict[str, Any]]:
     """Metrics of steps, without those that are times."""
-    found = [line for line in small.read_metrics(output) if "loss" in line]
-    for line in found:
-        line.pop("tokens_per_second")
-    return found
+    return [line for line in small.metrics_without_times(output) if "loss" in line]
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {

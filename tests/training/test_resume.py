@@ -118,10 +118,7 @@ def optimizer_files(checkpoint: Path) -> list[Path]:
 def outcome(run: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
     """Metrics without those that are times, trained tensors, and the optimizer's and the generators' states."""
     folder = Path(run["output"])
-    lines = small.read_metrics(folder)
-    for line in lines:
-        for key in ("tokens_per_second", "share_of_limit", "seconds_left"):
-            line.pop(key, None)
+    lines = small.metrics_without_times(folder)
     last = folder / "checkpoints" / f"step-{run['train']['steps']}"
     optimizer = {
         "tensors": {name: tensor for file in optimizer_files(last) for name, tensor in load_file(file).items()},

@@ -57,6 +57,18 @@ def test_an_empty_folder_will_do(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).check(config(), "never", overwrite=False) is None
 
 
+def test_other_ranks_may_look_whether_they_can_write(tmp_path: Path) -> None:
+    (tmp_path / ".moetune-1234").mkdir()  # as another rank does, and takes it away again
+    (folder := RunFolder(tmp_path)).check(config(), "never", overwrite=False)
+    (tmp_path / ".moetune-1234").rmdir()
+    folder.lock()
+    folder.close()
+    folder.check(config(), "never", overwrite=False)
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(UserError, match="another run wrote there meanwhile"):
+        folder.lock()
+
+
 def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert RunFolder(Path("~/run")).path == tmp_path / "run"

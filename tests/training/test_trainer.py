@@ -34,15 +34,13 @@ KEYS = [
     "step", "loss", "router_loss", "lr", "grad_norm", "skipped_steps", "tokens_per_second", "flops", "share_of_limit",
     "seconds_left", "peak_allocated", "expert_load", "routing", "idle_experts", "unchanged", "notices",
 ]  # fmt: skip
-TIMES = ("tokens_per_second", "share_of_limit", "seconds_left")
 
 
 def trained(config: RunConfig) -> list[dict[str, Any]]:
     """Trains, and gives the metrics without those that depend on the clock."""
     train(config)
     assert config.output is not None
-    lines = small.read_metrics(Path(config.output))
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+    return small.metrics_without_times(Path(config.output))
 
 
 def only_without_weights(resolved: ResolvedRun, device: torch.device | str, *more: Any) -> Adapted:
