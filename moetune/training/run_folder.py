@@ -84,7 +84,8 @@ class RunFolder:
         """
         if resume != "never" and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
-        self._check_writable()
+        if self.ranks.is_first:  # who looks what there is, and would find what others tried
+            self._check_writable()
         self._take_lock(create=False)
         self._found = self._contents()
         occupied, is_run = self._is_occupied(), self._is_run()
@@ -128,9 +129,10 @@ class RunFolder:
             self._lock.take(f"output {str(self.path)!r}", create=create)
 
     def _contents(self) -> list[str]:
-        """Names that tell what has happened in the folder: not those of its lock, and of what other ranks try there."""
+        """Names that tell what has happened in the folder."""
         runs = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted(item.name for item in (*runs, *self.checkpoints()) if not item.name.startswith("."))
+        names = (item.name for item in (*runs, *self.checkpoints()))
+        return sorted(name for name in names if name != WriterLock.NAME)
 
     def _chosen(self, resume: str) -> Path:
         """The checkpoint that `--resume PATH` names, every byte of which is as it was written."""

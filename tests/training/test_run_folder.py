@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,16 +58,15 @@ def test_an_empty_folder_will_do(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).check(config(), "never", overwrite=False) is None
 
 
-def test_other_ranks_may_look_whether_they_can_write(tmp_path: Path) -> None:
-    (tmp_path / ".moetune-1234").mkdir()  # as another rank does, and takes it away again
-    (folder := RunFolder(tmp_path)).check(config(), "never", overwrite=False)
-    (tmp_path / ".moetune-1234").rmdir()
-    folder.lock()
-    folder.close()
-    folder.check(config(), "never", overwrite=False)
-    (tmp_path / "run.yaml").touch()
-    with pytest.raises(UserError, match="another run wrote there meanwhile"):
-        folder.lock()
+def test_only_the_first_rank_tries_whether_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another one tries while the first looks would be taken for another run's."""
+    made: list[str] = []
+    stock = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", lambda path, *args, **how: (made.append(path.name), stock(path, *args, **how)))
+    for is_first in (True, False):
+        folder = RunFolder(tmp_path, SimpleNamespace(is_first=is_first))  # type: ignore[arg-type]
+        folder.check(config(), "never", overwrite=False)
+        assert len(made) == 1
 
 
 def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
