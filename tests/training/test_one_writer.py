@@ -61,7 +61,7 @@ def test_of_two_that_race_one_trains(how: dict[str, Any], run: dict[str, Any], t
         racer.join(30)
     trained = [seed for end, seed in ends if end == "done"]
     refused = [end for end, _ in ends if end != "done"]
-    assert all("being written by process" in end or "meanwhile" in end or "holds a run" in end for end in refused)
+    assert all("is being written by" in end or "meanwhile" in end or "holds a run" in end for end in refused)
     assert trained
     if not how:
         assert len(refused) == 1
