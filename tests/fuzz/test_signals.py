@@ -19,6 +19,8 @@ from moetune.config import RunConfig
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
 from moetune.parallel.launch import start_ranks
+from moetune.run.resolve import resolve
+from moetune.scoring.score import score, to_score
 from tests import small
 from tests.processes import processes
 from tests.resolved import train, write_packed_base
@@ -61,8 +63,14 @@ def work(command: str, runs: Path, out: Path, again: bool, run: dict[str, Any]) 
         write_packed_base(str(runs / "model"), out, "nf4", True)
     elif command == "apply":
         apply_delta(runs / "delta", runs / "model", out, overwrite=overwrite)
+    elif command == "score":
+        out.mkdir(exist_ok=True)
+        scored = to_score(RunConfig.model_validate(run))
+        names, file = [run["data"]["train"]], out / "scores.json"
+        score(resolve(scored, "cpu"), names, 10**9, file, overwrite=again, device="cpu", save_seconds=0)
     else:
-        export(runs / ("lora" if command == "peft" else "experts"), command, out, overwrite=overwrite)  # type: ignore[arg-type]
+        trained = "lora" if command in ("peft", "vllm") else "experts"
+        export(runs / trained, command, out, overwrite=overwrite)  # type: ignore[arg-type]
 
 
 def in_process(*arguments: Any, number: int | None = None, after: float = 60.0) -> int:
@@ -86,7 +94,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "command",
     [
-        *(pytest.param(command, marks=pytest.mark.full) for command in LONG),
+        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, "vllm", "score")),
         "delta",
         "peft",
         "merged",

@@ -22,7 +22,9 @@ def config_of(model: Path, adapt: str, accumulate: int = 1, more: Any = None, **
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("parallel", [{"fsdp": 2, "ep": 2}, {"fsdp": 2, "zero": 1}])
+@pytest.mark.parametrize(
+    "parallel", [{"fsdp": 2, "ep": 2}, pytest.param({"fsdp": 2, "zero": 1}, marks=pytest.mark.full)]
+)
 def test_micro_steps_between_the_first_and_the_last_are_alike(parallel: dict[str, Any], small_model: Path) -> None:
     """Three of five are run; what all five send is counted, and the peak is theirs."""
     config = config_of(small_model, "experts", 5, **parallel)

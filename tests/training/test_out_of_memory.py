@@ -21,6 +21,7 @@ from moetune.training import memory_record, out_of_memory
 from moetune.training.run_folder import RunFolder
 from tests import small
 from tests.resolved import train
+from tests.thinned import thinned
 
 Limited = Callable[..., int]
 
@@ -59,7 +60,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS, every=3, always=("lora, all on the host",)))
 def test_the_run_goes_on_as_one_of_half_the_micro_batch(
     way: str, limited: Limited, noisy_model: Path, small_data: Path, tmp_path: Path
 ) -> None:
