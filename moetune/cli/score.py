@@ -43,8 +43,9 @@ def score(
     import json
     import sys
 
+    from moetune.cli.ranks import exit_as_ranks
     from moetune.errors import UserError
-    from moetune.parallel.launch import is_quiet, start_ranks, was_launched
+    from moetune.parallel.launch import is_quiet, was_launched
     from moetune.run_file import load_run_config, read_run_config
 
     if model.endswith((".yaml", ".yml")):
@@ -62,12 +63,7 @@ def score(
         raise UserError("moetune score needs --data FILE, or data: in the run file")
     interrupted = "interrupted; the same command goes on from here"
     if config.parallel.ranks > 1 and not was_launched():
-        try:
-            code = start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], config.parallel.ranks)
-        except KeyboardInterrupt:
-            print(interrupted, file=sys.stderr)
-            raise
-        raise typer.Exit(code)
+        exit_as_ranks(config.parallel.ranks, interrupted)
 
     with heavy_imports():
         from moetune.parallel.join import joined

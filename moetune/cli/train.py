@@ -33,7 +33,8 @@ def train(
     import sys
 
     from moetune.catalog.gpus import find_gpu
-    from moetune.parallel.launch import is_quiet, start_ranks, was_launched
+    from moetune.cli.ranks import exit_as_ranks
+    from moetune.parallel.launch import is_quiet, was_launched
     from moetune.run_file import refuse_existing_run, refuse_missing_files
 
     config = read_run(run, set_)
@@ -50,12 +51,7 @@ def train(
             from moetune.run.resolve import resolve
 
         record_ahead(resolve(config, this_device()))
-        try:
-            code = start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], config.parallel.ranks)
-        except KeyboardInterrupt:
-            print(interrupted, file=sys.stderr)
-            raise
-        raise typer.Exit(code)
+        exit_as_ranks(config.parallel.ranks, interrupted)
 
     import json
     from contextlib import nullcontext
