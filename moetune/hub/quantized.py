@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ _PARTS = (
 
 
 @dataclass(frozen=True)
-class Quantized(Stored):
+class Quantized(Stored, ABC):
     """A weight that is stored in `parts`, by the end of their names.
 
     Attributes:
@@ -47,9 +48,9 @@ class Quantized(Stored):
 
     parts: Mapping[str, Stored] = field(default_factory=dict, repr=False)
 
+    @abstractmethod
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Rows `start` to `stop` [stop - start, ...], computed on `device`."""
-        raise NotImplementedError
 
     def write(self, rows: Tensor, start: int = 0) -> None:
         raise AssertionError("what is quantized is not written to")

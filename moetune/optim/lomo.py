@@ -11,6 +11,7 @@ exist for a block of a matrix at a time. When they run is the business of step/f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,12 +22,12 @@ from torch import Tensor
 BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
 
 
-class ScalingOptimizer(torch.optim.Optimizer):
+class ScalingOptimizer(torch.optim.Optimizer, ABC):
     """One whose `step` multiplies gradients itself, in float32."""
 
+    @abstractmethod
     def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
         """One update with gradients times `scale`."""
-        raise NotImplementedError
 
 
 class Lomo(ScalingOptimizer):
