@@ -25,6 +25,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moetune.data.json_array import JsonArray
 from moetune.errors import UserError, suggest
 from moetune.files import expanded
 
@@ -46,6 +47,7 @@ FILE_SUFFIXES = (
     ".py",
 )
 UTF8_MARK = b"\xef\xbb\xbf"
+_SOME_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _file_source(spec: str, path: Path) -> Source:
             with path.open("rb") as handle:
                 is_array = _begins_an_array(handle)
             if is_array:
-                return Source(spec, "record", _array_rows(path.read_bytes()))
+                return Source(spec, "record", _array_rows(path.open("rb")))
             return Source(spec, "line", _json_rows(path.open("rb")))
         if suffix in CSV_SUFFIXES:
             return Source(spec, "line", _csv_rows(path, CSV_SUFFIXES[suffix]))
@@ -193,15 +195,23 @@ def _text_rows(raw: bytes) -> Iterator[Row]:
 
 
 def _begins_an_array(handle: IO[bytes]) -> bool:
-    return next((line for raw in handle if (line := raw.removeprefix(UTF8_MARK).strip())), b"").startswith(b"[")
+    first = handle.read(_SOME_BYTES).removeprefix(UTF8_MARK)
+    while first and not first.strip():
+        first = handle.read(_SOME_BYTES)
+    return first.strip().startswith(b"[")
 
 
-def _array_rows(raw: bytes) -> Iterator[Row]:
-    whole = _parse_json(1, raw.removeprefix(UTF8_MARK))
-    if whole.problem is not None:
-        yield whole
-        return
-    yield from (Row(number, value) for number, value in enumerate(whole.value, 1))
+def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
+    """What is wrong with the file is said of its first record that is not whole."""
+    number = 0
+    with handle:
+        array = JsonArray(handle)
+        try:
+            for number, value in enumerate(array, 1):
+                yield Row(number, value)
+        except (ValueError, RecursionError) as error:
+            where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
+            yield Row(number + 1, problem=_not_json(error, *where))
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
@@ -237,13 +247,18 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
 def _parse_json(number: int, line: bytes) -> Row:
     try:
         return Row(number, json.loads(line.decode()))
-    except UnicodeDecodeError:
-        return Row(number, problem="not valid UTF-8")
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column" if error.lineno > 1 else "column"
-        return Row(number, problem=f"not valid JSON: {error.msg} ({where} {error.colno})")
+        return Row(number, problem=_not_json(error, error.lineno, error.colno))
     except (ValueError, RecursionError) as error:
-        return Row(number, problem=f"not valid JSON: {error}")
+        return Row(number, problem=_not_json(error))
+
+
+def _not_json(error: ValueError | RecursionError, line: int = 1, column: int = 1) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not valid UTF-8"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error}"
+    return f"not valid JSON: {error.msg} ({f'line {line}, ' if line > 1 else ''}column {column})"
 
 
 def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
