@@ -87,7 +87,10 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     if not isinstance(raw, dict):
         raise UserError(f"{what} must hold a mapping with model: and adapt:")
     _find_beside(raw, path)
-    return read_run_config(raw, overrides, what)
+    for override in overrides:
+        _apply_override(raw, override)
+    _find_beside(raw, path, unless_here=True)  # what was typed here is meant here, if it is here
+    return read_run_config(raw, (), what)
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
@@ -148,7 +151,7 @@ _PATHS = (
 _FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
 
 
-def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
+def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = False) -> None:
     """Makes paths that exist relative to the run file's folder absolute."""
 
     def found(key: str, value: Any) -> Any:
@@ -161,6 +164,7 @@ def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
         place = run_file.absolute().parent / value
         try:
             is_there = (place / "config.json").is_file() if key == "path" else place.exists()
+            is_there = is_there and not (unless_here and Path(value).exists())
         except (OSError, ValueError):  # no name that a file can have
             is_there = False
         return str(place) if is_there else value
