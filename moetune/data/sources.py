@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from moetune.data.json_array import JsonArray
 from moetune.errors import UserError, suggest
-from moetune.files import expanded
+from moetune.files import expanded, names_in
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -126,11 +126,7 @@ def looks_like_a_file(spec: str) -> bool:
 
 def _nearest(path: Path) -> str:
     """` Did you mean …?` with the nearest name beside `path` or in the catalog, or nothing."""
-    try:
-        neighbours = [item.name for item in path.parent.iterdir()]
-    except OSError:
-        neighbours = []
-    return suggest(path.name.partition(":")[0], [*neighbours, *catalog_names()])
+    return suggest(path.name.partition(":")[0], [*names_in(path.parent), *catalog_names()])
 
 
 def _file_source(spec: str, path: Path) -> Source:
