@@ -157,7 +157,8 @@ class ClosedForm:
             for counts in (rows.trained, rows.held_out)
         )
         is_alone = self.tail.trains and batch.size >= batch.tokens
-        shape = Shape(alignment(length), is_alone, held_out is not None, idle)  # type: ignore[arg-type]
+        one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
+        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle)  # type: ignore[arg-type]
         sizes = {**rows_and_borders(train.micro_batch, "B"), **lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES)}
         if held_out is not None:
             sizes |= {**rows_and_borders(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}

@@ -141,9 +141,11 @@ class _Telling:
         for _ in range(number + 1):
             rows = next(free)
             held_out_rows = next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
+        rows = 1 if shape.one_row else rows
         # One above a multiple of 128 pieces: what it is rounded up to then differs, whatever it is rounded to.
-        candidates = (shape.aligned * p for p in primes(53) if p % (2 * _LONGEST // shape.aligned) == 1)
-        sequence = next(islice((n for n in candidates if _tells(n, (rows, held_out_rows))), number, None))
+        shortest = 2**16 // shape.aligned if shape.one_row else 53
+        candidates = (shape.aligned * p for p in primes(shortest) if p % (2 * _LONGEST // shape.aligned) == 1)
+        sequence = next(islice((n for n in candidates if _tells(n, {rows, held_out_rows} - {1})), number, None))
         held_out = telling_chunks(held_out_rows * sequence) if shape.held_out else None
         batch = telling_chunks(rows * sequence, alone=shape.is_alone)
         return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle)
@@ -153,11 +155,9 @@ class _Telling:
         return telling_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
 
     def sizes(self) -> Sizes:
-        sizes = {
-            **rows_and_borders(self.rows, "B"),
-            **lengths(self.sequence),
-            **sizes_of_chunks(self.batch, CHUNK_NAMES),
-        }
+        sizes = {**lengths(self.sequence), **sizes_of_chunks(self.batch, CHUNK_NAMES)}
+        if self.rows > 1:
+            sizes |= rows_and_borders(self.rows, "B")
         if self.held_out is not None:
             sizes |= {**rows_and_borders(self.held_out_rows, "E"), **sizes_of_chunks(self.held_out, HELD_OUT_NAMES)}
         return sizes
@@ -166,7 +166,7 @@ class _Telling:
 _LONGEST = 64  # what a length is aligned to at most (sizes.py)
 
 
-def _tells(sequence: int, rows: Sequence[int]) -> bool:
+def _tells(sequence: int, rows: Collection[int]) -> bool:
     """Whether no size that follows from the length is a product of small primes, or shares one with the rows."""
     return all(
         _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()

@@ -41,12 +41,15 @@ class Shape:
 
     Attributes:
         aligned: the largest power of two up to 64 that divides the length.
+        one_row: whether a batch has one row, and attention is computed by plain operations: some copy rows that are
+            beside others, and not a single one.
         is_alone: whether a batch is one chunk of the loss, of a tail that trains: then no gradients are summed up.
         held_out: whether there are held-out batches that count.
         idle: the numbers of the experts that receive no token, of a batch and of a held-out one.
     """
 
     aligned: int
+    one_row: bool = False
     is_alone: bool = False
     held_out: bool = False
     idle: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

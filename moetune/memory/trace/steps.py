@@ -275,6 +275,8 @@ class Steps(Watched):
         self.stepper.finish()
         if tracker.counter is not None:  # the norm is looked at, and once more to clip
             tracker.counter.note(READ * (2 if self.config.train.max_grad_norm else 1))
+        for tensor in self.optimizer.states():  # some were made before anything was followed: quantization maps
+            tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")
 
     def _evaluate(self, tracker: Tracker, feed: Feed) -> None:
