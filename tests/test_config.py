@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moetune.config import RunConfig, TrainConfig, parse_ids
+from moetune.config import RunConfig, TrainConfig
 from moetune.errors import UserError, suggest
+from moetune.fields import parse_ids
 from moetune.other_names import OTHER_NAMES
 from moetune.run_file import _fields_at, load_run_config, refuse_missing_files
 
