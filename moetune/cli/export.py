@@ -61,6 +61,10 @@ def export(
     with heavy_imports():
         from moetune.exporting.export import export as export_trained
 
+    if push is not None:
+        from moetune.exporting.push import check_push
+
+        check_push(push)
     result = export_trained(run, format_.value, out, overwrite=overwrite)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
