@@ -16,7 +16,6 @@ from moetune.catalog.gpus import find_gpu
 from moetune.config import RunConfig
 from moetune.memory.predict import predict
 from moetune.planning.needs import Needs, changed
-from moetune.planning.plan import _traced
 from moetune.planning.search import Search
 from moetune.planning.ways import Way, ways
 from moetune.run.resolve import resolve_model
@@ -99,7 +98,7 @@ def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
         assert experts is not None
         assert (len(experts.layers), len(experts.ids)) == best
         assert found.report.fits
-        assert found.beyond is None or not found.beyond[1].fits
+        assert found.beyond is None or not found.beyond.report.fits
         assert looked_at < len(list(search.grid())) / 4
 
 
@@ -130,10 +129,10 @@ def test_what_is_found_fits_by_trace_and_a_notch_more_does_not(number: int, smal
     experts = found.config.adapt.experts
     assert experts is not None
     assert (len(experts.layers), len(experts.ids)) == exhaustive(search, way)
-    found = _traced(found, search)
+    found = search.traced(found)
     assert found is not None
     assert found.beyond is not None
     assert found.report.method == "trace"
     assert found.report.fits
     further = changed(found.config, {"train.micro_batch": 2 * found.config.train.micro_batch})
-    assert not predict(further, advise=False).fits or not found.beyond[1].fits
+    assert not predict(further, advise=False).fits or not found.beyond.report.fits
