@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from moetune.anatomy.source import find_model_source
 from moetune.catalog.gpus import find_gpu, gpu_names
 from moetune.config import RunConfig
 from moetune.errors import UserError, one_line
@@ -17,6 +18,8 @@ from moetune.planning.needs import Needs, changed
 from moetune.planning.search import Beyond, Found, Search
 from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
 from moetune.planning.workers import Workers
+from moetune.run import refusals
+from moetune.run.published import published
 from moetune.run_file import read_run_config
 
 SHORTEST = 1024
@@ -154,9 +157,11 @@ def plan(
     Raises:
         UserError: no such model or card.
     """
+    source = find_model_source(model)
+    eager = {"attention": "eager"} if any(refusals.of_attention(source.config, "sdpa")) else {}
     start = read_run_config(
         {
-            "model": {"path": model},
+            "model": {"path": model, **eager},
             "adapt": {},
             "train": {"sequence_length": length},
             "hardware": {"gpu": gpu},
@@ -174,7 +179,7 @@ def plan(
         for goal in goals:
             if goal != "lora" and not search.layers:
                 continue
-            tried += (all_ways := list(ways(goal, search.anatomy, count)))
+            tried += (all_ways := list(ways(goal, search.anatomy, count, published(source).base)))
             possible = [way for way in all_ways if search.may_fit(way)]
             for is_slow in (False, True):
                 some = [way for way in possible if _is_slow(way) is is_slow]
@@ -198,6 +203,7 @@ def plan(
                 candidates.append(_candidate(sure, search.needs, tokens))
             else:
                 notes.append(f"{one.way.goal}, {one.way.words}: fits by closed form and not by trace; left out")
+    notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
     miss = None if candidates else _nearest(search, tried, say)
     return Plan(model, gpu, search.usable, tuple(candidates), miss, tuple(notes), tokens)
 
