@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable
 from contextlib import closing
@@ -191,22 +192,24 @@ def _train(
             console.print(f"skipping damaged {reason}", highlight=False, soft_wrap=True)
         console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
         trainer.args.eval_on_start = False
+    refused = None
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except torch.OutOfMemoryError:
-        refused = memory.refused()
-        if refused is None:
+        if (refused := memory.refused()) is None:
             raise
+    finally:
+        interruptible.end()
+        progress.stop()
+        memory.finish()
+    if refused is not None:
+        gc.collect()  # a checkpointed layer that failed keeps torch's hooks on, which a trace would run into
         whole = [str(checkpoint) for checkpoint in folder.checkpoints()][-1:]
         found = examine(
             trainer.smaller_run(), refused, trainer.where, device, adapted, trainer.stepper.optimizer, *whole
         )
         folder.write_out_of_memory(found.to_json())
         raise_out_of_memory(found)
-    finally:
-        interruptible.end()
-        progress.stop()
-        memory.finish()
     notices.at_end(trainer.total_load)
     return TrainResult(output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
