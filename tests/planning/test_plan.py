@@ -15,7 +15,7 @@ from moetune.planning.search import Found, Search
 from moetune.planning.solve import solve
 from moetune.planning.ways import Goal, Way, ways
 from moetune.run_file import load_run_config
-from tests.cli.test_commands import OFFLINE, ROOT
+from tests.cli.test_commands import ROOT
 from tests.thinned import thinned
 
 FEW_EXPERTS = ("mixtral-8x7b", "phi-3.5-moe", "mixtral-8x22b")
@@ -89,7 +89,7 @@ def test_a_small_question(goal: Goal, small_model: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in recipes() if not name.startswith("tiny")])
 def test_the_most_rows_of_a_recipe(name: str) -> None:
-    config, needs = load_run_config(ROOT / "configs" / f"{name}.yaml", OFFLINE.get(name, ())), Needs()
+    config, needs = load_run_config(ROOT / "configs" / f"{name}.yaml"), Needs()
     solved = solve(config, "train.micro_batch", needs)
     assert solved.at is not None
     assert solved.value >= config.train.micro_batch
