@@ -136,7 +136,9 @@ class QuickFakeMode(FakeTensorMode):
             return self._make(func, types, args, kwargs)
         kind, made = known
         tensors = [one.again(self) for one in made]
-        return tensors[0] if kind is FakeTensor else kind(tensors)
+        if kind is list:
+            return tensors
+        return tensors[0] if kind is FakeTensor else tuple(tensors)
 
     def _make(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         device = self._device_of(args) if func in _ON_META and "device" not in kwargs else None

@@ -6,6 +6,8 @@ import gc
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import cache
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -58,12 +60,15 @@ class Workers:
             for number, one in enumerate(asked):
                 if number == 1 and self._pool is not None:  # from the other end
                     later = reversed(range(1, len(asked)))
-                    futures = {at: self._pool.submit(_answer, self._start, question, asked[at]) for at in later}
-                if number in futures and not futures[number].cancel():
-                    yield one, futures[number].result()
-                else:
+                    with suppress(BrokenProcessPool):  # the others were ended: what they had is looked at here
+                        futures = {at: self._pool.submit(_answer, self._start, question, asked[at]) for at in later}
+                there = futures.get(number)
+                if there is None or there.cancel() or isinstance(there.exception(), BrokenProcessPool):
                     say(one)
-                    yield one, _answered(self.search, question, one)
+                    answer = _answered(self.search, question, one)
+                else:
+                    answer = there.result()
+                yield one, answer
         finally:
             for future in futures.values():
                 future.cancel()

@@ -147,6 +147,8 @@ def test_what_is_made_again_is_of_its_own_type_and_memory() -> None:
         assert [(x * number).dtype for number in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
         assert (flags * True).dtype == torch.bool != (flags * 1).dtype
         made = [torch.sort(x) for _ in range(2)]
+        normed = [torch.native_layer_norm(torch.empty(3, 4), [4], None, None, 1e-5) for _ in range(2)]
+        assert [[tensor.shape for tensor in one] for one in normed] == [[(3, 4), (3, 1), (3, 1)]] * 2
         assert len({values.untyped_storage()._cdata for pair in made for values in pair}) == 4
 
 
