@@ -12,8 +12,9 @@ from typing import Any
 
 from moetune.anatomy.selection import ranges
 from moetune.catalog.gpus import find_gpu, gpu_names
-from moetune.config import IdSet, RunConfig
+from moetune.config import RunConfig
 from moetune.errors import UserError, suggest
+from moetune.fields import IdSet
 from moetune.memory.report import MemoryReport
 from moetune.planning.needs import Needs, changed
 from moetune.run.resolve import ResolvedRun

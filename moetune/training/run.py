@@ -20,6 +20,7 @@ from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
+from moetune.data.documents import values
 from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
 from moetune.data.preview import steps_an_epoch
 from moetune.errors import UserError, suggest
@@ -348,7 +349,8 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     data = load_data(config.data, tokenizer, config.train)
     known = run.model.settings.get_text_config().vocab_size
-    largest = max(max(row) for part in (data.train, data.eval) if part is not None for row in part["input_ids"])
+    parts = [part for part in (data.train, data.eval) if part is not None]
+    largest = max(int(some.max()) for part in parts for some in values(part, "input_ids"))
     padding = pad_token_id(tokenizer)
     if max(largest, padding) >= known:
         what = "pads with" if padding >= known else "gives"

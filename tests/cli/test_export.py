@@ -80,7 +80,7 @@ def refused(ended: Any, message: str) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path, moetune: Callable[..., Any]) -> None:
     rest = ("--format", "delta", "--out", tmp_path / "out")
-    refused(moetune("export", tmp_path / "none", *rest), r"run folder '.*none' does not exist")
+    refused(moetune("export", tmp_path / "none", *rest), r"run folder '.*none' does not exist\.")
     refused(moetune("export", tmp_path, *rest), r"'.*' is not a run folder: no run\.yaml in it")
     assert list(tmp_path.iterdir()) == []
 
