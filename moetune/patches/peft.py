@@ -17,7 +17,7 @@ class Factor(nn.Linear):
 
 
 def compute_in_the_inputs_dtype(layer: Any) -> None:
-    """Lets a LoRA layer multiply in the dtype of its input, scale the narrow rows, and add in place.
+    """Lets a LoRA layer multiply in the dtype of its input, and scale the narrow rows.
 
     PEFT's own casts the input to the factors' dtype, in which it scales all rows of the output and adds, and clones
     what a 4-bit layer gives. Its cast can be switched off (`cast_input_dtype_enabled`), but then dtypes disagree.
@@ -33,5 +33,4 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     if layer.disable_adapters or layer.merged:
         return out
     A, B, dropout = (of["default"] for of in (layer.lora_A, layer.lora_B, layer.lora_dropout))
-    low_rank: Tensor = B(A(dropout(x)) * layer.scaling["default"])
-    return low_rank.add_(out)  # not the other way round: what is `out` may be a view, which autograd refuses to change
+    return out + B(A(dropout(x)) * layer.scaling["default"])  # not in place: under tp either may be a view
