@@ -51,7 +51,7 @@ def test_the_report_is_json_with_the_keys_that_are_published(report: dict[str, A
     assert toy["checkpointing"].keys() == {"none", "full"}
     for result in toy["checkpointing"].values():
         assert result.keys() == {"agreement", "parameters", "seconds", "bytes", "ratios"}
-        assert result["ratios"].keys() == {"speed", "peak", "above"}
+        assert result["ratios"].keys() == {"speed", "cpu_time", "peak", "above"}
         for side in ("moetune", "peft"):
             assert len(result["seconds"][side]["all"]) == 2
             memory = result["bytes"][side]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moetune.config import RunConfig
 
@@ -167,9 +167,9 @@ def varlen_attention(
         value = pad(value, (0, size - size_v))
     if missing := -size % 8:
         query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))
-    if not _TAKES_GROUPS:
-        key, value = (repeat_kv(tensor, heads // tensor.shape[1]) for tensor in (key, value))
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if not _TAKES_GROUPS:
+        k, v = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (k, v))
     out = within_documents(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
     return out.view(rows, length, heads, -1)[..., :size_v], None
 

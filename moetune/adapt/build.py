@@ -21,6 +21,7 @@ from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import enable_checkpointing, keep_choices
 from moetune.adapt.lora import add_lora
 from moetune.adapt.materialize import realize
+from moetune.adapt.norms import fuse_norms
 from moetune.adapt.pack import (
     Fill,
     bank_links,
@@ -152,6 +153,7 @@ def build(
             _pack(model, run, device, fill, ranks.placement, links)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
+    fuse_norms(model)
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"

@@ -12,34 +12,7 @@ from transformers import PreTrainedModel
 
 from moetune.config import LoraConfig
 from moetune.errors import UserError
-from moetune.patches.peft import cast_inputs_by
-
-
-class SharedInput:
-    """One float32 copy of an input for all adapters of a module that read it, as q, k and v do, kept for backward once.
-
-    PEFT by itself makes a copy for each. This one is forgotten when the module's forward pass ends.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._latest: tuple[Tensor, int | None, Tensor] | None = None  # an input, its version, and its copy
-        module.register_forward_hook(self._forget, always_call=True)
-
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x in `dtype`: x itself if it has it, else a copy, the one of the last call if that had the same x."""
-        if x.dtype == dtype:
-            return x
-        now = None if x.is_inference() else x._version
-        if self._latest is not None:
-            source, version, copy = self._latest
-            if source is x and version == now and copy.dtype == dtype:
-                return copy
-        copy = x.to(dtype)
-        self._latest = x, now, copy
-        return copy
-
-    def _forget(self, *_: object) -> None:
-        self._latest = None
+from moetune.patches.peft import compute_in_the_inputs_dtype
 
 
 class Dropout(nn.Module):
@@ -57,7 +30,8 @@ class Dropout(nn.Module):
 
 
 def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -> None:
-    """Wraps each linear module in `paths` with PEFT's LoRA, in place. Factors are float32, as PEFT keeps them.
+    """Wraps each linear module in `paths` with PEFT's LoRA, in place. Factors are float32, as PEFT keeps them,
+    and multiply in the compute dtype, as the experts' do.
 
     Raises:
         UserError: PEFT left one of the paths as it was.
@@ -78,8 +52,4 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
         if lora.dropout:
             dropouts: Any = module.lora_dropout
             dropouts["default"] = Dropout(lora.dropout)
-    for parent in {path.rpartition(".")[0]: None for path in paths}:
-        share = SharedInput(model.get_submodule(parent))
-        for path in paths:
-            if path.rpartition(".")[0] == parent:
-                cast_inputs_by(model.get_submodule(path), share.cast)
+        compute_in_the_inputs_dtype(module)

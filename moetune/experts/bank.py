@@ -194,6 +194,8 @@ class ExpertBank(nn.Module):
             here = () if self.plan.lora is None else self.plan.lora.ids
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
+        kinds = groupby(range(self.num_experts), key=lambda slot: self._kind(self.held[slot]))
+        self._runs = [(kind, list(slots)) for kind, slots in kinds]
 
     @torch.no_grad()
     def put_(self, expert: int, part: Part, tensor: Tensor) -> None:
@@ -222,8 +224,7 @@ class ExpertBank(nn.Module):
         and its gradients leave alone."""
         largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
         most = max(1, min(self.links.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
-        for kind, run in groupby(range(self.num_experts), key=lambda slot: self._kind(self.held[slot])):
-            slots = list(run)
+        for kind, slots in self._runs:
             parts = len(slots) if kind == "trained" else -(-len(slots) // most)
             ends = [slots[0] + len(slots) * part // parts for part in range(parts + 1)]
             yield from (range(*pair) for pair in pairwise(ends))

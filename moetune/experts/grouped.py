@@ -72,7 +72,11 @@ _library.define("grouped_mm(Tensor a, Tensor b, Tensor ends, int[] counts) -> Te
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
     """a [N, p] times b [C, p, q] is [N, q]; a [p, N] times b [N, q] is [C, p, q]."""
-    if a.is_cuda and runs_as_one(torch.cuda.get_device_capability(a.device), a, b):
+    if a.is_cuda:
+        as_one = runs_as_one(torch.cuda.get_device_capability(a.device), a, b)
+    else:  # torch's is the loop below, in C++
+        as_one = a.dtype in _ON_CPU and _is_aligned(a, b)
+    if as_one:
         return grouped_mm(a, b, offs=ends)
     out = _empty(a, b, ends, counts)
     if b.dim() == 3:
@@ -90,15 +94,18 @@ def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
 
 def runs_as_one(capability: tuple[int, int], a: Tensor, b: Tensor) -> bool:
     """Whether such a card has a kernel for all groups together, which takes bfloat16 whose rows begin at 16 bytes."""
-    if a.dtype != torch.bfloat16 or capability[0] not in (9, 10):
-        return False
-    return b.shape[-1] % 8 == 0 and _is_aligned(a) and _is_aligned(b)
+    return a.dtype == torch.bfloat16 and capability[0] in (9, 10) and _is_aligned(a, b)
 
 
-def _is_aligned(matrix: Tensor) -> bool:
-    short, long = sorted(matrix.stride()[-2:])
-    return short == 1 and long % 8 == 0 and matrix.storage_offset() % 8 == 0
+def _is_aligned(a: Tensor, b: Tensor) -> bool:
+    """Whether rows begin at 16 bytes, those of the product too."""
+    per_16 = 16 // b.itemsize
+    layouts = ((sorted(matrix.stride()[-2:]), matrix.storage_offset()) for matrix in (a, b))
+    return b.shape[-1] % per_16 == 0 and all(
+        short == 1 and long % per_16 == 0 and offset % per_16 == 0 for (short, long), offset in layouts
+    )
 
 
+_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 _library.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
 torch.library.register_fake("moetune::grouped_mm", _empty, lib=_library)

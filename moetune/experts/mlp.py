@@ -163,7 +163,7 @@ def _add_group(
     norms: Tensor | None,
 ) -> None:
     gate_up, down = bank.projections(group.slots, x_TH.dtype)
-    gate_up_NO = gate_up.forward(x_TH[group.token_N], group.rows)
+    gate_up_NO = gate_up.forward(x_TH.index_select(0, group.token_N), group.rows)
     act_NI = bank.activation(gate_up_NO)
     if kept is not None:
         kept.append(gate_up_NO)
@@ -209,12 +209,12 @@ class _ExpertMlp(torch.autograd.Function):
             """One group's share. What it unpacks and recomputes is gone when it returns, before the next one's."""
             rows = group.rows
             gate_up, down = bank.projections(group.slots, x_TH.dtype)
-            dy_NH = dy_TH[group.token_N]
+            dy_NH = dy_TH.index_select(0, group.token_N)
             dact_NI = down.grad_input(dy_NH, rows)  # before gate_up is unpacked: one group of matrices at a time
 
             unpacked = gate_up.weights() if kept_NO is None else None
             if kept_NO is None:
-                gate_up_NO = gate_up.forward(x_TH[group.token_N], rows, unpacked)
+                gate_up_NO = gate_up.forward(x_TH.index_select(0, group.token_N), rows, unpacked)
             else:
                 gate_up_NO = kept_NO.detach()
             gate_up_NO.requires_grad_()
@@ -237,7 +237,7 @@ class _ExpertMlp(torch.autograd.Function):
             if dx is not None:
                 dx.add(group, gate_up.grad_input(dgate_up_NO, rows, unpacked))
             if gate_up.trains:
-                gate_up.add_gradients(grads, x_TH[group.token_N], dgate_up_NO, rows)
+                gate_up.add_gradients(grads, x_TH.index_select(0, group.token_N), dgate_up_NO, rows)
                 _to_hook(bank, gate_up, grads)  # last: it may change the weight that was used above
 
         for number, group in enumerate(routing.groups(bank, weights_TK, x_TH.dtype)):

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import AllToAllEP, _AllToAllState, _WaitTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -41,6 +43,21 @@ def draw(model: PreTrainedModel, module: nn.Module) -> None:
 def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], Tensor]:
     """gate_up rows [N, O] -> act rows [N, I], as the experts of a model compute them."""
     return getattr(experts, "_apply_gate" if has_gate else "act_fn")
+
+
+def _code_of(function: Callable[..., Any]) -> tuple[Any, ...]:
+    code = function.__code__
+    return code.co_code, code.co_consts, code.co_names
+
+
+_RMS_NORMS = tuple(_code_of(norm.forward) for norm in (LlamaRMSNorm, GptOssRMSNorm))
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module computes what Llama's RMS norm does, or gpt-oss's. Each model file has a class of its own with
+    the same code, so the code is compared: a norm that adds one to its weight, say, is another."""
+    forward = type(module).forward
+    return hasattr(forward, "__code__") and _code_of(forward) in _RMS_NORMS
 
 
 _BY_LENGTH = ("dynamic", "longrope")

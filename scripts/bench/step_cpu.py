@@ -9,7 +9,8 @@ AdamW. Before anything is timed, their losses and every factor's gradient are co
 
 **Time.** Repetitions alternate (moetune, PEFT, moetune, ...) in one process, after a warm-up of both, so a slow moment
 of the machine meets both. A ratio is PEFT / moetune of one such pair: above 1, moetune is faster. One thread by
-default: where other jobs run too, threads that wait for each other measure the scheduler.
+default: where other jobs run too, threads that wait for each other measure the scheduler. CPU time is what the process
+worked: other jobs on the cores change it less.
 
 **Memory.** Storages of tensors, counted when an operation returns one and until it is freed. `before` is what is alive
 when a step begins (weights, factors, optimizer states, batch), `peak` the most alive at once during the step, optimizer
@@ -228,16 +229,20 @@ def compare(moetune: Side, peft: Side) -> dict[str, float]:
     return {**errors, "tolerance": TOLERANCE, "loss_value": theirs.item()}
 
 
-def time_steps(sides: dict[str, Side], repetitions: int, warm_up: int) -> dict[str, list[float]]:
-    """Seconds of each step of each side, in turn."""
+def time_steps(
+    sides: dict[str, Side], repetitions: int, warm_up: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each step of each side, in turn; and those of them that a core worked for it."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    worked: dict[str, list[float]] = {name: [] for name in sides}
     for repetition in range(warm_up + repetitions):
         for name, side in sides.items():
-            start = time.perf_counter()
+            start, start_worked = time.perf_counter(), time.process_time()
             side.train_step()
             if repetition >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
-    return seconds
+                worked[name].append(time.process_time() - start_worked)
+    return seconds, worked
 
 
 class LiveStorages(TorchDispatchMode):
@@ -324,8 +329,10 @@ def measure(
     copy_factors(moetune, peft, sizes)
     agreement = compare(moetune, peft)
     sides = dict(zip(SIDES, (moetune, peft), strict=True))
-    seconds = time_steps(sides, repetitions, warm_up)
-    pairs = [theirs / ours for ours, theirs in zip(*seconds.values(), strict=True)]
+    seconds, worked = time_steps(sides, repetitions, warm_up)
+    pairs, of_cpu = (
+        [theirs / ours for ours, theirs in zip(*times.values(), strict=True)] for times in (seconds, worked)
+    )
     memory = {name: step_memory(side, batch) for name, side in sides.items()}
     return {
         "agreement": agreement,
@@ -337,6 +344,7 @@ def measure(
         "bytes": memory,
         "ratios": {
             "speed": {"median": median(pairs), "min": min(pairs), "max": max(pairs)},
+            "cpu_time": {"median": median(of_cpu), "min": min(of_cpu), "max": max(of_cpu)},
             "peak": memory["moetune"]["peak"] / memory["peft"]["peak"],
             "above": memory["moetune"]["above"] / memory["peft"]["above"],
         },
@@ -359,6 +367,7 @@ def table(report: dict[str, Any]) -> str:
                 lines.append(f"{row} | {side} | {result['seconds'][side]['median']:.3f} s | {memory} |")
             ratios = result["ratios"]
             speed = "{median:.2f}× faster ({min:.2f} to {max:.2f})".format(**ratios["speed"])
+            speed += f", {ratios['cpu_time']['median']:.2f}× in CPU time"
             lines.append(
                 f"{row} | **ratio** | **{speed}** | | **{ratios['peak']:.2f}×** | **{ratios['above']:.2f}×** |"
             )

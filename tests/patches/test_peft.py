@@ -1,25 +1,29 @@
 """What is changed of PEFT is still necessary and possible."""
 
+import inspect
+
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.bnb import Linear4bit
+from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from moetune.patches.peft import cast_inputs_by
+from moetune.patches.peft import compute_in_the_inputs_dtype
 
 
-def test_a_lora_layer_casts_its_input_by_ours_only() -> None:
+def test_a_lora_layer_multiplies_in_its_inputs_dtype_by_ours_only() -> None:
     model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q"]), nn.ModuleDict({"q": nn.Linear(4, 4)}))
     layer, x = model["q"].bfloat16(), torch.ones(1, 4, dtype=torch.bfloat16)
     layer.lora_A.float(), layer.lora_B.float()
-    asked = []
+    nn.init.ones_(layer.lora_B["default"].weight)
+    seen = []
+    layer.lora_A["default"].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    theirs = layer(x)
+    compute_in_the_inputs_dtype(layer)
+    torch.testing.assert_close(layer(x), theirs, rtol=0.02, atol=0)
+    assert seen == [torch.float32, torch.bfloat16]
 
-    def cast(x, dtype):
-        asked.append(dtype)
-        return x.to(dtype)
 
-    assert type(layer)._cast_input_dtype(layer, x, torch.float32) is not type(layer)._cast_input_dtype(
-        layer, x, torch.float32
-    )  # a copy at each call, which is what is to be spared
-    cast_inputs_by(layer, cast)
-    layer(x)
-    assert asked == [torch.float32]
+def test_plain_lora_is_still_the_formula_that_ours_replaces() -> None:
+    for kind in (Linear, Linear4bit):
+        assert "lora_B(lora_A(dropout(x))) * scaling" in inspect.getsource(kind.forward)
