@@ -7,19 +7,21 @@ model's own layout; how gate and up lie in the rows of gate_up (one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from moetune.anatomy.anatomy import ExpertShape
+from moetune.experts.gate import Gate
 from moetune.experts.links import BankLinks
-from moetune.experts.mlp import Routing, expert_mlp
+from moetune.experts.mlp import Group, Routing, expert_mlp
 from moetune.experts.packed import PackedStack, Storage
-from moetune.experts.projection import FullProjection, LowRank, Projection
+from moetune.experts.projection import FullProjection, LowRank, Projection, Weighted
 
 _MOST_AT_ONCE = 2**31 - 1  # weights: bitsandbytes counts them in 32 bits
 
@@ -93,15 +95,15 @@ class ExpertLora(nn.Module):
             else:
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
-    def of(self, experts: Sequence[int], dtype: torch.dtype) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
+    def of(self, experts: Sequence[int]) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
         """The low-rank terms of (gate_up, down) of neighbours."""
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
         gate_up = tuple(
-            LowRank(self.gate_up_A, self.gate_up_B, slots, part, columns, self.scale, dtype)
+            LowRank(self.gate_up_A, self.gate_up_B, slots, part, columns, self.scale)
             for part, columns in enumerate(self.gate_up_rows)
         )
-        return gate_up, (LowRank(self.down_A, self.down_B, slots, 0, slice(None), self.scale, dtype),)
+        return gate_up, (LowRank(self.down_A, self.down_B, slots, 0, slice(None), self.scale),)
 
 
 def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
@@ -111,8 +113,15 @@ def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
     return slice(0, None, 2), slice(1, None, 2)
 
 
-def _trained(full: FullProjection, dtype: torch.dtype) -> Projection:
-    return Projection(lambda: full.weight.to(dtype)[None], None if full.bias is None else full.bias[None], full)
+def _trained(fulls: tuple[FullProjection, ...], dtype: torch.dtype) -> Projection:
+    biases = [full.bias for full in fulls if full.bias is not None]
+    return Projection(
+        lambda: _stacked([full.weight.to(dtype) for full in fulls]), _stacked(biases) if biases else None, fulls
+    )
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0][None]
 
 
 class ExpertBank(nn.Module):
@@ -154,6 +163,7 @@ class ExpertBank(nn.Module):
         self.layer, self.links = layer, links or BankLinks()
         self.held = tuple(range(shape.num_experts) if held is None else held)
         self.expert_shape, self.plan, self.activation = shape, plan.of(self.held), activation
+        self.gate = Gate.of(activation, shape)
         self.num_experts = len(self.held)
         rows = shape.intermediate * (2 if shape.has_gate else 1)
         frozen = [expert for expert in self.held if expert not in plan.trained]
@@ -218,13 +228,14 @@ class ExpertBank(nn.Module):
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
         """Neighbouring slots, whose experts are unpacked and multiplied together: of one kind, and as many as have
-        room in `expert_memory`, one at least. An expert that trains in full is alone, because its weights lie apart
-        and its gradients leave alone."""
+        room in `expert_memory`, one at least. An expert that trains in full is alone where its gradients leave alone,
+        because a group's are one tensor."""
         largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
         most = max(1, min(self.links.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
         for kind, run in groupby(range(self.num_experts), key=lambda slot: self._kind(self.held[slot])):
             slots = list(run)
-            parts = len(slots) if kind == "trained" else -(-len(slots) // most)
+            is_alone = kind == "trained" and self.links.eager_gradient_hook is not None
+            parts = len(slots) if is_alone else -(-len(slots) // most)
             ends = [slots[0] + len(slots) * part // parts for part in range(parts + 1)]
             yield from (range(*pair) for pair in pairwise(ends))
 
@@ -238,17 +249,49 @@ class ExpertBank(nn.Module):
         experts = self.held[slots.start : slots.stop]
         kind = self._kind(experts[0])
         if kind == "trained":
-            full = cast(FullExpert, self.trained[str(experts[0])])
-            return _trained(full.gate_up, dtype), _trained(full.down, dtype)
+            fulls = [cast(FullExpert, self.trained[str(expert)]) for expert in experts]
+            of_parts = (tuple(full.gate_up for full in fulls), tuple(full.down for full in fulls))
+            return _trained(of_parts[0], dtype), _trained(of_parts[1], dtype)
         first = self.frozen_slots[experts[0]]
         which = slice(first, first + len(experts))
-        gate_up_lora, down_lora = self.lora.of(experts, dtype) if kind == "lora" and self.lora is not None else ((), ())
+        gate_up_lora, down_lora = self.lora.of(experts) if kind == "lora" and self.lora is not None else ((), ())
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[which]
         down_bias = None if self.down_bias is None else self.down_bias[which]
         return (
-            Projection(lambda: self.gate_up.matrices(which, dtype), gate_up_bias, None, gate_up_lora),
-            Projection(lambda: self.down.matrices(which, dtype), down_bias, None, down_lora),
+            Projection(lambda: self.gate_up.matrices(which, dtype), gate_up_bias, (), gate_up_lora),
+            Projection(lambda: self.down.matrices(which, dtype), down_bias, (), down_lora),
         )
+
+    def watched(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """Tells whoever watches of each."""
+        watch = self.links.expert_watch
+        for group in groups:
+            if watch is not None:
+                watch(self.held[group.slots.start : group.slots.stop])
+            yield group
+        if watch is not None:
+            watch(())
+
+    def act(self, gate_up_NO: Tensor) -> Tensor:
+        """act rows [N, I], without a gradient."""
+        return self.activation(gate_up_NO) if self.gate is None else self.gate.forward(gate_up_NO)
+
+    def act_backward(
+        self, gate_up_NO: Tensor, dact_NI: Tensor, weighted: Weighted, dweights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(act, the weighted gradient of gate_up), of gradients of act that are not weighted yet; `dweights` [T·K] gets
+        ⟨dact, act⟩. Uses up what it is given."""
+        if self.gate is not None:
+            self.gate.backward_(gate_up_NO, dact_NI, weighted, dweights)
+            return dact_NI, gate_up_NO
+        gate_up_NO.requires_grad_()
+        with torch.enable_grad():
+            act_NI = self.activation(gate_up_NO)
+        edge, act_NI = get_gradient_edge(act_NI), act_NI.detach()  # the way back does not need the rows
+        if dweights is not None:
+            dweights.index_copy_(0, weighted.order, torch.einsum("ni,ni->n", dact_NI, act_NI).to(dweights.dtype))
+        (dgate_up_NO,) = torch.autograd.grad(edge, gate_up_NO, dact_NI.mul_(weighted.column(dact_NI.dtype)))
+        return act_NI, dgate_up_NO
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Routes tokens [T, H] to their experts [T, K] with weights [T, K]; returns [T, H]."""

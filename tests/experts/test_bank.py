@@ -220,16 +220,10 @@ def test_routing_groups_every_row_under_its_expert() -> None:
     ids_TK = torch.tensor([[3, 1], [1, 0], [3, 0], [1, 3]])
     counts = read_rows(0, ids_TK, EXPERTS)
     assert counts == [2, 3, 0, 3, 0, 0, 0, 0]
-    routing, weights_TK = Routing.of(ids_TK, counts), torch.arange(8.0).view(4, 2)
-    groups = {group.slots: group for group in routing.groups(bank, weights_TK, torch.float32)}
-    assert {slots.start: group.flat_N.tolist() for slots, group in groups.items()} == {
-        0: [3, 5],
-        1: [1, 2, 6],
-        3: [0, 4, 7],
-    }
-    for group in groups.values():
-        assert group.token_N.tolist() == [flat // 2 for flat in group.flat_N.tolist()]
-        assert group.weight_N1.flatten().tolist() == group.flat_N.tolist()
+    routing = Routing.of(ids_TK, counts)
+    groups = {group.slots.start: group for group in routing.groups(bank.groups(torch.float32))}
+    assert {slot: group.order.tolist() for slot, group in groups.items()} == {0: [3, 5], 1: [1, 2, 6], 3: [0, 4, 7]}
+    assert all(torch.equal(group.order, routing.order[group.at]) for group in groups.values())
 
 
 def test_rows_are_counted_so_on_every_thread() -> None:
