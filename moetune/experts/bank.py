@@ -140,6 +140,8 @@ class ExpertBank(nn.Module):
 
     Attributes:
         num_experts: how many this rank holds.
+        in_turn: their ids in the order in which they are worked on. Those that train whole are last, and so no gap
+            between others, which are then neighbours.
     """
 
     gate_up_bias: Tensor | None
@@ -168,6 +170,7 @@ class ExpertBank(nn.Module):
         rows = shape.intermediate * (2 if shape.has_gate else 1)
         frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
+        self.in_turn = (*frozen, *self.plan.trained)
 
         def packed(out: int, into: int, pieces: int = 1) -> PackedStack:
             return PackedStack(
@@ -227,16 +230,16 @@ class ExpertBank(nn.Module):
         getattr(self, part).put_packed_(self.frozen_slots[expert], *pieces)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
-        """Neighbouring slots, whose experts are unpacked and multiplied together: of one kind, and as many as have
+        """Neighbours in turn, whose experts are unpacked and multiplied together: of one kind, and as many as have
         room in `expert_memory`, one at least. An expert that trains in full is alone where its gradients leave alone,
         because a group's are one tensor."""
         largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
         most = max(1, min(self.links.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
-        for kind, run in groupby(range(self.num_experts), key=lambda slot: self._kind(self.held[slot])):
-            slots = list(run)
+        for kind, run in groupby(range(self.num_experts), key=lambda turn: self._kind(self.in_turn[turn])):
+            turns = list(run)
             is_alone = kind == "trained" and self.links.eager_gradient_hook is not None
-            parts = len(slots) if is_alone else -(-len(slots) // most)
-            ends = [slots[0] + len(slots) * part // parts for part in range(parts + 1)]
+            parts = len(turns) if is_alone else -(-len(turns) // most)
+            ends = [turns[0] + len(turns) * part // parts for part in range(parts + 1)]
             yield from (range(*pair) for pair in pairwise(ends))
 
     def _kind(self, expert: int) -> Literal["trained", "lora", "frozen"]:
@@ -244,9 +247,9 @@ class ExpertBank(nn.Module):
             return "trained"
         return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"
 
-    def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
+    def projections(self, turns: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
         """(gate_up, down) of a group, computing in `dtype`."""
-        experts = self.held[slots.start : slots.stop]
+        experts = self.in_turn[turns.start : turns.stop]
         kind = self._kind(experts[0])
         if kind == "trained":
             fulls = [cast(FullExpert, self.trained[str(expert)]) for expert in experts]
@@ -267,7 +270,7 @@ class ExpertBank(nn.Module):
         watch = self.links.expert_watch
         for group in groups:
             if watch is not None:
-                watch(self.held[group.slots.start : group.slots.stop])
+                watch(self.in_turn[group.turns.start : group.turns.stop])
             yield group
         if watch is not None:
             watch(())
@@ -300,10 +303,18 @@ class ExpertBank(nn.Module):
         counts = self.links.count_rows(self.layer, top_k_index, self.num_experts)
         norms = self.links.room_for_norms(top_k_index)
         dense = None if self.links.dense is None else self.links.dense.of(self.layer, top_k_index, top_k_weights)
-        output = self.run(hidden_states, top_k_weights, Routing.of(top_k_index, counts), norms, dense)
+        output = self.run(hidden_states, top_k_weights, self.routing(top_k_index, counts), norms, dense)
         if self.links.norm_watch is not None and norms is not None:
             self.links.norm_watch(self.layer, norms)
         return output
+
+    def routing(self, slots_TK: Tensor, counts: list[int]) -> Routing:
+        """Of the chosen slots, of which each is chosen `counts` times."""
+        if self.in_turn == self.held:
+            return Routing.of(slots_TK, counts)
+        turns = torch.tensor([self.in_turn.index(expert) for expert in self.held], pin_memory=slots_TK.is_cuda)
+        turns_TK = turns.to(slots_TK.device, non_blocking=True)[slots_TK]
+        return Routing.of(turns_TK, [counts[self.held.index(expert)] for expert in self.in_turn])
 
     def run(
         self,
@@ -313,7 +324,7 @@ class ExpertBank(nn.Module):
         norms: Tensor | None = None,
         dense: Tensor | None = None,
     ) -> Tensor:
-        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their slots. `norms` [T, K]
+        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their turns. `norms` [T, K]
         is filled with ‖expert output‖₂; `dense` are the weights [T, E] of experts that were not chosen."""
         output = expert_mlp(self, hidden_states, weights, routing, norms, dense)
         if self.links.prefetcher is not None:

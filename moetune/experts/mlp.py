@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routing:
-    """Token rows grouped by the slot of their expert: `order` lists flat (token, choice) positions, `counts` how many
+    """Token rows grouped by the turn of their expert: `order` lists flat (token, choice) positions, `counts` how many
     go to each."""
 
     order: Tensor
@@ -46,13 +46,13 @@ class Routing:
     top_k: int
 
     @classmethod
-    def of(cls, ids_TK: Tensor, counts: list[int]) -> Routing:
-        """Of the chosen slots, of which each is chosen `counts` times."""
-        return cls(sorted_positions(ids_TK.flatten(), len(counts)), counts, ids_TK.shape[-1])
+    def of(cls, turns_TK: Tensor, counts: list[int]) -> Routing:
+        """Of the experts that are chosen, by their turns, each `counts` times."""
+        return cls(sorted_positions(turns_TK.flatten(), len(counts)), counts, turns_TK.shape[-1])
 
-    def groups(self, slots: Iterable[range]) -> Iterator[Group]:
+    def groups(self, turns: Iterable[range]) -> Iterator[Group]:
         """Those that receive a token."""
-        groups = [group for group in slots if any(self.counts[group.start : group.stop])]
+        groups = [group for group in turns if any(self.counts[group.start : group.stop])]
         ends = self._ends(groups)
         starts = [0, *accumulate(self.counts)]
         for group in groups:
@@ -63,11 +63,11 @@ class Routing:
 
     def _ends(self, groups: list[range]) -> Tensor | None:
         """[E] int32 on the device: where the rows of each expert end among its group's; None if each is alone."""
-        if all(len(slots) == 1 for slots in groups):
+        if all(len(turns) == 1 for turns in groups):
             return None
         ends = [0] * len(self.counts)
-        for slots in groups:
-            ends[slots.start : slots.stop] = accumulate(self.counts[slots.start : slots.stop])
+        for turns in groups:
+            ends[turns.start : turns.stop] = accumulate(self.counts[turns.start : turns.stop])
         is_cuda = self.order.is_cuda
         return torch.tensor(ends, dtype=torch.int32, pin_memory=is_cuda).to(self.order.device, non_blocking=True)
 
@@ -81,7 +81,7 @@ def sorted_positions(numbers: Tensor, count: int) -> Tensor:
 class Group:
     """Neighbouring experts and what they receive: flat positions [N], which lie `at` this place among all."""
 
-    slots: range
+    turns: range
     rows: Rows
     at: slice
     order: Tensor
@@ -105,7 +105,7 @@ class TokenRows:
             routing.order,
             routing.top_k,
         )
-        waits = out_TH is not None and self.top_k > 1 and any(len(slots) > 1 for slots in groups)
+        waits = out_TH is not None and self.top_k > 1 and any(len(turns) > 1 for turns in groups)
         self.rows_SH: Tensor | None = None
         if waits:
             self.inverse = self.order.new_empty(len(self.order), dtype=torch.int32)
@@ -177,7 +177,7 @@ def _fill(
 def _add_group(
     bank: ExpertBank, group: Group, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    gate_up, down = bank.projections(group.slots, tokens.x_TH.dtype)
+    gate_up, down = bank.projections(group.turns, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.rows)
     act_NI = bank.act(gate_up_NO)
     if kept is not None:
@@ -226,7 +226,7 @@ class _ExpertMlp(torch.autograd.Function):
         def add_group(group: Group, kept_NO: Tensor | None) -> None:
             """One group's share. What it unpacks and recomputes is gone when it returns, before the next one's."""
             rows, weighted = group.rows, Weighted(weights, group.order)
-            gate_up, down = bank.projections(group.slots, x_TH.dtype)
+            gate_up, down = bank.projections(group.turns, x_TH.dtype)
             dy_NH = tokens.of(group)
             dact_NI = down.grad_input(dy_NH, rows)  # before gate_up is unpacked: one group of matrices at a time
 
@@ -280,7 +280,7 @@ def _of_parameters(bank: ExpertBank, routing: Routing, grads: Gradients) -> Iter
     if hook is not None:
         taken = set(bank.trained.parameters())
         for expert in bank.plan.trained:
-            if not routing.counts[bank.held.index(expert)]:
+            if not routing.counts[bank.in_turn.index(expert)]:
                 for parameter in bank.trained[str(expert)].parameters():
                     hook(parameter, torch.zeros_like(parameter))
     for parameter in bank.parameters():

@@ -116,5 +116,5 @@ class TokenExchange:
         rows_RL = torch.tensor(arriving, device=ids_TK.device).flatten()
         slot_S = slot_RL.repeat_interleave(rows_RL, output_size=sum(receives))
         by_slot = [sum(row[slot] for row in arriving) for slot in range(slots)]
-        routing = Routing.of(slot_S[:, None], by_slot)
+        routing = bank.routing(slot_S[:, None], by_slot)
         return tokens_SH, routing, Sent(weights_TK, order, sends, receives, tokens)

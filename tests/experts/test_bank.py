@@ -221,7 +221,7 @@ def test_routing_groups_every_row_under_its_expert() -> None:
     counts = read_rows(0, ids_TK, EXPERTS)
     assert counts == [2, 3, 0, 3, 0, 0, 0, 0]
     routing = Routing.of(ids_TK, counts)
-    groups = {group.slots.start: group for group in routing.groups(bank.groups(torch.float32))}
+    groups = {group.turns.start: group for group in routing.groups(bank.groups(torch.float32))}
     assert {slot: group.order.tolist() for slot, group in groups.items()} == {0: [3, 5], 1: [1, 2, 6], 3: [0, 4, 7]}
     assert all(torch.equal(group.order, routing.order[group.at]) for group in groups.values())
 

@@ -78,7 +78,8 @@ def test_so_they_do_in_bfloat16(plan: str, model_type: str) -> None:
     x_TH, ids_TK, weights_TK = routed()
     found = run(bank, dict(bank.named_parameters()), x_TH.bfloat16(), ids_TK, weights_TK)
     expected = reference(experts, bank, (x_TH.bfloat16(), ids_TK, weights_TK))
-    assert_close(found, expected, tolerance=3e-2)
+    # rounding decides on which side of gpt-oss's clamps a value is, and so whether it has a gradient
+    assert_close(found, expected, tolerance=5e-2 if model_type == "gpt_oss" else 3e-2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -98,15 +99,17 @@ def test_a_group_has_neighbours_of_one_kind_as_many_as_have_room() -> None:
     experts = stock_experts("mixtral")
 
     def of(plan: str, size: int) -> list[list[int]]:
-        return [list(slots) for slots in grouped(bank_of(experts, PLANS[plan]), size).groups(torch.float32)]
+        bank = grouped(bank_of(experts, PLANS[plan]), size)
+        return [[bank.in_turn[turn] for turn in turns] for turns in bank.groups(torch.float32)]
 
     assert of("frozen", 0) == of("frozen", 1) == [[expert] for expert in range(EXPERTS)]
     assert of("frozen", 3) == [[0, 1], [2, 3, 4], [5, 6, 7]]
     assert of("frozen", EXPERTS) == of("frozen", 100) == [list(range(EXPERTS))]
     assert of("fused LoRA on some", 100) == [[0], [1, 2], [3, 4, 5], [6], [7]]
     assert of("all trained", 100) == [list(range(EXPERTS))]
-    assert of("trained, split LoRA, frozen", 2) == [[0], [1], [2], [3, 4], [5], [6], [7]]
-    assert of("trained, split LoRA, frozen", 100) == [[0], [1], [2, 3, 4], [5], [6], [7]]
+    assert of("two trained", 100) == [[1, 2, 3, 4, 6, 7], [0, 5]]  # those that train whole are last, and no gap
+    assert of("trained, split LoRA, frozen", 2) == [[1], [2, 3], [4, 6], [7], [0, 5]]
+    assert of("trained, split LoRA, frozen", 100) == [[1], [2, 3, 4, 6], [7], [0, 5]]
     bank = grouped(bank_of(experts, PLANS["all trained"]), EXPERTS)
     with bank.links.eager_gradients_to(lambda parameter, gradient: None):
         assert len(list(bank.groups(torch.float32))) == EXPERTS  # their gradients leave alone
