@@ -4,9 +4,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.full
 def test_a_row_of_the_tables_is_the_scripts() -> None:
     spec = importlib.util.spec_from_file_location("scaling", ROOT / "scripts" / "bench" / "scaling.py")
     assert spec is not None

@@ -94,10 +94,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "command",
     [
-        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, "vllm", "score")),
+        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, "peft", "merged", "vllm", "score")),
         "delta",
-        "peft",
-        "merged",
         "apply",
         "quantize",
     ],

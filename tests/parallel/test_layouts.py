@@ -11,13 +11,13 @@ from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
 
-SPANNING = ("replicate 2 × fsdp 2, ep 2",)
-"""Three axes beside each other: on a push. The other layouts with `--all`; tp, ZeRO and DeepSpeed are in test_runs.py
-and test_predict.py on a push too."""
+ON_A_PUSH = ("ep 2",)
+"""Experts divided, and all else sharded. Four ranks are below; tp, ZeRO and DeepSpeed are in test_runs.py and
+test_predict.py on a push too."""
 
 
 def every_layout() -> list[Any]:
-    marks = {name: [pytest.mark.full] for name in (*LAYOUTS, *DEEPSPEED) if name not in SPANNING}
+    marks = {name: [pytest.mark.full] for name in (*LAYOUTS, *DEEPSPEED) if name not in ON_A_PUSH}
     return [
         pytest.param(name, marks=[*marks.get(name, []), *([with_deepspeed] if name in DEEPSPEED else [])])
         for name in (*LAYOUTS, *DEEPSPEED)

@@ -16,8 +16,9 @@ from tests.report.sample import GIB, MIB, PEAK, formula_only, many_ranks, rank, 
 MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".PNG": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
 
 
-@pytest.mark.parametrize("suffix", MAGIC)
-@pytest.mark.parametrize("make", [sample, too_big, many_ranks, formula_only])
+@pytest.mark.parametrize(
+    ("make", "suffix"), [(sample, ".png"), (too_big, ".PNG"), (many_ranks, ".svg"), (formula_only, ".svg")]
+)
 def test_a_file_is_what_its_suffix_says(tmp_path: Path, make: Callable[..., MemoryReport], suffix: str) -> None:
     path = tmp_path / f"figure{suffix}"
     save_figure(make(), path)

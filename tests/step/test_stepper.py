@@ -24,7 +24,7 @@ from moetune.step.step import count_loss_tokens
 from moetune.step.stepper import Stepper
 from tests import small
 from tests.resolved import build
-from tests.thinned import thinned
+from tests.thinned import in_pairs, thinned
 
 MIXED = {
     "router": "all",
@@ -245,9 +245,10 @@ MATRIX = 4 * 2 * 96 * 64  # bytes of one expert's gate and up projections, float
 EXPERT = 4 * 3 * 96 * 64
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["lomo", "adalomo", "adamw", "adamw8bit"])
+@pytest.mark.parametrize(
+    ("name", "clip", "checkpointing"),
+    in_pairs(["lomo", "adalomo", "adamw", "adamw8bit"], [0.0, 1.0], ["none", "full"]),
+)
 def test_fused_gradients_are_one_matrix(name: str, clip: float, checkpointing: str, expert_run: Any) -> None:
     settings = {"max_grad_norm": clip, "checkpointing": checkpointing}
     fused, _ = tracked(expert_run({"name": name, "fused_backward": True}, **settings))

@@ -21,6 +21,7 @@ from moetune.step.stepper import Stepper
 from moetune.training import checkpoint
 from tests import small
 from tests.resolved import build
+from tests.thinned import in_pairs
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
@@ -125,8 +126,7 @@ def check_goes_on(config: small.RunConfig, folder: Path) -> tuple[Run, Path]:
     return run, written
 
 
-@pytest.mark.parametrize("adapt", small.ADAPT)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "adapt"), in_pairs(OPTIMIZERS, small.ADAPT))
 def test_a_third_step_is_the_same_after_a_checkpoint(
     optimizer: str, adapt: str, small_model: Path, tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", thinned(WAYS, every=3, always=("lora, all on the host",)))
+@pytest.mark.parametrize("way", thinned(WAYS, every=3))
 def test_the_run_goes_on_as_one_of_half_the_micro_batch(
     way: str, limited: Limited, noisy_model: Path, small_data: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
         assert (found.parts, found.peak.host, found.load) == (own.parts, own.peak.host, own.load)
 
 
+@pytest.mark.full
 def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path) -> None:
     """Five layers train and five do not: who is born with all of which group cannot be told."""
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)

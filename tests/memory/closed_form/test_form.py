@@ -82,7 +82,7 @@ def test_runs_of_every_kind(number: int, tmp_path: Path) -> None:
         assert found.load == traced.load
 
 
-@pytest.mark.parametrize("routing", ["skew:2", "worst"])
+@pytest.mark.parametrize("routing", ["skew:2", pytest.param("worst", marks=pytest.mark.full)])
 def test_uneven_routing(routing: str, tmp_path: Path) -> None:
     run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["lora"]))
     config, assumed = sized(run.config, 2, 64), parse_routing(routing)

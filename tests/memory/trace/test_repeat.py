@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, "nf4"),
     "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, "fp32"),
 }
-ON_A_PUSH = ("experts", "turns", "experts on the host", "evaluation", "fsdp, ep")
+ON_A_PUSH = ("turns", "experts on the host", "fsdp, ep")
 
 
 def storages(traced: Trace) -> Counter[tuple]:
