@@ -45,8 +45,9 @@ class Gate:
         if isinstance(alpha, float) and isinstance(limit, float) and limit > 0:
             gates.append(cls(not shape.is_concatenated, alpha, limit))
         with unset_fake_temporarily(), torch.no_grad(), torch.device("cpu"):
-            row = torch.linspace(-12, 12, 49)
-            gate, up = torch.meshgrid(row, row, indexing="ij")
+            up, gate = torch.meshgrid(
+                torch.linspace(-12, 12, 10), torch.linspace(-12, 12, shape.intermediate), indexing="ij"
+            )
             rows = torch.stack([gate, up], 2 if gates[0].interleaved else 1).flatten(1)
             given = activation(rows.clone())
             return next((one for one in gates if _are_close(one.forward(rows), given)), None)

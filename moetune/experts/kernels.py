@@ -207,16 +207,16 @@ def low_rank(
 
 
 @_operator(
-    "(Tensor(a!) of_first, Tensor(b!) of_second, Tensor narrow_out, Tensor x, Tensor narrow_in, Tensor dout,"
+    "(Tensor narrow_out, Tensor x, Tensor narrow_in, Tensor dout, Tensor(a!) of_first, Tensor(b!) of_second,"
     " Tensor? weights, Tensor? order, Tensor? ends, int[] counts, float scale) -> ()"
 )
 def low_rank_gradients_(
-    of_first: Tensor,
-    of_second: Tensor,
     narrow_out: Tensor,
     x: Tensor,
     narrow_in: Tensor,
     dout: Tensor,
+    of_first: Tensor,
+    of_second: Tensor,
     weights: Tensor | None,
     order: Tensor | None,
     ends: Tensor | None,

@@ -95,7 +95,7 @@ class LowRank:
         xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1) if self.xA is None else self.xA
         dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1) if self.dB is None else self.dB
         self.xA = self.dB = None
-        kernels.low_rank_gradients_(of_A, of_B, dB, x, xA, dout, *(weighted or (None, None)), *groups, self.scale)
+        kernels.low_rank_gradients_(dB, x, xA, dout, of_A, of_B, *(weighted or (None, None)), *groups, self.scale)
 
 
 class FullProjection(nn.Module):

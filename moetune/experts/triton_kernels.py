@@ -405,12 +405,12 @@ def _low_rank_gradients(
 
 
 def low_rank_gradients_(
-    of_first: Tensor,
-    of_second: Tensor,
     narrow_out: Tensor,
     x: Tensor,
     narrow_in: Tensor,
     dout: Tensor,
+    of_first: Tensor,
+    of_second: Tensor,
     weights: Tensor | None,
     order: Tensor | None,
     ends: Tensor | None,

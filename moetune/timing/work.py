@@ -233,8 +233,8 @@ def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float
     return 2.0 * len(x) * first.shape[1] * (x.shape[1] + (0 if second is None else second.shape[1]))
 
 
-def _low_rank_gradients(of_first: Tensor, of_second: Tensor, narrow: Tensor, *_: Any) -> float:
-    return 2.0 * narrow.numel() * (of_first.shape[2] + of_second.shape[1])
+def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
+    return 2.0 * narrow_out.numel() * (x.shape[1] + dout.shape[1])
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moetune.anatomy.anatomy import read_anatomy
 from moetune.anatomy.moe import ExpertShape, read_shape
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.gate import Gate
 from moetune.experts.links import read_rows
 from moetune.experts.mlp import Routing
 from moetune.experts.packed import Storage
@@ -161,6 +162,18 @@ def test_only_what_trains_is_a_parameter(model_type: str) -> None:
     assert dict(bank.named_parameters()).keys() == whole | factors
     assert list(bank_of(experts, PLANS["frozen"]).parameters()) == []
     assert bank.gate_up.count == bank.down.count == EXPERTS - 2
+
+
+def test_an_activation_is_known_by_the_numbers_that_it_gives() -> None:
+    gates = {model_type: bank_of(stock_experts(model_type), PLANS["frozen"]).gate for model_type in LAYOUTS}
+    assert gates["mixtral"] == Gate(interleaved=False)
+    experts = stock_experts("gpt_oss")
+    assert gates["gpt_oss"] == Gate(True, experts.alpha, experts.limit)
+    assert None in gates.values()  # one without a gate
+    shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
+    gelu = nn.GELU()
+    assert Gate.of(lambda rows: gelu(rows[:, :24]) * rows[:, 24:], shape) is None
+    assert Gate.of(lambda rows: nn.functional.silu(rows.chunk(2, 1)[1]) * rows.chunk(2, 1)[0], shape) is None
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -172,7 +172,7 @@ def test_low_rank_products(interpreted: ModuleType, experts: int, dtype: torch.d
     xA, dB = random(39, rank, dtype=dtype, seed=6), random(39, rank, dtype=dtype, seed=7)
     for weighted in ((weights, order), (None, None)):
         gradients = torch.full_like(A_all, 7)[:, 1], torch.full_like(B_all, 7)[:, 1]
-        assert_alike(*both(interpreted, "low_rank_gradients_", *gradients, dB, x, xA, dout, *weighted, *of_rows, 0.5))
+        assert_alike(*both(interpreted, "low_rank_gradients_", dB, x, xA, dout, *gradients, *weighted, *of_rows, 0.5))
 
 
 def test_columns_of_few_rows_are_divided(interpreted: ModuleType) -> None:
@@ -253,7 +253,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     for rank, own_ends in ((64, None), (256, ends), (16, ends)):
         A, B = torch.zeros(2, rank, 2048), torch.zeros(2, 1536, rank)
         narrow = module.low_rank(rows, A, B, gate_up, gate_up, own_ends, [20, 44], 2.0)
-        module.low_rank_gradients_(A, B, narrow, rows, narrow, gate_up, weights, order, own_ends, [20, 44], 2.0)
+        module.low_rank_gradients_(narrow, rows, narrow, gate_up, A, B, weights, order, own_ends, [20, 44], 2.0)
     for name in taken.keys() - inner:
         assert taken[name].sources, f"{name} is never launched"
         yield from ((name, *source) for source in taken[name].sources)

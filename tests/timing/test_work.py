@@ -102,7 +102,7 @@ def test_low_rank_products_are_counted_whole() -> None:
     assert (work.flops32, work.launches) == (2 * 5 * 3 * (8 + 6), 1)
     assert work.product_bytes == 4 * (5 * 8 + 3 * 8 + 6 * 3 + 2 * 5 * 6)
     narrow = randn(5, 3)
-    work = counted(lambda: kernels.low_rank_gradients_(A, B, narrow, x, narrow, out, None, None, None, [5], 1.0))
+    work = counted(lambda: kernels.low_rank_gradients_(narrow, x, narrow, out, A, B, None, None, None, [5], 1.0))
     assert (work.flops32, work.launches) == (2 * 5 * 3 * (8 + 6), 1)
 
 
