@@ -2,4 +2,5 @@
 
 from moetune.cli.main import main
 
-main()
+if __name__ == "__main__":  # a plan's workers import it
+    main()

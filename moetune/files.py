@@ -43,6 +43,25 @@ def expanded(path: Path | str) -> Path:
         raise UserError(f"{shown(str(path))} cannot be a path: {error}") from None
 
 
+def names_in(folder: Path) -> list[str]:
+    """Of what is in it; nothing where it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def is_occupied(out: Path, overwrite: bool) -> bool:
+    """Whether a folder that is to be written holds something; raises `UserError` if that may not be overwritten."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UserError(f"--out {str(out)!r} exists and is not a folder")
+    if not out.exists() or not any(out.iterdir()):
+        return False
+    if not overwrite:
+        raise UserError(f"--out {str(out)!r} is not empty; replace what is there with --overwrite, or choose another")
+    return True
+
+
 def sync(path: Path) -> None:
     """Makes sure that what was written survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

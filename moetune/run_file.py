@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import types
 import typing
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
 from moetune.errors import UserError, reading, shown, suggest
-from moetune.files import expanded
+from moetune.files import expanded, names_in
 from moetune.other_names import OTHER_NAMES
 
 _MOST_BYTES = 2**16
@@ -81,13 +82,18 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     """
     path = expanded(path)
     what = f"run file {str(path)!r}"
+    if not os.path.lexists(path) and (near := suggest(path.name, names_in(path.parent))):
+        raise UserError(f"{what} cannot be read: No such file or directory.{near}")
     with reading(what), path.open("rb") as file:
         text = file.read(_MOST_BYTES + 1).decode("utf-8")
     raw = parse(text, what)
     if not isinstance(raw, dict):
         raise UserError(f"{what} must hold a mapping with model: and adapt:")
     _find_beside(raw, path)
-    return read_run_config(raw, overrides, what)
+    for override in overrides:
+        _apply_override(raw, override)
+    _find_beside(raw, path, unless_here=True)  # what was typed here is meant here, if it is here
+    return read_run_config(raw, (), what)
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
@@ -148,7 +154,7 @@ _PATHS = (
 _FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
 
 
-def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
+def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = False) -> None:
     """Makes paths that exist relative to the run file's folder absolute."""
 
     def found(key: str, value: Any) -> Any:
@@ -161,6 +167,7 @@ def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
         place = run_file.absolute().parent / value
         try:
             is_there = (place / "config.json").is_file() if key == "path" else place.exists()
+            is_there = is_there and not (unless_here and Path(value).exists())
         except (OSError, ValueError):  # no name that a file can have
             is_there = False
         return str(place) if is_there else value
@@ -176,24 +183,23 @@ def _find_beside(raw: dict[str, Any], run_file: Path) -> None:
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
     """Raises `UserError` for a file of data that is nowhere; other names are looked up when they are read."""
     data = config.data
-    if data is None:
-        return
+    given = () if data is None else (data.train, data.eval, data.chat_template)
+    several = (() if value is None else (value,) if isinstance(value, str) else value for value in given)
+    names = [one if isinstance(one, str) else one.path for value in several for one in value]
+    refuse_missing(names, expanded(run_file).absolute().parent)
+
+
+def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
+    """The same of these names, in the working directory or in a folder beside it."""
     problems = []
-    for value in (data.train, data.eval, data.chat_template):
-        for one in () if value is None else (value,) if isinstance(value, str) else value:
-            name = one if isinstance(one, str) else one.path
-            path = expanded(name)
-            if path.is_absolute() or path.exists() or not _FILE_NAME.fullmatch(name):
-                continue
-            beside = expanded(run_file).absolute().parent / name
-            places = list(dict.fromkeys((beside, path.absolute())))
-            neighbours = [f.name for place in places if place.parent.is_dir() for f in place.parent.iterdir()]
-            where = (
-                f", neither beside the run file ({str(beside)!r}) nor in the working directory ({str(places[-1])!r})"
-            )
-            problems.append(
-                f"no such file: {name!r}{where if len(places) > 1 else ''}.{suggest(path.name, neighbours)}"
-            )
+    for name in names:
+        path = expanded(name)
+        if path.is_absolute() or path.exists() or not _FILE_NAME.fullmatch(name):
+            continue
+        places = list(dict.fromkeys((*([beside / name] if beside else []), path.absolute())))
+        where = f", neither beside the run file ({str(places[0])!r}) nor in the working directory ({str(places[-1])!r})"
+        near = suggest(path.name, [other for place in places for other in names_in(place.parent)])
+        problems.append(f"no such file: {name!r}{where if len(places) > 1 else ''}.{near}")
     if problems:
         raise UserError("\n".join(problems))
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moetune.config import RunConfig, TrainConfig, parse_ids
+from moetune.config import RunConfig, TrainConfig
 from moetune.errors import UserError, suggest
+from moetune.fields import parse_ids
 from moetune.other_names import OTHER_NAMES
 from moetune.run_file import _fields_at, load_run_config, refuse_missing_files
 
@@ -293,9 +294,10 @@ def test_paths_are_looked_for_beside_the_run_file_first(tmp_path: Path, monkeypa
     first, second = config.data.train
     assert (first, second.path) == (str(beside / "both.jsonl"), str(beside / "beside.jsonl"))
     assert (config.data.eval, config.model.path) == ("here.jsonl", "tiny-mixtral")
-    overridden = load_run_config(beside / "run.yaml", ["data.train=both.jsonl"])  # typed here, so it is meant here
+    # What is typed here is meant here.
+    overridden = load_run_config(beside / "run.yaml", ["data.train=both.jsonl", "data.eval=beside.jsonl"])
     assert overridden.data is not None
-    assert overridden.data.train == "both.jsonl"
+    assert (overridden.data.train, overridden.data.eval) == ("both.jsonl", str(beside / "beside.jsonl"))
     with pytest.raises(UserError) as caught:
         refuse_missing_files(config, beside / "run.yaml")
     assert str(caught.value) == (

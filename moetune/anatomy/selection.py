@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moetune.anatomy.anatomy import COMPONENTS, Anatomy
-from moetune.config import AdaptConfig, ChoiceConfig, ExpertsOrChoice, IdsByLayer, IdSet, LoraConfig
+from moetune.config import AdaptConfig, ChoiceConfig, ExpertsOrChoice, LoraConfig
 from moetune.errors import UserError, suggest
+from moetune.fields import IdsByLayer, IdSet
 
 ExpertIds = Mapping[int, tuple[int, ...]]
 """Decoder layer -> expert numbers."""

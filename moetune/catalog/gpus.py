@@ -107,6 +107,12 @@ def find_gpu(name: str) -> Gpu:
     raise UserError(f"{name!r} is neither a known GPU nor a size.{hint} Known GPUs: {listed}. {HOW_TO_WRITE_A_SIZE}")
 
 
+def alike_in_size(card: Gpu) -> tuple[str, ...]:
+    """Catalog names of cards with that much memory, a tenth more or less: of what is sold the driver keeps some."""
+    size = card.memory.value
+    return tuple(name for name, other in _gpus().items() if 0.9 * size <= other.memory.value <= 1.1 * size)
+
+
 def _of_size(name: str, size: int) -> Gpu:
     model = _gpus()["l40s"]
 

@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json
+from moetune.files import expanded, is_occupied
 
 
 def apply(
@@ -37,6 +38,7 @@ def apply(
 
     from moetune.report.console import terminal
 
+    is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.apply import apply_delta
         from moetune.training.progress import reading

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, in_a_folder
+from moetune.cli.options import Json, TrainedRun, in_a_folder
 
 
 def drift(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder with a checkpoint.")],
+    run: TrainedRun,
     data: Annotated[
         str | None, typer.Option(metavar="FILE", help="What to route. Default: the run's held-out data.")
     ] = None,

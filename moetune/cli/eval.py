@@ -8,6 +8,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, KeepPacked, Opens
+from moetune.run_file import refuse_missing
 
 
 def eval_(
@@ -29,6 +30,7 @@ def eval_(
 
     checked_format(format_)
     packed = checked_base(base)
+    refuse_missing([] if data is None else [data])
     with heavy_imports():
         from moetune.inference.evaluate import evaluate
         from moetune.inference.opened import open_model

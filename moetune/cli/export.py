@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json
+from moetune.cli.options import Json, TrainedRun
+from moetune.files import expanded, is_occupied
 
 
 class Format(StrEnum):
@@ -22,7 +23,7 @@ class Format(StrEnum):
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
+    run: TrainedRun,
     format_: Annotated[
         Format,
         typer.Option(
@@ -56,9 +57,14 @@ def export(
     import json
     import sys
 
+    is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.export import export as export_trained
 
+    if push is not None:
+        from moetune.exporting.push import check_push
+
+        check_push(push)
     result = export_trained(run, format_.value, out, overwrite=overwrite)
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
@@ -36,6 +35,7 @@ from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
 from moetune.errors import DoesNotFit, UserError, one_line, shown
+from moetune.report.console import quieten
 
 _debug = False  # as the last command was told
 
@@ -93,7 +93,7 @@ for command, example in _EXAMPLES.items():
 
 def main() -> None:
     """Runs a command. Exit code 0: done; 1: it ran and the answer is no; 2: bad input; 130: interrupted."""
-    _quieten()
+    quieten()
     try:
         app()
     except DoesNotFit as error:
@@ -131,12 +131,3 @@ def _note_failure(message: str) -> bool:
 
     note_failure(message)
     return is_quiet()
-
-
-def _quieten() -> None:
-    """Keeps off stderr what other libraries have to say that helps nobody here; their warnings stay."""
-    if not sys.stderr.isatty():  # in a log file, a progress bar is a line a frame
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    # bitsandbytes says on import that it lacks an optional CPU kernel, which this package does not use.
-    about_kernel = "kernels-community"
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: about_kernel not in str(record.msg))

@@ -13,7 +13,7 @@ import typer
 from moetune.cli.imports import heavy_imports
 from moetune.config import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, suggest
-from moetune.files import expanded
+from moetune.files import expanded, names_in
 from moetune.run_file import load_run_config
 
 Overrides = Annotated[
@@ -42,6 +42,18 @@ Opens = Annotated[
         help="A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id.",
         show_default=False,
     ),
+]
+
+
+def a_run(folder: Path) -> Path:
+    """Raises `UserError` before what takes seconds if it is not there."""
+    if not expanded(folder).is_dir():
+        raise UserError(f"run folder {str(folder)!r} does not exist.{suggest(folder.name, names_in(folder.parent))}")
+    return folder
+
+
+TrainedRun = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False, callback=a_run)
 ]
 KeepPacked = Annotated[
     str | None,

@@ -97,6 +97,8 @@ def plan(
     if host is not None and most is None:
         raise UserError(f"--host {host!r} is no size. {HOW_TO_WRITE_A_SIZE}")
     with heavy_imports():
+        import torch
+
         from moetune.planning.figure import save_figure, write_page
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
@@ -118,6 +120,7 @@ def plan(
             host=most,
             data=data,
             tokens=tokens,
+            processes=min(4, torch.get_num_threads()),
             say=lambda words: status.update(Text(words)),
         )
     found = replace(found, notes=(*found.notes, *why))

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, in_a_folder
+from moetune.cli.options import Json, TrainedRun, in_a_folder
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
+    run: TrainedRun,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=in_a_folder),
@@ -27,10 +27,6 @@ def report(
     import json
     import time
 
-    from moetune.errors import UserError
-
-    if not run.is_dir():
-        raise UserError(f"run folder {str(run)!r} does not exist")
     with heavy_imports():
         from moetune.inference.summary import facts_of, run_of
         from moetune.memory.predict import predict

@@ -46,7 +46,7 @@ def score(
     from moetune.cli.ranks import exit_as_ranks
     from moetune.errors import UserError
     from moetune.parallel.launch import is_quiet, was_launched
-    from moetune.run_file import load_run_config, read_run_config
+    from moetune.run_file import load_run_config, read_run_config, refuse_missing
 
     if model.endswith((".yaml", ".yml")):
         config = load_run_config(model, set_ or ())
@@ -56,6 +56,7 @@ def score(
         config = read_run_config({"model": {"path": model}, "adapt": {"router": "all"}}, (), "score")
     if gpu is not None and not predict:
         raise UserError("--gpu is the card that --predict predicts for; scoring itself takes this machine's")
+    refuse_missing(data or ())
     if predict:
         _predict(config, data, gpu, json_)
         return

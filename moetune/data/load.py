@@ -6,9 +6,10 @@ each: `sources` (where records come from), `records` (what they mean), `packing`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import datasets
 import numpy as np
@@ -16,12 +17,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
 from moetune.config import DataConfig, TrainConfig, WeightedData
+from moetune.data.documents import Chosen, Documents, values
 from moetune.data.packing import packed, separate
-from moetune.data.records import Document, Reading, read_documents
-from moetune.data.sources import looks_like_a_file, open_sources
+from moetune.data.records import Reading, read_documents
+from moetune.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.step.loss import IGNORED
+
+_PATIENCE = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class DataCounts:
     """What became of the records of a data set.
 
     Attributes:
-        lengths: tokens of each document, int64.
+        lengths: tokens of each document, int32.
         dropped, cut: records that were too long.
         sequences: rows to train on.
         tokens: in these, padding left out; of a document that was cut into several, the context counts again.
@@ -48,7 +52,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Tokenized sequences, in memory, in the order of the records. Shuffling is the trainer's."""
+    """Tokenized sequences, on disk, in the order of the records. Shuffling is the trainer's."""
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
@@ -63,6 +67,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
         UserError: what is wrong with either of them, all of it together.
     """
     problems: dict[str, None] = {}
+    documents = Documents()
     if data.chat_template is not None:
         tokenizer.chat_template = chat_template(data.chat_template)
 
@@ -71,7 +76,10 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
         try:
             for source in open_sources(spec):
                 try:
-                    parts.append(read_documents(source, data.format, tokenizer, train.sequence_length, data.too_long))
+                    source = replace(source, rows=_announced(source))
+                    parts.append(
+                        read_documents(source, data.format, tokenizer, train.sequence_length, data.too_long, documents)
+                    )
                 except UserError as error:
                     problems[str(error)] = None
         except UserError as error:
@@ -88,10 +96,11 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
     )
     if data.validation is not None:
         training, held_out = _split(training, data.validation, draw)
-    if not training.documents:
+    if not len(training.documents):
         raise UserError("data.train: the weights leave no record; raise them")
-    rows, counts = _laid(training, data, train.sequence_length, tokenizer)
-    held_rows, held_counts = _laid(held_out, data, train.sequence_length, tokenizer) if data.evaluates else (None, None)
+    length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
+    rows, counts = _laid(training, documents, length, padding)
+    held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
     return Datasets(rows, held_rows, counts, held_counts)
 
 
@@ -124,6 +133,16 @@ def chat_template(spec: str) -> str:
     return tokenizer.get_chat_template()
 
 
+def _announced(source: Source) -> Iterator[Row]:
+    """Its rows. Where reading takes long, stderr hears how far it is, at ever longer intervals."""
+    begun, wait = time.monotonic(), _PATIENCE
+    for count, row in enumerate(source.rows):
+        if time.monotonic() - begun > wait:
+            print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
+            wait *= 2
+        yield row
+
+
 def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
     """What a key of the run file names, and how often each of its records is taken."""
     specs = [] if part is None else [part] if isinstance(part, str) else part
@@ -131,47 +150,46 @@ def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:
-    documents = [*chain.from_iterable(part.documents for part in parts)]
+    documents = np.concatenate([np.arange(0), *(part.documents for part in parts)])
     return Reading(documents, sum(part.dropped for part in parts), sum(part.cut for part in parts))
 
 
 def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
     """Every document `weight` times, and of what is left over a share that is drawn."""
     whole, rest = divmod(weight, 1)
-    drawn = draw.permutation(len(read.documents))[: round(rest * len(read.documents))] if rest else ()
-    documents = read.documents * int(whole) + [read.documents[index] for index in sorted(drawn)]
-    return replace(read, documents=documents)
+    drawn = draw.permutation(len(read.documents))[: round(rest * len(read.documents))] if rest else np.arange(0)
+    again = np.tile(read.documents, int(whole))
+    return replace(read, documents=np.concatenate([again, read.documents[np.sort(drawn)]]))
 
 
 def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
     """The training and the held-out part of documents, none of which is in both."""
-    documents = list(dict.fromkeys(read.documents))  # weights have some more than once
+    _, firsts = np.unique(read.documents, return_index=True)  # weights have some more than once
+    documents = read.documents[np.sort(firsts)]
     count = max(1, round(share * len(documents)))
     if count >= len(documents):
         raise UserError(f"data.validation: {share:g} of {len(documents)} records leaves none to train on")
-    held = {documents[index] for index in draw.permutation(len(documents))[:count]}
+    held = documents[draw.permutation(len(documents))[:count]]
     return (
-        replace(read, documents=[one for one in read.documents if one not in held]),
-        Reading([one for one in documents if one in held]),
+        replace(read, documents=read.documents[~np.isin(read.documents, held)]),
+        Reading(documents[np.isin(documents, held)]),
     )
 
 
-def _laid(
-    read: Reading, data: DataConfig, length: int, tokenizer: PreTrainedTokenizerBase
-) -> tuple[datasets.Dataset, DataCounts]:
-    """Documents in sequences, and what there is of everything."""
-    documents: list[Document] = read.documents
-    rows = packed(documents, length, pad_token_id(tokenizer)) if data.packing else separate(documents, length)
-    columns = {name: rows.data.column(name).combine_chunks().flatten().to_numpy() for name in rows.column_names}
-    tokens = int(columns["is_token"].sum()) if data.packing else len(columns["input_ids"])
+def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
+    """Documents in sequences, packed if there is a token to fill them with, and what there is of everything."""
+    chosen = Chosen(documents, read.documents)
+    rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
+    there = sum(map(len, values(rows, "input_ids")))
+    tokens = there if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
     counts = DataCounts(
-        lengths=np.array([len(one) for one in documents]),
+        lengths=documents.lengths[read.documents],
         dropped=read.dropped,
         cut=read.cut,
         sequences=len(rows),
         tokens=tokens,
-        loss_tokens=int((columns["labels"] != IGNORED).sum()),
-        padding=len(columns["input_ids"]) - tokens,
+        loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),
+        padding=there - tokens,
     )
     return rows, counts
 

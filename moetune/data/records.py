@@ -11,6 +11,7 @@ Labels stand under their own token, as transformers expects: the model's loss sh
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -31,6 +32,7 @@ from moetune.data.chats import (
     kind,
     sharegpt_chat,
 )
+from moetune.data.documents import Document, Documents
 from moetune.data.sources import Source
 from moetune.errors import UserError, one_line, reading
 from moetune.step.loss import IGNORED
@@ -52,38 +54,17 @@ _TEXTS = ("content", "body", "document", "passage")
 _READERS = {".jsonl": "from_json", ".json": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
 
 
-@dataclass(frozen=True, eq=False)
-class Document:
-    """One record as tokens: `ids` and `labels`, int32 [length], at least 2 long.
-
-    The first label is always `IGNORED`: a first token is predicted from nothing. A `divisible` document may
-    be cut into several sequences; a prompt must stay with its completion.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray
-    divisible: bool
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def piece(self, start: int, stop: int) -> Document:
-        """Tokens `start` to `stop`, the first of them as context only."""
-        labels = self.labels[start:stop].copy()
-        labels[0] = IGNORED
-        return Document(self.ids[start:stop], labels, self.divisible)
-
-
 @dataclass
 class Reading:
-    """The documents of a source, in its order, and what became of records that did not fit a sequence.
+    """What became of the records of a source.
 
     Attributes:
+        documents: where they are among all that were read, in the order of the source.
         dropped: records left out, those included of which no token to train on was left.
         cut: records whose end was left out.
     """
 
-    documents: list[Document] = field(default_factory=list)
+    documents: np.ndarray = field(default_factory=lambda: np.arange(0))
     dropped: int = 0
     cut: int = 0
 
@@ -93,7 +74,8 @@ def read_documents(
     format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"],
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
-    too_long: Literal["error", "drop", "truncate"] = "error",
+    too_long: Literal["error", "drop", "truncate"],
+    documents: Documents,
 ) -> Reading:
     """Tokenizes every record of a source.
 
@@ -103,14 +85,15 @@ def read_documents(
         tokenizer: must have an end-of-sequence token and, for chat, a chat template and offsets.
         longest: tokens that fit one sequence. Longer text is cut into several later.
         too_long: what becomes of a longer prompt or chat.
+        documents: are added to.
 
     Raises:
         UserError: the source is empty, the tokenizer cannot serve, or records cannot be used: those are listed with
             their line or row number, alike ones as one.
     """
     encoder: Encoder | None = None
-    read = Reading()
-    problems: dict[str, list[tuple[int, str]]] = {}
+    read, first = Reading(), len(documents)
+    problems = _Problems()
     needed, misread = longest, None
     for row in source.rows:
         try:
@@ -132,19 +115,19 @@ def read_documents(
                     read.dropped += 1
                     continue
                 read.cut += 1
-            read.documents.append(document)
+            documents.add(document)
         except MalformedError as problem:
-            said = one_line(problem)
-            problems.setdefault(re.sub(r"\d+", "#", said), []).append((row.number, said))
-    if problems:
+            problems.add(row.number, one_line(problem))
+    read.documents = np.arange(first, len(documents))
+    if problems.count:
         hints = [] if encoder is not None or misread is None else [*_conversion(source.name, misread)]
         if needed > longest:
             hints.append(
                 f"  prompts and chats are not cut by themselves: raise train.sequence_length to {needed}, or set "
                 "data.too_long: drop or truncate"
             )
-        raise UserError("\n".join((*_summary(source, list(problems.values())), *hints)))
-    if not read.documents:
+        raise UserError("\n".join((*problems.summary(source), *hints)))
+    if not len(read.documents):
         why = f"all of its {read.dropped:,} records are longer than train.sequence_length {longest}"
         raise UserError(f"{source.name!r} " + (why if read.dropped else "is empty: it holds no record"))
     return read
@@ -316,21 +299,37 @@ def _detect(record: dict[str, Any]) -> Format:
     )
 
 
-def _summary(source: Source, alike: list[list[tuple[int, str]]]) -> Iterator[str]:
-    """Problems that differ in numbers alone as one, with a count; a few of them each for itself."""
-    count = sum(map(len, alike))
-    yield f"{source.name!r}: {f'{count:,} records' if count > 1 else '1 record'} cannot be used"
-    groups = [
-        part for group in alike for part in ([group] if len(group) > LISTED_NUMBERS else [[one] for one in group])
-    ]
-    groups.sort(key=lambda group: group[0][0])
-    for group in groups[:LISTED_PROBLEMS]:
-        numbers = [f"{number}" for number, _ in group[:LISTED_NUMBERS]]
-        rest = len(group) - len(numbers)
-        where = f"{source.unit}s {', '.join(numbers)} and {rest:,} more" if rest else f"{source.unit} {numbers[0]}"
-        yield f"  {where}: {group[0][1]}"
-    if len(groups) > LISTED_PROBLEMS:
-        yield f"  and {sum(map(len, groups[LISTED_PROBLEMS:])):,} more"
+class _Problems:
+    """What is wrong with records: what differs in numbers alone as one, with a count. No more is kept than is said."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._alike: Counter[str] = Counter()
+        self._first: dict[str, list[tuple[int, str]]] = {}
+
+    def add(self, number: int, said: str) -> None:
+        self.count += 1
+        text = re.sub(r"\d+", "#", said)
+        if text in self._first or len(self._first) < LISTED_PROBLEMS:
+            self._alike[text] += 1
+            first = self._first.setdefault(text, [])
+            if len(first) < LISTED_NUMBERS:
+                first.append((number, said))
+
+    def summary(self, source: Source) -> Iterator[str]:
+        yield f"{source.name!r}: {f'{self.count:,} records' if self.count > 1 else '1 record'} cannot be used"
+        lines: list[tuple[int, int, str]] = []
+        for text, first in self._first.items():
+            if rest := self._alike[text] - len(first):
+                numbers = ", ".join(f"{number}" for number, _ in first)
+                said = f"{source.unit}s {numbers} and {rest:,} more: {first[0][1]}"
+                lines.append((first[0][0], self._alike[text], said))
+            else:
+                lines += [(number, 1, f"{source.unit} {number}: {said}") for number, said in first]
+        lines = sorted(lines)[:LISTED_PROBLEMS]
+        yield from (f"  {said}" for _, _, said in lines)
+        if unsaid := self.count - sum(count for _, count, _ in lines):
+            yield f"  and {unsaid:,} more"
 
 
 def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:

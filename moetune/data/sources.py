@@ -25,8 +25,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moetune.data.json_array import JsonArray
 from moetune.errors import UserError, suggest
-from moetune.files import expanded
+from moetune.files import expanded, names_in
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -46,6 +47,7 @@ FILE_SUFFIXES = (
     ".py",
 )
 UTF8_MARK = b"\xef\xbb\xbf"
+_SOME_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,7 @@ def looks_like_a_file(spec: str) -> bool:
 
 def _nearest(path: Path) -> str:
     """` Did you mean …?` with the nearest name beside `path` or in the catalog, or nothing."""
-    try:
-        neighbours = [item.name for item in path.parent.iterdir()]
-    except OSError:
-        neighbours = []
-    return suggest(path.name.partition(":")[0], [*neighbours, *catalog_names()])
+    return suggest(path.name.partition(":")[0], [*names_in(path.parent), *catalog_names()])
 
 
 def _file_source(spec: str, path: Path) -> Source:
@@ -140,7 +138,7 @@ def _file_source(spec: str, path: Path) -> Source:
             with path.open("rb") as handle:
                 is_array = _begins_an_array(handle)
             if is_array:
-                return Source(spec, "record", _array_rows(path.read_bytes()))
+                return Source(spec, "record", _array_rows(path.open("rb")))
             return Source(spec, "line", _json_rows(path.open("rb")))
         if suffix in CSV_SUFFIXES:
             return Source(spec, "line", _csv_rows(path, CSV_SUFFIXES[suffix]))
@@ -193,15 +191,23 @@ def _text_rows(raw: bytes) -> Iterator[Row]:
 
 
 def _begins_an_array(handle: IO[bytes]) -> bool:
-    return next((line for raw in handle if (line := raw.removeprefix(UTF8_MARK).strip())), b"").startswith(b"[")
+    first = handle.read(_SOME_BYTES).removeprefix(UTF8_MARK)
+    while first and not first.strip():
+        first = handle.read(_SOME_BYTES)
+    return first.strip().startswith(b"[")
 
 
-def _array_rows(raw: bytes) -> Iterator[Row]:
-    whole = _parse_json(1, raw.removeprefix(UTF8_MARK))
-    if whole.problem is not None:
-        yield whole
-        return
-    yield from (Row(number, value) for number, value in enumerate(whole.value, 1))
+def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
+    """What is wrong with the file is said of its first record that is not whole."""
+    number = 0
+    with handle:
+        array = JsonArray(handle)
+        try:
+            for number, value in enumerate(array, 1):
+                yield Row(number, value)
+        except (ValueError, RecursionError) as error:
+            where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
+            yield Row(number + 1, problem=_not_json(error, *where))
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
@@ -237,13 +243,18 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
 def _parse_json(number: int, line: bytes) -> Row:
     try:
         return Row(number, json.loads(line.decode()))
-    except UnicodeDecodeError:
-        return Row(number, problem="not valid UTF-8")
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column" if error.lineno > 1 else "column"
-        return Row(number, problem=f"not valid JSON: {error.msg} ({where} {error.colno})")
+        return Row(number, problem=_not_json(error, error.lineno, error.colno))
     except (ValueError, RecursionError) as error:
-        return Row(number, problem=f"not valid JSON: {error}")
+        return Row(number, problem=_not_json(error))
+
+
+def _not_json(error: ValueError | RecursionError, line: int = 1, column: int = 1) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not valid UTF-8"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error}"
+    return f"not valid JSON: {error.msg} ({f'line {line}, ' if line > 1 else ''}column {column})"
 
 
 def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:

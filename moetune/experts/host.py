@@ -22,7 +22,7 @@ from moetune.patches.torch import NO_PASS, after_backward, backward_pass
 
 def stays_on_host(tensor: Tensor) -> bool:
     """Whether a tensor's memory is the host's by design."""
-    return not tensor.is_meta and getattr(tensor.untyped_storage(), "stays_on_host", False)
+    return getattr(tensor.untyped_storage(), "stays_on_host", False)
 
 
 def mark_on_host(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moetune.errors import UserError
-from moetune.files import expanded, lock, settle, sync
+from moetune.files import expanded, is_occupied, lock, settle, sync
 from moetune.hub.delta_folder import MANIFEST, read_manifest
 
 _FORMATS = ("delta", "merged", "applied")
@@ -90,13 +90,7 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UserError(f"--out {str(out)!r} exists and is not a folder")
-    if not out.exists() or not any(out.iterdir()):
-        return
-    if not overwrite:
-        raise UserError(f"--out {str(out)!r} is not empty; replace what is there with --overwrite, or choose another")
-    if not _is_export(out):
+    if is_occupied(out, overwrite) and not _is_export(out):
         raise UserError(f"--out {str(out)!r} holds something that no export wrote; choose another")
 
 

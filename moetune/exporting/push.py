@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
 
 from moetune.errors import UserError, one_line
 from moetune.files import expanded
@@ -43,6 +44,18 @@ def model_card(run: Path, format: str) -> ModelCard:
     tags = ["moetune", "mixture-of-experts"]
     data = ModelCardData(base_model=base if "/" in base else None, library_name=_LIBRARIES[format], tags=tags)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
+
+
+def check_push(repository: str) -> None:
+    """Raises `UserError` where a push would fail after a long export: a name that is none, no network, no login."""
+    try:
+        validate_repo_id(repository)
+        HfApi().whoami()
+    except Exception as error:
+        raise UserError(
+            f"cannot push to {repository!r}: {one_line(error)}; name it ORG/NAME and log in (hf auth login), or leave "
+            "--push out"
+        ) from None
 
 
 def push(run: Path, exported: Path, format: str, repository: str, *, private: bool = True) -> str:

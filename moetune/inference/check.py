@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
         try:
             pad = pad_token_id(trained.tokenizer)
             if config.data.evaluates:
-                return rows_of(trained)[0][:count], "held-out data", pad
+                return [*islice(rows_of(trained)[0], count)], "held-out data", pad
             data = config.data.model_copy(update={"packing": False, "chat_template": None})
-            return [*load_data(data, trained.tokenizer, config.train).train][:count], "training data", pad
+            return [*islice(load_data(data, trained.tokenizer, config.train).train, count)], "training data", pad
         except (UserError, OSError, ValueError):
             pass  # data that are gone by now are no reason to fail
     draw = torch.Generator().manual_seed(config.train.seed)

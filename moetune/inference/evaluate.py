@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
+import datasets
 import torch
 from transformers import PreTrainedModel
 
@@ -58,7 +61,7 @@ def evaluate(
 
 def rows_of(
     opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
-) -> tuple[list[Row], str]:
+) -> tuple[datasets.Dataset, str]:
     """What is evaluated on, one record a row, and what it is called."""
     config = opened.config
     train = TrainConfig() if config is None else config.train
@@ -71,20 +74,20 @@ def rows_of(
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
         settings = settings.model_copy(update={"train": data, "eval": None, "validation": None})
-        return [*load_data(settings, opened.tokenizer, train).train], data
+        return load_data(settings, opened.tokenizer, train).train, data
     if given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
     held_out = load_data(settings, opened.tokenizer, train).eval
     assert held_out is not None
-    return [*held_out], "what the run held out"
+    return held_out, "what the run held out"
 
 
 @torch.no_grad()
-def mean_loss(model: PreTrainedModel, rows: list[Row], pad_token_id: int) -> tuple[float, int]:
+def mean_loss(model: PreTrainedModel, rows: Iterable[Row], pad_token_id: int) -> tuple[float, int]:
     """(mean cross-entropy over every predicted token, how many tokens that is)."""
-    total, tokens = 0.0, 0
-    for start in range(0, len(rows), _ROWS):
-        batch = collate(rows[start : start + _ROWS], pad_token_id)
+    total, tokens, left = 0.0, 0, iter(rows)
+    while some := [*islice(left, _ROWS)]:
+        batch = collate(some, pad_token_id)
         loss, predicted = held_out_loss(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
         total, tokens = total + loss.item(), tokens + int(predicted)
     return total / tokens, tokens

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from moetune.catalog.gpus import Gpu, find_gpu
+from moetune.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.config import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
@@ -84,11 +84,15 @@ def predict(
         report = _by_formula(run, card, routing, depths or Depths(), common)
     else:
         report = _by_trace(run, card, routing, allocator or allocator_here(), common, tracing)
+    if method != "formula" and name is not None and card.bandwidth is None:
+        cards = ", ".join(alike_in_size(card))
+        named = f"; the name of a card gives it, of about this size: {cards}" if cards else ""
+        report = replace(report, notes=(f"no time: a size says not how fast a card is{named}",))
     if report.fits is not False or not advise:
         return report
     changes = tuple(best_changes(run, report, routing, card))
     notes = () if any(change.fits for change in changes) else ("no single change makes it fit; combine them",)
-    return replace(report, changes=changes, notes=notes)
+    return replace(report, changes=changes, notes=(*report.notes, *notes))
 
 
 def allocator_here() -> Allocator:

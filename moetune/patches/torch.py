@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+_Mode = TypeVar("_Mode", bound=type[TorchDispatchMode])
 NO_PASS = -1
 
 
@@ -70,23 +74,73 @@ _ON_META = _IN_PLACE | _operations(
     "detach.default div.Scalar div.Tensor expand.default gather.default linalg_vector_norm.default mean.dim mm.default "
     "mul.Scalar mul.Tensor neg.default permute.default pow.Tensor_Scalar rsqrt.default select.int silu.default "
     "silu_backward.default slice.Tensor split.Tensor split_with_sizes.default squeeze.dim sum.dim_IntList t.default "
-    "transpose.int unsqueeze.default view.default"
+    "transpose.int unsqueeze.default view.default view.dtype"
 )
 
 
-class QuickFakeMode(FakeTensorMode):
-    """Fake tensors, of which the commonest operations take a third of the time.
+class _Made(NamedTuple):
+    """All that there is to a fake tensor which fills its memory."""
 
-    For each operation torch looks for the way to fake it, and remembers what came out by a key made of all arguments.
-    For those listed above it need not: a fake tensor is a meta tensor with another device's name, and the operation's
-    own shape function, in C++, runs on that.
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: FakeTensor) -> _Made:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
+
+    def again(self, mode: FakeTensorMode) -> FakeTensor:
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, made, self.device)
+
+
+@functools.cache
+def _makes_anew(func: Any) -> bool:
+    """Whether an operation changes nothing, and says that it returns no view."""
+    schema = func._schema
+    return not schema.is_mutable and all(made.alias_info is None for made in schema.returns)
+
+
+def unguarded(mode: _Mode) -> _Mode:
+    """A dispatch mode without torch's guard against compiling it, which takes as long as many an operation: nothing is
+    compiled under ours."""
+    mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)  # type: ignore[method-assign]
+    return mode
+
+
+@unguarded
+class QuickFakeMode(FakeTensorMode):
+    """Fake tensors, whose operations take a third of the time.
+
+    For each operation torch looks for the way to fake it. For the commonest, listed above, it need not: a fake tensor
+    is a meta tensor with another device's name, and the operation's own shape function runs on that. And what an
+    operation has made once, it makes again of tensors of the same sizes. Torch remembers that too, but by a key that
+    takes longer to make, and not of operators of other libraries.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._known: dict[Hashable, tuple[type, list[_Made]] | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        key = self._key((func, *args, *kwargs.items())) if _makes_anew(func) else None
+        if key is None:
+            return self._make(func, types, args, kwargs)
+        if key not in self._known:
+            out = self._make(func, types, args, kwargs)
+            self._known[key] = _noted(out, (args, kwargs))
+            return out
+        if (known := self._known[key]) is None:
+            return self._make(func, types, args, kwargs)
+        kind, made = known
+        tensors = [one.again(self) for one in made]
+        if kind is list:
+            return tensors
+        return tensors[0] if kind is FakeTensor else tuple(tensors)
+
+    def _make(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         device = self._device_of(args) if func in _ON_META and "device" not in kwargs else None
         if device is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -95,6 +149,16 @@ class QuickFakeMode(FakeTensorMode):
         if func in _IN_PLACE:
             return args[0]
         return FakeTensor(self, out, device) if isinstance(out, Tensor) else [FakeTensor(self, o, device) for o in out]
+
+    def _key(self, value: Any) -> Hashable | None:
+        """Of an operation's arguments, what the sizes of its results depend on; None if they depend on values."""
+        if isinstance(value, Tensor):
+            is_ours = isinstance(value, FakeTensor) and value.fake_mode is self and value.constant is None
+            return _Made.of(value) if is_ours else None  # type: ignore[arg-type]
+        if isinstance(value, (list, tuple)):
+            keys = tuple([self._key(one) for one in value])
+            return None if None in keys else keys
+        return type(value), value  # 1, 1.0 and True make different tensors
 
     def _device_of(self, args: Any) -> torch.device | None:
         """The device of all tensors among the arguments, if they are this mode's and of none the values are known."""
@@ -109,6 +173,24 @@ class QuickFakeMode(FakeTensorMode):
                     return None
                 device = tensor.fake_device
         return device
+
+
+def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
+    """What was made, if it is nothing but tensors, each of which fills memory of its own."""
+    made = [out] if isinstance(out, Tensor) else out
+    if not isinstance(made, (list, tuple)) or any(
+        not isinstance(one, FakeTensor) or one.constant is not None for one in made
+    ):
+        return None
+    noted = [_Made.of(one) for one in made]
+    storages = [one.untyped_storage() for one in made]
+    there = {id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
+    sizes = [
+        torch.empty_strided(one.size, one.stride, dtype=one.dtype, device="meta").untyped_storage().nbytes()
+        for one in noted
+    ]
+    is_anew = len({id(storage) for storage in storages} - there) == len(made)
+    return (type(out), noted) if is_anew and sizes == [storage.nbytes() for storage in storages] else None
 
 
 @contextmanager

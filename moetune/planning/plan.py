@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from moetune.anatomy.source import find_model_source
 from moetune.catalog.gpus import find_gpu, gpu_names
 from moetune.config import RunConfig
 from moetune.errors import UserError, one_line
@@ -14,9 +15,11 @@ from moetune.memory.report import MemoryReport
 from moetune.parallel.coordinates import data_ranks
 from moetune.planning.combine import Combination, combination
 from moetune.planning.needs import Needs, changed
-from moetune.planning.search import Found, Search
+from moetune.planning.search import Beyond, Found, Search
 from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
-from moetune.run.resolve import resolve_model
+from moetune.planning.workers import Workers
+from moetune.run import refusals
+from moetune.run.published import published
 from moetune.run_file import read_run_config
 
 SHORTEST = 1024
@@ -40,7 +43,7 @@ class Candidate:
     gives_up: tuple[str, ...]
     amount: int
     report: MemoryReport
-    beyond: tuple[str, MemoryReport] | None
+    beyond: Beyond | None
 
     def to_json(self, tokens: int | None = None) -> dict[str, Any]:
         time = self.report.time
@@ -62,7 +65,7 @@ class Candidate:
             "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
             "beyond": None
             if self.beyond is None
-            else {"what": self.beyond[0], "required_bytes": self.beyond[1].required},
+            else {"what": self.beyond.what, "required_bytes": self.beyond.report.required},
         }
 
 
@@ -137,6 +140,7 @@ def plan(
     host: int | None = None,
     data: str | None = None,
     tokens: int | None = None,
+    processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Searches the ways to each goal.
@@ -147,15 +151,17 @@ def plan(
         host: bytes of host memory that a run may take; None for any.
         data: what the run files train on.
         tokens: of it that they train on, which says how many steps they take; None leaves that to the run file.
+        processes: that look at ways at once (workers.py).
         say: is told what is looked at.
 
     Raises:
         UserError: no such model or card.
     """
-    card = find_gpu(gpu)
+    source = find_model_source(model)
+    eager = {"attention": "eager"} if any(refusals.of_attention(source.config, "sdpa")) else {}
     start = read_run_config(
         {
-            "model": {"path": model},
+            "model": {"path": model, **eager},
             "adapt": {},
             "train": {"sequence_length": length},
             "hardware": {"gpu": gpu},
@@ -164,44 +170,42 @@ def plan(
         (),
         "plan",
     )
-    anatomy = resolve_model(start.model).anatomy
-    search = Search(start, anatomy, needs := Needs(), card.memory.value, card.context.value)
+    search = Search.of(start)
     found: list[Found] = []
     tried: list[Way] = []
+    candidates: list[Candidate] = []
     notes: list[str] = []
-    for goal in goals:
-        if goal != "lora" and not anatomy.moe_layers:
-            continue
-        all_ways = list(ways(goal, anatomy, count))
-        plain = [way for way in all_ways if not _is_slow(way)]
-        for some in (plain, [way for way in all_ways if way not in plain]):
-            for way in some:
-                say(f"{goal}: {way.words}")
-                tried.append(way)
-                try:
-                    one = search.largest(way)
-                except UserError as error:  # not every model has every way
-                    notes.append(f"{goal}, {way.words}: {one_line(error)}")
-                    continue
-                if one is not None and host is not None and one.report.fullest.host_bytes > host:
-                    notes.append(f"{goal}, {way.words}: wants more than {host:,} bytes of host memory")
-                elif one is not None:
-                    found.append(one)
-                    if search.is_all(one):  # all other ways give up more, for nothing
-                        break
-            if any(one.way.goal == goal for one in found):
-                break
-    if not tried:
-        raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
-    candidates = []
-    for one in _ranked(found):
-        say(f"tracing: {one.way.words}")
-        if (sure := _traced(one, search)) is not None:
-            candidates.append(_candidate(sure, needs, tokens))
-        else:
-            notes.append(f"{one.way.goal}, {one.way.words}: fits by closed form and not by trace; left out")
+    with Workers(search, processes) as workers:
+        for goal in goals:
+            if goal != "lora" and not search.layers:
+                continue
+            tried += (all_ways := list(ways(goal, search.anatomy, count, published(source).base)))
+            possible = [way for way in all_ways if search.may_fit(way)]
+            for is_slow in (False, True):
+                some = [way for way in possible if _is_slow(way) is is_slow]
+                for way, one in workers.answers("largest", some, lambda way: say(f"{way.goal}: {way.words}")):
+                    if isinstance(one, UserError):
+                        notes.append(f"{goal}, {way.words}: {one_line(one)}")
+                    elif one is not None and host is not None and one.report.fullest.host_bytes > host:
+                        notes.append(f"{goal}, {way.words}: wants more than {host:,} bytes of host memory")
+                    elif one is not None:
+                        found.append(one)
+                        if search.is_all(one):  # all other ways give up more, for nothing
+                            break
+                if any(one.way.goal == goal for one in found):
+                    break
+        if not tried:
+            raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
+        for one, sure in workers.answers("traced", _ranked(found), lambda one: say(f"tracing: {one.way.words}")):
+            if isinstance(sure, UserError):
+                raise sure
+            if sure is not None:
+                candidates.append(_candidate(sure, search.needs, tokens))
+            else:
+                notes.append(f"{one.way.goal}, {one.way.words}: fits by closed form and not by trace; left out")
+    notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
     miss = None if candidates else _nearest(search, tried, say)
-    return Plan(model, gpu, card.memory.value, tuple(candidates), miss, tuple(notes), tokens)
+    return Plan(model, gpu, search.usable, tuple(candidates), miss, tuple(notes), tokens)
 
 
 def _is_slow(way: Way) -> bool:
@@ -227,21 +231,6 @@ def _ranked(found: Iterable[Found]) -> list[Found]:
         if not beaten:
             ranked.append(one)
     return ranked
-
-
-def _traced(one: Found, search: Search) -> Found | None:
-    """The same, traced. Where the trace has a little more, as sizes rounded up at another moment, and that is too much,
-    the most that leaves room for it."""
-    found: Found | None = one
-    for _ in range(3):
-        if found is None:
-            break
-        report = search.needs.traced(found.config)
-        if report.fits:
-            return replace(found, report=report)
-        search.margin += max(report.required - found.report.required, 1)
-        found = search.largest(one.way)
-    return None
 
 
 def _candidate(one: Found, needs: Needs, tokens: int | None) -> Candidate:

@@ -10,20 +10,33 @@ together. So what one line says bounds all runs that have more experts a layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import ranges
+from moetune.catalog.gpus import find_gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.memory.arithmetic import state_bytes
 from moetune.memory.report import MemoryReport
 from moetune.planning.needs import Needs, changed
 from moetune.planning.solve import last_that_fits
 from moetune.planning.ways import Way
+from moetune.run.resolve import resolve_model
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+_UNSURE = 100 << 20
+"""Bytes that a closed form may have more than a trace: what is reserved is rounded up to a page of each pool."""
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A run a notch larger than what fits, and that notch in words."""
+
+    what: str
+    config: RunConfig
+    report: MemoryReport
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,7 @@ class Found:
     config: RunConfig
     report: MemoryReport
     amount: int
-    beyond: tuple[str, MemoryReport] | None
+    beyond: Beyond | None
 
 
 class Search:
@@ -48,12 +61,50 @@ class Search:
 
     def __init__(self, start: RunConfig, anatomy: Anatomy, needs: Needs, usable: int, context: int = 0) -> None:
         self.start, self.anatomy, self.needs, self.usable, self.context = start, anatomy, needs, usable, context
-        self.margin = 0  # bytes that a trace was seen to have more than the closed form
+        self.margin = 0  # bytes that the trace of what was found has more than the closed form
         self.layers = [layer.index for layer in anatomy.moe_layers]
         self.experts = min((layer.shape.num_experts for layer in anatomy.moe_layers), default=0)
 
+    @classmethod
+    def of(cls, start: RunConfig) -> Search:
+        """For the model and the card of a run file."""
+        assert start.hardware.gpu is not None
+        card = find_gpu(start.hardware.gpu)
+        return cls(start, resolve_model(start.model).anatomy, Needs(), card.memory.value, card.context.value)
+
+    def may_fit(self, way: Way) -> bool:
+        """Whether the least that a way could train fits by arithmetic."""
+        return self.bound(way, 1 if way.goal == "experts" else 0) <= self.usable
+
+    def traced(self, found: Found) -> Found | None:
+        """The same, traced, and the notch more too where that could fit. A trace may have a little more than the closed
+        form, or less: then the most that fits with that; None if there is nothing."""
+        self.margin = 0
+        sure: Found | None = None
+        now: Found | None = found
+        for _ in range(4):
+            if now is None:
+                break
+            report = self.needs.traced(now.config)
+            if report.fits:
+                sure, over = replace(now, report=report), now.beyond
+                if over is None or self._left(over.report) < -_UNSURE:
+                    break
+                more = self.needs.traced(over.config)
+                if not more.fits:
+                    return replace(sure, beyond=replace(over, report=more))
+                self.margin = more.required - over.report.required
+            elif sure is not None:
+                break
+            else:
+                self.margin += max(report.required - now.report.required, 1)
+            now = self.largest(found.way)
+        return sure
+
     def largest(self, way: Way) -> Found | None:
         """The most that a way trains; None if nothing of it fits."""
+        if not self.may_fit(way):
+            return None
         match way.goal:
             case "experts":
                 found = self._most_experts(way)
@@ -76,8 +127,6 @@ class Search:
         return changed(self.start, {**way.settings, **settings})
 
     def _at(self, way: Way, settings: dict[str, Any], amount: int) -> Found | None:
-        if self.bound(way, amount if way.goal == "experts" else 0) > self.usable:
-            return None
         config = self.config(way, settings)
         report = self.needs.of(config)
         return Found(way, config, report, amount, None) if self._left(report) >= 0 else None
@@ -132,7 +181,8 @@ class Search:
         further = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
         beyond = None
         if further[0] <= depth and further[1] <= self.experts:
-            beyond = f"{further[0]} layers × {further[1]} experts", report(*further)
+            config = self.config(way, self._of_experts(*further))
+            beyond = Beyond(f"{further[0]} layers × {further[1]} experts", config, report(*further))
         return Found(way, self.config(way, self._of_experts(*best)), reports[best], layers * each, beyond)
 
     def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:
@@ -151,8 +201,6 @@ class Search:
         return {"adapt.lora.rank": rank, "adapt.lora.alpha": 2 * rank, "adapt.lora.targets": targets}
 
     def _highest_rank(self, way: Way) -> Found | None:
-        if self.bound(way, 0) > self.usable:
-            return None
         reports: dict[int, MemoryReport] = {}
 
         def headroom(number: int) -> int:
@@ -162,8 +210,9 @@ class Search:
         last = last_that_fits(len(RANKS), headroom, len(RANKS) - 1)
         if last < 0:
             return None
-        beyond = (f"rank {RANKS[last + 1]}", reports[last + 1]) if last + 1 < len(RANKS) else None
-        return Found(way, self.config(way, self._of_rank(RANKS[last])), reports[last], RANKS[last], beyond)
+        configs = [self.config(way, self._of_rank(rank)) for rank in RANKS[last : last + 2]]
+        beyond = Beyond(f"rank {RANKS[last + 1]}", configs[1], reports[last + 1]) if configs[1:] else None
+        return Found(way, configs[0], reports[last], RANKS[last], beyond)
 
     def _most_rows(self, found: Found) -> Found:
         """The same with as many rows a micro-batch as fit, and as many rows a step."""
@@ -171,18 +220,17 @@ class Search:
         reports: dict[int, MemoryReport] = {0: found.report}
 
         def headroom(number: int) -> int:
-            if number not in reports:
-                steps = max(1, found.config.train.accumulate // ROWS[number])
-                settings = {"train.micro_batch": ROWS[number], "train.accumulate": steps}
-                configs[number] = changed(found.config, settings)
-                reports[number] = self.needs.of(configs[number])
+            steps = max(1, found.config.train.accumulate // ROWS[number])
+            configs[number] = changed(found.config, {"train.micro_batch": ROWS[number], "train.accumulate": steps})
+            reports[number] = self.needs.of(configs[number])
             return self._left(reports[number])
 
         # where experts train there is seldom room for many more
-        last = last_that_fits(len(ROWS), headroom, 1 if found.way.goal == "experts" else len(ROWS) - 1)
+        start = 1 if found.way.goal == "experts" else len(ROWS) - 1
+        last = last_that_fits(len(ROWS), headroom, start, self._left(found.report))
         beyond = found.beyond
         if beyond is None and last + 1 < len(ROWS):
-            beyond = f"micro-batch {ROWS[last + 1]}", reports[last + 1]
+            beyond = Beyond(f"micro-batch {ROWS[last + 1]}", configs[last + 1], reports[last + 1])
         return Found(found.way, configs[last], reports[last], found.amount, beyond)
 
     def is_all(self, found: Found) -> bool:
@@ -195,7 +243,7 @@ class Search:
     def bound(self, way: Way, experts: int) -> int:
         """Bytes that a run needs at least, by arithmetic alone, with so many experts trained (memory/arithmetic.py)."""
         config = self.config(way, self._of_experts(1, 1) if self.layers else {"adapt.also": ["norm"]})
-        per_weight = {"nf4": 0.5, "int8": 1.0, "bf16": 2.0, "fp32": 4.0}[config.model.storage]
+        per_weight = {"nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "bf16": 2.0, "fp32": 4.0}[config.model.storage]
         stored = per_weight * sum(part.numel for part in self.anatomy.parts)
         if config.model.experts_on == "host":
             stored -= per_weight * sum(part.numel for part in self.anatomy.parts_of("experts"))

@@ -12,8 +12,9 @@ from typing import Any
 
 from moetune.anatomy.selection import ranges
 from moetune.catalog.gpus import find_gpu, gpu_names
-from moetune.config import IdSet, RunConfig
+from moetune.config import RunConfig
 from moetune.errors import UserError, suggest
+from moetune.fields import IdSet
 from moetune.memory.report import MemoryReport
 from moetune.planning.needs import Needs, changed
 from moetune.run.resolve import ResolvedRun
@@ -114,15 +115,16 @@ def _report(config: RunConfig, axis: Axis, number: int, needs: Needs, *, traced:
     return needs.traced(config) if traced else needs.of(config)
 
 
-def last_that_fits(count: int, headroom: Callable[[int], int], start: int = 0) -> int:
+def last_that_fits(count: int, headroom: Callable[[int], int], start: int = 0, first: int | None = None) -> int:
     """The last of so many numbers from 0 on where there is headroom; -1 if nowhere.
 
     Args:
         headroom: bytes left at a number; they fall from each number to the next.
         start: the number that is looked at first.
+        first: bytes left at 0, if that is known; not negative.
     """
-    known: dict[int, int] = {}
-    fits, fails, at, asked = -1, count, min(start, count - 1), 0
+    known: dict[int, int] = {} if first is None else {0: first}
+    fits, fails, at, asked = len(known) - 1, count, min(start, count - 1), 0
     while fails - fits > 1:
         known[at] = headroom(at)
         fits, fails = (at, fails) if known[at] >= 0 else (fits, at)

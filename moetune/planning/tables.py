@@ -92,7 +92,7 @@ def beyond(one: Candidate) -> str:
     """Why no more of it fits."""
     if one.beyond is None:
         return "there is no more of it to train"
-    what, report = one.beyond
+    what, report = one.beyond.what, one.beyond.report
     assert report.headroom_bytes is not None
     part, size = max(report.fullest.parts.items(), key=lambda item: item[1])
     largest = f"the most of it {part.replace('_', ' ')}, {gib(size)}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from moetune.anatomy.anatomy import Anatomy
+from moetune.config import Storage
 from moetune.memory.changes import is_setting_of_host
 
 Goal = Literal["router", "experts", "lora"]
@@ -58,17 +59,26 @@ _BASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"model.base": "nf4"}, ("the base in 4 bits",)),
     ({"model.base": "nf4", "model.experts_on": "host"}, ("the base in 4 bits", "speed: experts come from the host")),
 )
+_AS_PUBLISHED: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"model.base": "mxfp4"}, ()),
+    ({"model.base": "mxfp4", "model.experts_on": "host"}, ("speed: experts come from the host",)),
+)
+"""Of models that are published in MXFP4: in more bits they are the same weights."""
 _CHECKPOINTING: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"train.checkpointing": "full"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 )
 
 
-def ways(goal: Goal, anatomy: Anatomy, count: int) -> Iterator[Way]:
-    """All ways to a goal on so many cards, best first."""
+def ways(goal: Goal, anatomy: Anatomy, count: int, published: Storage | None = None) -> Iterator[Way]:
+    """All ways to a goal on so many cards, best first.
+
+    Args:
+        published: the storage that keeps the model as it is published.
+    """
     order = 0
     for layout in layouts(anatomy, count):
-        for base, lost in _BASES:
+        for base, lost in _AS_PUBLISHED if published == "mxfp4" else _BASES:
             for optimizer, lost_too in _OPTIMIZERS[goal]:
                 for checkpointing, lost_as_well in _CHECKPOINTING:
                     settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}

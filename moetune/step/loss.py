@@ -17,7 +17,7 @@ Shapes: N tokens of a batch, n of a chunk or block; H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,15 @@ class Chunks:
         size = chunk_tokens(memory, tail.vocabulary, tail.width, tail.row_bytes, tokens)
         return cls(tokens, size, size if tail.width == 4 else min(size, block_tokens(tail.vocabulary)))
 
-    def slices(self) -> list[slice]:
-        return [slice(start, start + self.size) for start in range(0, self.tokens, self.size)]
+    def slices(self) -> Iterator[slice]:
+        """The tokens of each chunk. Nothing of one is left when the next is asked for, but its loss and gradients."""
+        for start in range(0, self.tokens, self.size):
+            yield slice(start, start + self.size)
+
+    def blocks(self, tokens: int) -> Iterator[slice]:
+        """Of a chunk of so many tokens, those of each block; likewise."""
+        for start in range(0, tokens, self.block):
+            yield slice(start, start + self.block)
 
 
 def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int, tokens: int) -> int:
@@ -92,7 +99,7 @@ def summed_cross_entropy(
     if torch.is_grad_enabled() and (hidden_NH.requires_grad or tail.trained):
         return _CrossEntropy.apply(tail, targets_N, divisor, chunks, hidden_NH, *tail.trained)
     with torch.no_grad():
-        losses = [_loss_of_chunk(tail(hidden_NH[rows]), targets_N[rows], chunks.block) for rows in chunks.slices()]
+        losses = [_loss_of_chunk(tail(hidden_NH[rows]), targets_N[rows], chunks) for rows in chunks.slices()]
         return torch.stack(losses).sum() / divisor
 
 
@@ -120,9 +127,9 @@ class _CrossEntropy(torch.autograd.Function):
             edge = get_gradient_edge(logits_nV)  # as they were made: torch would look at overwritten ones anew
             gradient_nV = logits_nV.detach()
             del logits_nV
-            losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], chunks.block, fraction))
+            losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], chunks, fraction))
             found = torch.autograd.grad(edge, [hidden_nH, *wanted] if needs_hidden else wanted, gradient_nV)
-            del edge, gradient_nV
+            del edge, gradient_nV, hidden_nH
             if gradient_NH is not None:
                 gradient_NH[rows], found = found[0], found[1:]
             gradients = _added(gradients, found, alone=chunks.size >= chunks.tokens)
@@ -166,23 +173,24 @@ def _added(sums: list[Tensor], more: Sequence[Tensor], *, alone: bool) -> list[T
     return [total.add_(gradient) for total, gradient in zip(sums, more, strict=True)]
 
 
-def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, block: int, divisor: Tensor | None = None) -> Tensor:
+def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, chunks: Chunks, divisor: Tensor | None = None) -> Tensor:
     """The summed loss. The logits are used up: with a `divisor`, they become the gradient of the loss over it."""
-    losses = []
-    for start in range(0, len(logits_nV), block):
-        rows = slice(start, start + block)
-        counts_b = (targets_n[rows] != IGNORED).float()
-        targets_b1 = targets_n[rows].clamp_min(0)[:, None]
-        block_bV = logits_nV[rows].float()  # float32 logits themselves, or a copy
-        block_bV -= block_bV.amax(-1, keepdim=True)
-        chosen_b = block_bV.gather(-1, targets_b1)[:, 0]
-        sums_b = block_bV.exp_().sum(-1)
-        losses.append((sums_b.log() - chosen_b).mul_(counts_b).sum())
-        if divisor is not None:
-            weights_b = counts_b / divisor
-            block_bV *= (weights_b / sums_b)[:, None]
-            block_bV.scatter_add_(-1, targets_b1, -weights_b[:, None])
-            if logits_nV.dtype != torch.float32:
-                logits_nV[rows] = block_bV
-        del block_bV  # before the next is made
-    return torch.stack(losses).sum()
+    blocks = chunks.blocks(len(logits_nV))
+    return torch.stack([_loss_of_block(logits_nV[rows], targets_n[rows], divisor) for rows in blocks]).sum()
+
+
+def _loss_of_block(logits_bV: Tensor, targets_b: Tensor, divisor: Tensor | None) -> Tensor:
+    counts_b = (targets_b != IGNORED).float()
+    targets_b1 = targets_b.clamp_min(0)[:, None]
+    block_bV = logits_bV.float()  # float32 logits themselves, or a copy
+    block_bV -= block_bV.amax(-1, keepdim=True)
+    chosen_b = block_bV.gather(-1, targets_b1)[:, 0]
+    sums_b = block_bV.exp_().sum(-1)
+    loss = (sums_b.log() - chosen_b).mul_(counts_b).sum()
+    if divisor is not None:
+        weights_b = counts_b / divisor
+        block_bV *= (weights_b / sums_b)[:, None]
+        block_bV.scatter_add_(-1, targets_b1, -weights_b[:, None])
+        if logits_bV.dtype != torch.float32:
+            logits_bV.copy_(block_bV)
+    return loss

@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import pyarrow.compute as pc
 
+from moetune.data.documents import values
 from moetune.data.load import Datasets
 from moetune.errors import UserError
 from moetune.hub.fingerprint import digest
@@ -114,8 +115,8 @@ def _digest(rows: datasets.Dataset) -> str:
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())
-        for chunk in rows.data.column(name).chunks:
-            sha256.update(pc.list_flatten(chunk).to_numpy(zero_copy_only=False).tobytes())
+        for some in values(rows, name):
+            sha256.update(some.tobytes())
         for chunk in rows.data.column(name).chunks:
             sha256.update(pc.list_value_length(chunk).to_numpy(zero_copy_only=False).astype("int64").tobytes())
     return sha256.hexdigest()

@@ -122,8 +122,8 @@ class MemoryRecord(TrainerCallback):
             return
         if abs(predicted / measured - 1) > TOLERANCE:
             self.console.print(
-                f"memory: predicted {gib(predicted)} of the tokens that each expert received, measured "
-                f"{gib(measured)}; the prediction assumes full sequences",
+                f"memory: predicted {gib(predicted)}, for the tokens that each expert received, measured "
+                f"{gib(measured)}; the prediction assumes full sequences and micro-batches",
                 highlight=False,
                 soft_wrap=True,
             )

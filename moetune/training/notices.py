@@ -50,8 +50,7 @@ class Notices:
     def about_data(self, data: Datasets) -> None:
         """Positions that the model was not made for."""
         most = getattr(self.adapted.run.model.settings.get_text_config(), "max_position_embeddings", None)
-        rows = data.train["position_ids" if "position_ids" in data.train.column_names else "input_ids"]
-        longest = max((max(row) + 1 if "position_ids" in data.train.column_names else len(row)) for row in rows)
+        longest = min(int(data.counts.lengths.max()), self.adapted.run.config.train.sequence_length)
         if isinstance(most, int) and longest > most:
             self.say(
                 "long positions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable
 from contextlib import closing
@@ -20,6 +21,7 @@ from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
+from moetune.data.documents import values
 from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
 from moetune.data.preview import steps_an_epoch
 from moetune.errors import UserError, suggest
@@ -190,22 +192,24 @@ def _train(
             console.print(f"skipping damaged {reason}", highlight=False, soft_wrap=True)
         console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
         trainer.args.eval_on_start = False
+    refused = None
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except torch.OutOfMemoryError:
-        refused = memory.refused()
-        if refused is None:
+        if (refused := memory.refused()) is None:
             raise
+    finally:
+        interruptible.end()
+        progress.stop()
+        memory.finish()
+    if refused is not None:
+        gc.collect()  # a checkpointed layer that failed keeps torch's hooks on, which a trace would run into
         whole = [str(checkpoint) for checkpoint in folder.checkpoints()][-1:]
         found = examine(
             trainer.smaller_run(), refused, trainer.where, device, adapted, trainer.stepper.optimizer, *whole
         )
         folder.write_out_of_memory(found.to_json())
         raise_out_of_memory(found)
-    finally:
-        interruptible.end()
-        progress.stop()
-        memory.finish()
     notices.at_end(trainer.total_load)
     return TrainResult(output, trainer.state.global_step, counts, tokens, *_held_out(folder))
 
@@ -348,7 +352,8 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     data = load_data(config.data, tokenizer, config.train)
     known = run.model.settings.get_text_config().vocab_size
-    largest = max(max(row) for part in (data.train, data.eval) if part is not None for row in part["input_ids"])
+    parts = [part for part in (data.train, data.eval) if part is not None]
+    largest = max(int(some.max()) for part in parts for some in values(part, "input_ids"))
     padding = pad_token_id(tokenizer)
     if max(largest, padding) >= known:
         what = "pads with" if padding >= known else "gives"

@@ -18,19 +18,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config import RunConfig
-from moetune.errors import UserError, one_line, reading
+from moetune.errors import UserError, one_line
 from moetune.files import WriterLock, aside_of, expanded, lock, settle, sync, write_whole
 from moetune.hub.fingerprint import Base
-from moetune.parallel.coordinates import data_ranks
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run_file import parse, refuse_existing_run
+from moetune.run_file import refuse_existing_run
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, write_manifest
+from moetune.training.same_run import FREE_ON_EXPORT, FREE_ON_RESUME, changes, settings
 
 RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
 DRIFT_FILE, OUT_OF_MEMORY_FILE = "drift.json", "out_of_memory.json"
@@ -49,13 +48,6 @@ _OWN = (
     "report.html",
 )
 """What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
-_FREE_ON_RESUME = {
-    "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
-    "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch", "train.on_oom",
-}  # fmt: skip
-_FREE_ON_EXPORT = _FREE_ON_RESUME | {"model.path", "model.weights"}
-"""The base may have moved since."""
-_MOST_PROBLEMS = 10
 
 
 class RunFolder:
@@ -411,8 +403,8 @@ class RunFolder:
             raise UserError(f"checkpoint {str(checkpoint)!r} is of another run than {str(self.path)!r}; move it away")
         if not (checkpoint / RUN_FILE).is_file() or not (self.path / RUN_FILE).is_file():
             return
-        before = _settings(checkpoint / RUN_FILE)
-        if changed := _changes(before, _settings(self.path / RUN_FILE), _FREE_ON_EXPORT):
+        before = settings(checkpoint / RUN_FILE)
+        if changed := changes(before, settings(self.path / RUN_FILE), FREE_ON_EXPORT):
             raise UserError(
                 f"{str(self.path / RUN_FILE)!r} was changed after {checkpoint.name} was written:\n  "
                 + "\n  ".join(changed)
@@ -420,7 +412,7 @@ class RunFolder:
             )
 
     def _check_same_run(self, config: RunConfig) -> None:
-        if changed := _changes(_settings(self.path / RUN_FILE), _settings(config), _FREE_ON_RESUME):
+        if changed := changes(settings(self.path / RUN_FILE), settings(config), FREE_ON_RESUME):
             raise UserError(
                 f"the run in {str(self.path)!r} cannot be resumed with another run file:\n  "
                 + "\n  ".join(changed)
@@ -442,40 +434,3 @@ def _discard(checkpoint: Path) -> None:
     aside = checkpoint.with_name(f".{checkpoint.name}")
     checkpoint.rename(aside)
     shutil.rmtree(aside)
-
-
-def _settings(run: RunConfig | Path) -> dict[str, Any]:
-    """A run file, flat. Keys that are newer than a stored one have their defaults, by which it was run."""
-    config = run if isinstance(run, RunConfig) else None
-    if isinstance(run, Path):
-        with reading(repr(str(run))):
-            text = run.read_text(encoding="utf-8")
-        tree = parse(text, repr(str(run)))
-        with suppress(ValidationError):  # what is no run file any more is compared as it stands, and named
-            config = RunConfig.model_validate(tree)
-    if config is not None:
-        tree = config.model_dump(mode="json")
-        # More ranks with fewer micro-batches each take the same step.
-        together = tree["train"].pop("accumulate") * data_ranks(config.parallel)
-        tree["train"]["accumulate, over all ranks"] = together
-    return _flatten(tree)
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any], free: set[str]) -> list[str]:
-    """One line for each setting that differs and is not free to; beyond some, how many more there are."""
-    changed = [
-        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
-    ]
-    more = len(changed) - _MOST_PROBLEMS
-    return [*changed[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]

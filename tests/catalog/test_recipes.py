@@ -9,7 +9,7 @@ import pytest
 from moetune.catalog import read_recipe, recipes
 from moetune.memory.predict import predict
 from moetune.run_file import load_run_config
-from tests.cli.test_commands import OFFLINE, ROOT
+from tests.cli.test_commands import ROOT
 
 SAID = re.compile(
     r"^# Predicted: needs ([\d.]+) GiB of (each )?([\w-]+)(?:, and ([\d.]+) GiB of host memory)?\.", re.MULTILINE
@@ -21,7 +21,7 @@ QUICK = ("olmoe-1b-7b-lora",)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in BIG])
 def test_a_recipe_needs_what_it_says(name: str) -> None:
     text = read_recipe(name)
-    config = load_run_config(ROOT / "configs" / f"{name}.yaml", OFFLINE.get(name, ()))
+    config = load_run_config(ROOT / "configs" / f"{name}.yaml")
     assert f"#     moetune train configs/{name}.yaml\n" in text
     said = SAID.search(text)
     assert said is not None, "the header does not say what is predicted"

@@ -24,8 +24,6 @@ from moetune.run_file import load_run_config
 
 ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "catalog" / "recipes").glob("*.yaml")])
-OFFLINE = {"gpt-oss-20b-lora": ("model.path=gpt-oss-20b", "model.weights=random")}
-"""In place of what a recipe names that only the hub has."""
 COMMANDS = sorted(
     command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
 )
@@ -125,7 +123,7 @@ def test_init_writes_run_yaml_unless_told(
 
 @pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_run_file_fits_its_model(file: Path) -> None:
-    config = load_run_config(file, OFFLINE.get(file.stem, ()))
+    config = load_run_config(file)
     select(config.adapt, read_anatomy(meta_model(find_model_source(config.model.path).config)))
     assert config.data is not None
     assert config.output == f"runs/{file.stem}"

@@ -80,7 +80,7 @@ def refused(ended: Any, message: str) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path, moetune: Callable[..., Any]) -> None:
     rest = ("--format", "delta", "--out", tmp_path / "out")
-    refused(moetune("export", tmp_path / "none", *rest), r"run folder '.*none' does not exist")
+    refused(moetune("export", tmp_path / "none", *rest), r"run folder '.*none' does not exist\.")
     refused(moetune("export", tmp_path, *rest), r"'.*' is not a run folder: no run\.yaml in it")
     assert list(tmp_path.iterdir()) == []
 
@@ -127,6 +127,21 @@ def test_options_that_do_not_go_together(run: Path, moetune: Callable[..., Any])
     assert "'gguf' is not one of" in ended.err
 
 
+@pytest.mark.parametrize("name", ["me//mine", "me/mine"])
+def test_a_push_that_would_fail_is_said_before_the_export(
+    name: str, run: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(self: Any) -> None:
+        raise OSError("401 Unauthorized")
+
+    monkeypatch.setattr(HfApi, "whoami", nobody)
+    ended = moetune("export", run, "--format", "delta", "--out", run.parent / "unpushed", "--push", name)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"cannot push to {name!r}" in ended.err
+    assert "hf auth login" in ended.err
+    assert not (run.parent / "unpushed").exists()
+
+
 def test_what_is_pushed_has_a_card_and_no_manifest(
     run: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +151,7 @@ def test_what_is_pushed_has_a_card_and_no_manifest(
         asked.update(options)
         return SimpleNamespace(commit_url="https://hub/commit")
 
+    monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
     monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: asked.update(options, name=name))
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     out = run.parent / "delta"

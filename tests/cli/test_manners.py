@@ -25,6 +25,7 @@ def test_version(moetune: Callable[..., Any]) -> None:
     ("arguments", "said"),
     [
         (["train", "gone.yaml"], "run file 'gone.yaml' cannot be read"),
+        (["train", "runn.yaml"], "No such file or directory. Did you mean 'run.yaml'?"),
         (["data", "gone.yaml"], "run file 'gone.yaml' cannot be read"),
         (["train", "run.yaml", "--set", "data.train=gone.jsonl"], "no such file: 'gone.jsonl'"),
         (["predict", "run.yaml", "--gpu", "l4os"], "l4os"),
@@ -32,6 +33,9 @@ def test_version(moetune: Callable[..., Any]) -> None:
         (["train", "run.yaml"], "already holds a run"),
         (["report", "gone"], "run folder 'gone' does not exist"),
         (["eval", "tiny-mixtral", "--base", "nf3"], "--base 'nf3'"),
+        (["eval", "tiny-mixtral", "--data", "gone.jsonl"], "no such file: 'gone.jsonl'"),
+        (["export", "dune", "--format", "peft", "--out", "out"], "'dune' does not exist. Did you mean 'done'?"),
+        (["export", "done", "--format", "peft", "--out", "done"], "is not empty"),
     ],
 )
 def test_cheap_checks_load_no_torch(arguments: list[str], said: str, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_dry_run(run_file: Path, moetune: Callable[..., Any]) -> None:
     assert [path.name for path in run_file.parent.iterdir()] == ["run.yaml"]
 
 
-@pytest.mark.full  # tests/training/test_faults.py kills at random moments on a push too
+@pytest.mark.full  # tests/training/test_resume.py kills at moments that are named on a push too
 def test_killed_at_no_particular_moment_and_resumed(run_file: Path, moetune: Callable[..., Any]) -> None:
     reference = run_file.parent / "reference"
     assert moetune("train", run_file, "--set", f"output={reference}").code == 0

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moetune.data.documents import Document
 from moetune.data.packing import packed, separate
-from moetune.data.records import Document
 from moetune.errors import UserError
 from moetune.step.batch import collate
 from moetune.training.isolation import refuse_leaky_packing

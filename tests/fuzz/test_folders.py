@@ -29,7 +29,7 @@ from moetune.run.placement import read_load
 from moetune.run.resolve import resolve
 from moetune.run_file import load_run_config
 from moetune.training import checkpoint as checkpoints
-from moetune.training import run_folder, trainer
+from moetune.training import same_run, trainer
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import damage, write_manifest
 from moetune.training.run_folder import RunFolder, _base_text, step_of
@@ -64,7 +64,7 @@ def written(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPa
 def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyYAML takes longer over the files that are whole than all else takes over those that are not."""
     once = functools.lru_cache(maxsize=32)(run_file.parse)
-    for module in (run_file, run_folder):
+    for module in (run_file, same_run):
         monkeypatch.setattr(module, "parse", lambda text, what: copy.deepcopy(once(text, what)))
 
 

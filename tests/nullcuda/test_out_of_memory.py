@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from moetune.catalog import find_model
 from tests import small
 from tests.nullcuda.test_commands import moetune, start
 
@@ -43,7 +44,7 @@ def test_memory_runs_out(tmp_path: Path) -> None:
     ended = start("train", file, "--overwrite", "--json", NULL_GIB=gib)
     out, err = ended.communicate()
     assert ended.returncode == 1, err
-    assert "error: out of memory in step 1, micro-step 0" in err
+    assert "error: out of memory in step 1, micro-step 0" in err, err
     assert "Traceback" not in err
     found = json.loads(out)["out_of_memory"]
     a_page = 20 << 20  # what is free is so much at a time
@@ -65,3 +66,37 @@ def test_memory_runs_out(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     (noted,) = [line for line in lines if "out_of_memory" in line]
     assert (noted["micro_batch"], noted["accumulate"]) == (16, 2)
+
+
+def test_a_model_of_full_size_on_a_card_of_44_gib(tmp_path: Path) -> None:
+    """Mixtral-8x7B with random weights. What is said to fit is tried there; half the micro-batch after half goes on."""
+    model = small.write_model(tmp_path / "mixtral")
+    entry = find_model("mixtral-8x7b")
+    assert entry is not None
+    (model / "config.json").write_text(json.dumps(entry.config), encoding="utf-8")
+    file = run_file(model, tmp_path, micro_batch=64, steps=1, checkpointing="full")
+    settings = ("--set", "model.weights=random", "--set", "model.base=nf4", "--set", "model.dtype=bf16")
+
+    ended = start("train", file, *settings, "--json", NULL_GIB="44")
+    out, err = ended.communicate()
+    assert ended.returncode == 1, err
+    assert "error: out of memory in step 1, micro-step 0" in err, err
+    assert "Traceback" not in err
+    found = json.loads(out)["out_of_memory"]
+    assert found["wanted_bytes"] + found["allocated_bytes"] > found["available_bytes"] - (100 << 20)
+    assert 0.99 <= found["actual"]["frozen_weights"] / found["predicted"]["frozen_weights"] <= 1.01
+    assert found["largest"][0]["bytes"] > 20 << 30  # the experts that are frozen
+    flags = [one["flags"] for one in found["settings"]]
+    (rows,) = [those for those in flags if those[0].startswith("train.micro_batch=")]
+
+    mended = start("train", file, "--overwrite", *settings, *(w for f in rows for w in ("--set", f)), NULL_GIB="44")
+    assert mended.wait() == 0, mended.communicate()
+
+    halving = ("--overwrite", *settings, "--set", "train.on_oom=halve_micro_batch")
+    goes_on = start("train", file, *halving, NULL_GIB="44")
+    assert goes_on.wait() == 0, goes_on.communicate()
+    lines = small.read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if "loss" in line] == [1]
+    noted = [line for line in lines if "out_of_memory" in line]
+    assert noted
+    assert noted[-1]["micro_batch"] * noted[-1]["accumulate"] == 64

@@ -114,18 +114,20 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "t": [((x,), {}), ((vector,), {})],
         "transpose": [((x, 0, 1), {}), ((flat, -1, -3), {})],
         "unsqueeze": [((x, -1), {}), ((flat, 1), {})],
-        "view": [((x, [4, 12]), {}), ((x, [-1]), {})],
+        "view": [((x, torch.int16), {}), ((flat, torch.int32), {})]
+        if name.endswith("dtype")
+        else [((x, [4, 12]), {}), ((x, [-1]), {})],
     }[name.partition(".")[0]]
 
 
 @pytest.mark.parametrize("operation", sorted(_ON_META, key=str), ids=str)
 def test_quick_fakes_are_torchs_own(operation: torch._ops.OpOverload) -> None:
-    """In shape, strides, type, device, and in which storage they share."""
+    """In shape, strides, type, device, and in which storage they share; when they are made again too."""
 
     def described(mode: FakeTensorMode) -> list:
         found = []
         with mode:
-            for args, kwargs in arguments_of(operation.__name__):
+            for args, kwargs in arguments_of(operation.__name__) * 2:
                 out = operation(*args, **kwargs)
                 given = [*args[0]] if isinstance(args[0], list) else [args[0]]
                 for tensor in (out,) if isinstance(out, Tensor) else out:
@@ -137,6 +139,17 @@ def test_quick_fakes_are_torchs_own(operation: torch._ops.OpOverload) -> None:
 
     assert described(QuickFakeMode()) == described(FakeTensorMode())
     assert (operation in _IN_PLACE) == operation._schema.is_mutable
+
+
+def test_what_is_made_again_is_of_its_own_type_and_memory() -> None:
+    with QuickFakeMode():
+        x, flags = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.bool)
+        assert [(x * number).dtype for number in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+        assert (flags * True).dtype == torch.bool != (flags * 1).dtype
+        made = [torch.sort(x) for _ in range(2)]
+        normed = [torch.native_layer_norm(torch.empty(3, 4), [4], None, None, 1e-5) for _ in range(2)]
+        assert [[tensor.shape for tensor in one] for one in normed] == [[(3, 4), (3, 1), (3, 1)]] * 2
+        assert len({values.untyped_storage()._cdata for pair in made for values in pair}) == 4
 
 
 def test_quick_fakes_leave_other_tensors_to_torch() -> None:

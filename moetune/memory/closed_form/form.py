@@ -14,9 +14,10 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.anatomy.stack import decoder_layers, leave_out
+from moetune.anatomy.stack import decoder_layers, decoder_stack, leave_out
 from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.errors import UserError
@@ -31,7 +32,6 @@ from moetune.memory.closed_form.sizes import (
     alignment,
     lengths,
     rows_and_borders,
-    shape_of,
     sizes_of_chunks,
 )
 from moetune.memory.ranks import by_kind
@@ -47,11 +47,12 @@ from moetune.step.tail import split
 
 @dataclass(frozen=True)
 class KnownTail:
-    """Of a model's tail what decides how the loss divides its tokens: as `Tail` has it."""
+    """Of a model's tail what decides how the loss divides its tokens, as `Tail` has it, and whether it trains."""
 
     vocabulary: int
     width: int
     row_bytes: int
+    trains: bool
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,21 @@ class Evaluated:
         """The bytes of memory that the driver may have on either side."""
         is_managed = np.array([kind.managed for kind in self.record.named])[self.record.kinds]
         return int((self.peak.alive * self.peak.values)[is_managed].sum())
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What a run of a kind is evaluated at.
+
+    Attributes:
+        batch, held_out: how the loss divides the tokens of a batch, and of a held-out one that counts.
+    """
+
+    shape: Shape
+    sizes: Sizes
+    rows: Rows
+    batch: Chunks
+    held_out: Chunks | None
 
 
 @dataclass
@@ -113,23 +129,23 @@ class ClosedForm:
         """
         if self.tail is None:
             store.read_into(self)
-        shape = None if self.tail is None else self._sizes(config, routing)[0]
+        shape = None if self.tail is None else self._size(config, routing).shape
         if shape not in self.records:
             if not may_record:
                 return None
             with self._steps() as (steps, short):
                 self.tail = self.tail or _tail_of(steps.adapted)
                 self.load = peaks_of_loading(steps.adapted, self.run, short)
-                shape, _, _ = self._sizes(config, routing)
+                shape = self._size(config, routing).shape
                 self.records[shape] = record(steps, short, shape)
             store.write(self)
         assert self.load is not None
-        shape, sizes, rows = self._sizes(config, routing)
-        recorded = self.records[shape]
-        peak = evaluate(recorded, sizes, rows)
-        return Evaluated(recorded, peak, parts_of(recorded, peak), sizes, self.load)
+        size = self._size(config, routing)
+        recorded = self.records[size.shape]
+        peak = evaluate(recorded, size.sizes, size.rows, size.batch, size.held_out)
+        return Evaluated(recorded, peak, parts_of(recorded, peak), size.sizes, self.load)
 
-    def _sizes(self, config: RunConfig, routing: Routing) -> tuple[Shape, Sizes, Rows]:
+    def _size(self, config: RunConfig, routing: Routing) -> _Size:
         assert self.tail is not None
         train, length = config.train, config.train.sequence_length
         batch = Chunks.of(train.loss_bytes, self.tail, train.micro_batch * length)
@@ -140,11 +156,13 @@ class ClosedForm:
             tuple(expert for expert, count in enumerate(counts) if not count)
             for counts in (rows.trained, rows.held_out)
         )
-        shape = Shape(alignment(length), shape_of(batch), held_out and shape_of(held_out), idle)  # type: ignore[arg-type]
+        is_alone = self.tail.trains and batch.size >= batch.tokens
+        one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
+        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle)  # type: ignore[arg-type]
         sizes = {**rows_and_borders(train.micro_batch, "B"), **lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES)}
         if held_out is not None:
             sizes |= {**rows_and_borders(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
-        return shape, sizes | exchanged(self.run, rows), rows
+        return _Size(shape, sizes | exchanged(self.run, rows), rows, batch, held_out)
 
     def _rows(self, tokens: int, routing: Routing) -> list[int]:
         """Rows of each expert of a layer; of recorded load the fullest of all layers, expert by expert."""
@@ -213,13 +231,20 @@ def _tail_of(adapted: Adapted) -> KnownTail:
         leave_out(adapted.model, range(len(layers)))
     batch = batches_of(adapted, 64)(1)
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
-    count = BALANCED.count_rows
+    count, trains = BALANCED.count_rows, _tail_trains(adapted.model)
     try:
         with torch.no_grad(), adapted.links.counting_by(count), split(adapted.model, inputs) as (_, tail):
-            return KnownTail(tail.vocabulary, tail.width, tail.row_bytes)
+            return KnownTail(tail.vocabulary, tail.width, tail.row_bytes, trains)
     finally:
         for path, layer in layers.items():
             adapted.model.set_submodule(path, layer)
+
+
+def _tail_trains(model: PreTrainedModel) -> bool:
+    """Whether anything outside of the decoder stack trains, or a head that is tied to what is inside."""
+    inside = f"{next(path for path, module in model.named_modules() if module is decoder_stack(model))}."
+    named = model.named_parameters(remove_duplicate=False)
+    return any(parameter.requires_grad for name, parameter in named if not name.startswith(inside))
 
 
 def record_ahead(run: ResolvedRun) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 
 from moetune.memory.allocator import SMALLEST_BLOCK
 from moetune.memory.closed_form.record import Piece, Record, Rows
-from moetune.memory.closed_form.sizes import Sizes, values_of
+from moetune.memory.closed_form.sizes import Sizes, places, values_of
 from moetune.memory.report import PART_NAMES, Parts
+from moetune.step.loss import Chunks
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,19 @@ class Peak:
     host: int
 
 
-def evaluate(record: Record, sizes: Sizes, rows: Rows) -> Peak:
-    """The peak at these sizes."""
+def evaluate(record: Record, sizes: Sizes, rows: Rows, batch: Chunks, held_out: Chunks | None) -> Peak:
+    """The peak at these sizes.
+
+    Args:
+        batch, held_out: how the loss divides its tokens.
+    """
     values = record.coefficients * values_of(record.powers, sizes)[record.monomials]
     for counts, which in ((rows.trained, ~record.held_out), (rows.held_out, record.held_out)):
         goes = which & (record.experts >= 0)
         if goes.any():
             of_groups = [sum(counts[expert] for expert in group) for group in record.groups]
             values[goes] *= np.asarray(of_groups, dtype=np.int64)[record.experts[goes]]
+    values[~np.where(record.held_out, places(held_out)[record.places], places(batch)[record.places])] = 0
     on_host = np.array([kind.on_host for kind in record.named])[record.kinds]
     here, there = np.where(on_host, 0, values), np.where(on_host, values, 0)
     most, moment = _fullest(record, here)

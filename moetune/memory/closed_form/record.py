@@ -17,7 +17,9 @@ from moetune.errors import UserError
 from moetune.memory.closed_form.sizes import (
     CHUNK_NAMES,
     HELD_OUT_NAMES,
+    PLACES,
     Monomials,
+    NotedChunks,
     Powers,
     Shape,
     Sizes,
@@ -85,6 +87,7 @@ class Record:
         monomials: [blocks] numbers into `powers`.
         experts: [blocks] numbers into `groups`, with whose rows the bytes go; -1 for none.
         held_out: [blocks] whether these are the rows of a held-out batch.
+        places: [blocks] numbers into `sizes.PLACES`: where in the loops of the loss they are made.
         kinds: [blocks] numbers into `named`.
         copies: for each group of layers that stands for others, the layers of each.
         groups: experts whose rows are computed together.
@@ -95,6 +98,7 @@ class Record:
     powers: tuple[Powers, ...]
     experts: np.ndarray
     held_out: np.ndarray
+    places: np.ndarray
     kinds: np.ndarray
     named: tuple[Kind, ...]
     pieces: tuple[Piece, ...]
@@ -134,12 +138,16 @@ class _Telling:
     def of(cls, shape: Shape, own: Collection[int], number: int) -> _Telling:
         """The telling sizes of that number."""
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
-        rows, held_out_rows = islice(free, 2 * number, 2 * number + 2)
+        for _ in range(number + 1):
+            rows = next(free)
+            held_out_rows = next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
+        rows = 1 if shape.one_row else rows
         # One above a multiple of 128 pieces: what it is rounded up to then differs, whatever it is rounded to.
-        candidates = (shape.aligned * p for p in primes(53) if p % (2 * _LONGEST // shape.aligned) == 1)
-        sequence = next(islice((n for n in candidates if _tells(n, (rows, held_out_rows))), number, None))
-        held_out = None if shape.held_out is None else telling_chunks(held_out_rows * sequence, shape.held_out)
-        batch = telling_chunks(rows * sequence, shape.chunks)
+        shortest = 2**16 // shape.aligned if shape.one_row else 53
+        candidates = (shape.aligned * p for p in primes(shortest) if p % (2 * _LONGEST // shape.aligned) == 1)
+        sequence = next(islice((n for n in candidates if _tells(n, {rows, held_out_rows} - {1})), number, None))
+        held_out = telling_chunks(held_out_rows * sequence) if shape.held_out else None
+        batch = telling_chunks(rows * sequence, alone=shape.is_alone)
         return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle)
 
     def count(self, total: int, experts: int, top_k: int, tp: int) -> list[int]:
@@ -147,11 +155,9 @@ class _Telling:
         return telling_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
 
     def sizes(self) -> Sizes:
-        sizes = {
-            **rows_and_borders(self.rows, "B"),
-            **lengths(self.sequence),
-            **sizes_of_chunks(self.batch, CHUNK_NAMES),
-        }
+        sizes = {**lengths(self.sequence), **sizes_of_chunks(self.batch, CHUNK_NAMES)}
+        if self.rows > 1:
+            sizes |= rows_and_borders(self.rows, "B")
         if self.held_out is not None:
             sizes |= {**rows_and_borders(self.held_out_rows, "E"), **sizes_of_chunks(self.held_out, HELD_OUT_NAMES)}
         return sizes
@@ -160,7 +166,7 @@ class _Telling:
 _LONGEST = 64  # what a length is aligned to at most (sizes.py)
 
 
-def _tells(sequence: int, rows: Sequence[int]) -> bool:
+def _tells(sequence: int, rows: Collection[int]) -> bool:
     """Whether no size that follows from the length is a product of small primes, or shares one with the rows."""
     return all(
         _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()
@@ -187,7 +193,8 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
     """
     if not steps.adapted.ranks.is_single:
         _recorded(steps, shape, 2)  # FSDP2 makes in its first step what it keeps
-    (log, sizes, rows), (other, other_sizes, other_rows) = (_recorded(steps, shape, number) for number in (0, 1))
+    one, two = (_recorded(steps, shape, number) for number in (0, 1))
+    (log, sizes, rows, where), (other, other_sizes, other_rows, _) = one, two
     if log.entries != other.entries:
         at = next(n for n, pair in enumerate(zip(log.entries, other.entries, strict=False)) if pair[0] != pair[1])
         block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
@@ -216,6 +223,7 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
         tuple(powers),
         np.array(goes, dtype=np.int64),
         np.array([block.phase == "evaluation" for block in log.blocks], dtype=bool),
+        where,
         np.array([places[kind] for kind in kinds], dtype=np.int64),
         tuple(named),
         tuple(pieces(log, short)),
@@ -224,7 +232,8 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
     )
 
 
-def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows]:
+def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows, np.ndarray]:
+    """The log of a step, its sizes, what experts received, and the places of its blocks."""
     config, adapted = steps.config, steps.adapted
     own = {size for tensor in adapted.model.parameters() for size in tensor.shape}
     telling = _Telling.of(shape, own, number)
@@ -235,14 +244,13 @@ def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows
     def count(layer: int, ids: Tensor, num_experts: int) -> list[int]:
         return telling.count(ids.numel(), num_experts, top_k, parallel.tp)
 
-    feed = Feed(
-        batches_of(adapted, telling.sequence),
-        telling.rows,
-        telling.held_out_rows if telling.held_out is not None else 0,
-        telling.batch,
-        telling.held_out,
-    )
     tracker = Tracker(steps.named)
+    batch, held_out = (
+        NotedChunks(chunks.tokens, chunks.size, chunks.block, lambda: len(tracker.log.entries))
+        for chunks in (telling.batch, telling.held_out or telling.batch)
+    )
+    held_out_rows = telling.held_out_rows if telling.held_out is not None else 0
+    feed = Feed(batches_of(adapted, telling.sequence), telling.rows, held_out_rows, batch, held_out)
     with steps.counting(count):
         if adapted.ranks.is_single:  # the last one, which adds to the gradients of those before it
             micro_steps = min(2, config.train.accumulate)
@@ -256,7 +264,26 @@ def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows
         )
 
     rows = Rows(rows_of(telling.batch), rows_of(telling.held_out))
-    return log, telling.sizes() | exchanged(adapted.run, rows), rows
+    return log, telling.sizes() | exchanged(adapted.run, rows), rows, _places_of(log, batch, held_out)
+
+
+def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarray:
+    """Where each block is made. A place that a division of the loss leaves out takes its blocks with it.
+
+    Raises:
+        NoClosedForm: a block that is made elsewhere dies in such a place.
+    """
+    chunks = [held_out if block.phase == "evaluation" else batch for block in log.blocks]
+    made = [of.place(block.born) for of, block in zip(chunks, log.blocks, strict=True)]
+    for at, entry in enumerate(log.entries):
+        if entry >= 0:
+            continue
+        chunk, block = PLACES[chunks[~entry].place(at)]
+        its_chunk, its_block = PLACES[made[~entry]]
+        if (chunk in ("middle", "last") and chunk != its_chunk) or (block == "full" and block != its_block):
+            dead = log.blocks[~entry]
+            raise NoClosedForm(f"{dead.op} in {dead.module!r} is freed in another chunk of the loss than it is made in")
+    return np.array(made, dtype=np.int64)
 
 
 def exchanged(run: ResolvedRun, rows: Rows) -> Sizes:

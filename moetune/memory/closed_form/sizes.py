@@ -16,9 +16,12 @@ sizes they are a product of, because nothing else in a model is divisible by the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from math import gcd
+from operator import itemgetter
 
 import numpy as np
 
@@ -38,26 +41,74 @@ class Shape:
 
     Attributes:
         aligned: the largest power of two up to 64 that divides the length.
-        chunks, held_out: how the loss of a batch, and of a held-out one, is divided: chunks up to 3, blocks of a chunk
-            and of the last one up to 2; None without held-out batches that count.
+        one_row: whether a batch has one row, and attention is computed by plain operations: some copy rows that are
+            beside others, and not a single one.
+        is_alone: whether a batch is one chunk of the loss, of a tail that trains: then no gradients are summed up.
+        held_out: whether there are held-out batches that count.
         idle: the numbers of the experts that receive no token, of a batch and of a held-out one.
     """
 
     aligned: int
-    chunks: tuple[int, int, int]
-    held_out: tuple[int, int, int] | None = None
+    one_row: bool = False
+    is_alone: bool = False
+    held_out: bool = False
     idle: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
+Place = tuple[str, str]
+"""Where in the loops of the loss: in which chunk, and in which of its blocks; "" outside of them."""
+
+PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), ("", "full", "rest")))
+"""One chunk between the first and the last stands for all such, and one full block for all but the last of a chunk."""
+
+
+def places(chunks: Chunks | None) -> np.ndarray:
+    """[places] whether a step has them whose loss is divided so; None: it has no loss."""
+    there: set[Place] = {("", "")}
+    if chunks is not None:
+        count = -(-chunks.tokens // chunks.size)
+        last = chunks.tokens - (count - 1) * chunks.size
+        sizes = {"first": chunks.size, "middle": chunks.size, "last": last}
+        for chunk in {1: ("first",), 2: ("first", "last")}.get(count, tuple(sizes)):
+            there |= {(chunk, ""), (chunk, "rest")} | ({(chunk, "full")} if sizes[chunk] > chunks.block else set())
+    return np.array([place in there for place in PLACES])
+
+
+@dataclass(frozen=True)
+class NotedChunks(Chunks):
+    """Chunks that note where a step is in the loops of the loss.
+
+    Attributes:
+        length: of the step's log.
+        noted: from which length of the log on the step is at which place.
+    """
+
+    length: Callable[[], int]
+    noted: list[tuple[int, Place]] = field(default_factory=lambda: [(0, ("", ""))])
+
+    def slices(self) -> Iterator[slice]:
+        for rows in super().slices():
+            self._at("first" if rows.start == 0 else "last" if rows.stop >= self.tokens else "middle")
+            yield rows
+            self._at("")
+
+    def blocks(self, tokens: int) -> Iterator[slice]:
+        chunk = self.noted[-1][1][0]
+        for rows in super().blocks(tokens):
+            self._at(chunk, "full" if rows.stop < tokens else "rest")
+            yield rows
+            self._at(chunk)
+
+    def _at(self, chunk: str, block: str = "") -> None:
+        self.noted.append((self.length(), (chunk, block)))
+
+    def place(self, at: int) -> int:
+        """The number of the place at which something was noted in the log."""
+        return PLACES.index(self.noted[bisect_right(self.noted, at, key=itemgetter(0)) - 1][1])
 
 
 def alignment(length: int) -> int:
     return gcd(length, _ALIGNED)
-
-
-def shape_of(chunks: Chunks) -> tuple[int, int, int]:
-    """Chunks up to 3, blocks of a chunk and of the last one up to 2."""
-    count = -(-chunks.tokens // chunks.size)
-    last = chunks.tokens - (count - 1) * chunks.size
-    return min(count, 3), min(-(-chunks.size // chunks.block), 2), min(-(-last // chunks.block), 2)
 
 
 def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
@@ -99,20 +150,14 @@ def primes(start: int) -> Iterator[int]:
         number += 2
 
 
-def telling_chunks(tokens: int, shape: tuple[int, int, int]) -> Chunks:
-    """A division of `tokens` of that shape whose sizes can be told apart."""
-    count, blocks, last_blocks = shape
-    if count == 1:
-        size = tokens
-    else:
-        part = {2: (0.58, 0.81), 3: (0.36, 0.42)}[count][last_blocks == 1]
-        size = next(p for p in primes(int(tokens * part)) if _is_large_prime_or_twice(tokens - (count - 1) * p))
-    last = tokens - (count - 1) * size
-    if blocks == 1:
-        return Chunks(tokens, size, max(size, last))
-    low = last if last_blocks == 1 else size // 2
-    high = size if last_blocks == 1 else last
-    block = next(p for p in primes((low + high) // 2 + 1) if _has_large_prime(size - p))
+def telling_chunks(tokens: int, *, alone: bool = False) -> Chunks:
+    """A division of `tokens` with every place, or into one chunk, whose sizes can be told apart."""
+    size = last = tokens
+    if not alone:
+        size = next(p for p in primes(int(tokens * 0.36)) if _is_large_prime_or_twice(tokens - 2 * p))
+        last = tokens - 2 * size
+    blocks = primes((size // 2 + last) // 2 + 1)
+    block = next(p for p in blocks if _has_large_prime(size - p) and _has_large_prime(last - p))
     return Chunks(tokens, size, block)
 
 

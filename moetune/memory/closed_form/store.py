@@ -97,7 +97,7 @@ def write(form: ClosedForm) -> None:
 
 
 _PIECE = ("blocks", "signs", "once", "once_signs")
-_RECORD = ("coefficients", "monomials", "experts", "held_out", "kinds")
+_RECORD = ("coefficients", "monomials", "experts", "held_out", "places", "kinds")
 
 
 def _arrays(record: Record) -> Iterator[tuple[str, np.ndarray]]:
@@ -129,6 +129,4 @@ def _record(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Record:
 
 
 def _shape(said: dict[str, Any]) -> Shape:
-    held_out = said["held_out"]
-    idle = tuple(tuple(numbers) for numbers in said["idle"])
-    return Shape(said["aligned"], tuple(said["chunks"]), None if held_out is None else tuple(held_out), idle)  # type: ignore[arg-type]
+    return Shape(**said | {"idle": tuple(tuple(numbers) for numbers in said["idle"])})

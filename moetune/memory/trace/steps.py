@@ -226,6 +226,9 @@ class Steps(Watched):
             tracker.add(tensor, "master_weights", "float32 copies")
         for tensor in self.optimizer.states():
             tracker.add(tensor, "optimizer_states")
+        for updater in self.optimizer.updaters:
+            for tensor in _on_host(updater):
+                tracker.add(tensor, "gradients")
         layer_of = self._layer_of()
         for name, parameter in self.adapted.trainable().items():
             if parameter.grad is not None:
@@ -247,8 +250,7 @@ class Steps(Watched):
             for parameter, updated in updater.updates():
                 label = f"{parts[parameter]}: {self.config.optimizers[parts[parameter]].name}"
                 states = updater.optimizer.state.get(updated, {})
-                on_host = (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
-                for tensor in (updated, *states.values(), *on_host):
+                for tensor in (updated, *states.values(), *_on_host(updater)):
                     if isinstance(tensor, Tensor):
                         is_state = tensor is not updated and tensor is not parameter
                         tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
@@ -273,6 +275,8 @@ class Steps(Watched):
         self.stepper.finish()
         if tracker.counter is not None:  # the norm is looked at, and once more to clip
             tracker.counter.note(READ * (2 if self.config.train.max_grad_norm else 1))
+        for tensor in self.optimizer.states():  # some were made before anything was followed: quantization maps
+            tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")
 
     def _evaluate(self, tracker: Tracker, feed: Feed) -> None:
@@ -294,6 +298,11 @@ class Steps(Watched):
         )
         if self.stepper.engine is not None:
             tracker.tag(self.stepper.engine.gradients(), "gradients")
+
+
+def _on_host(updater: Updater) -> tuple[Tensor, ...]:
+    """What an updater has on the host of a gradient."""
+    return (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
 
 
 def _give_gradients(updater: Updater) -> None:

@@ -34,7 +34,7 @@ from moetune.memory.kernels.scratch import Scratch
 from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, message
-from moetune.patches.torch import noting_resizes
+from moetune.patches.torch import noting_resizes, unguarded
 from moetune.timing.counter import Counter
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
@@ -77,6 +77,7 @@ def _asked_by_autograd() -> bool:
     return frame.f_code is _engine_run_backward.__code__
 
 
+@unguarded
 class Tracker(TorchDispatchMode):
     """Follows every storage between `with tracker:` and its end.
 
@@ -114,11 +115,9 @@ class Tracker(TorchDispatchMode):
 
     def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
         """Follows the storage of a tensor from now on, if it has one and is not followed yet."""
-        if tensor.is_meta:
-            return
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._alive:
+        if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):
             return
         self._alive[key] = self.birth(storage.nbytes(), part, op, on_host=stays_on_host(tensor))
         self._references[key] = weakref.ref(storage, partial(self._died, key))

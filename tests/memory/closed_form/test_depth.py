@@ -41,14 +41,14 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
         return record(*arguments)
 
     monkeypatch.setattr(form, "record", counted)
-    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=12)
     depths = Depths()
-    for layers in (4, 6):
+    for layers in (5, 7):
         adapt = {"router": "all", "experts": {"layers": f"0-{layers - 1}", "ids": [1]}}
         run = resolve(toy_run(toy, "mixtral", adapt, **ADAPT[how]))
         before = recorded
         found = depths.at(run)
-        assert recorded - before == (layers == 4)
+        assert recorded - before == (layers == 5)
         own = ClosedForm(run).at(run.config)
         assert (found.parts, found.peak.host, found.load) == (own.parts, own.peak.host, own.load)
 

@@ -1,13 +1,16 @@
 """Sizes that can be told apart in numbers of bytes."""
 
+import numpy as np
 import pytest
 
 from moetune.memory.closed_form.sizes import (
     CHUNK_NAMES,
+    PLACES,
     Monomials,
+    NotedChunks,
     alignment,
     lengths,
-    shape_of,
+    places,
     sizes_of_chunks,
     telling_chunks,
     telling_rows,
@@ -16,13 +19,31 @@ from moetune.memory.closed_form.sizes import (
 from moetune.step.loss import Chunks
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2), (3, 2, 1), (3, 2, 2), (3, 1, 1)]
-)
-def test_telling_chunks_have_the_shape_that_is_asked_for(shape: tuple[int, int, int]) -> None:
-    chunks = telling_chunks(53 * 64 * 59, shape)
-    assert shape_of(chunks) == shape
+@pytest.mark.parametrize("alone", [False, True])
+def test_telling_chunks_have_every_place(alone: bool) -> None:
+    chunks = telling_chunks(53 * 64 * 59, alone=alone)
     assert sum(len(range(chunks.tokens)[part]) for part in chunks.slices()) == chunks.tokens
+    there = {PLACES[number] for number in np.flatnonzero(places(chunks))}
+    assert there == ({place for place in PLACES if place[0] in ("", "first")} if alone else set(PLACES))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "there"),
+    [
+        (None, []),
+        (Chunks(100, 100, 100), ["first", "first rest"]),
+        (Chunks(100, 100, 60), ["first", "first full", "first rest"]),
+        (Chunks(100, 60, 50), ["first", "first full", "first rest", "last", "last rest"]),
+        (Chunks(100, 45, 45), ["first", "first rest", "middle", "middle rest", "last", "last rest"]),
+    ],
+)
+def test_places(chunks: Chunks | None, there: list[str]) -> None:
+    assert [" ".join(PLACES[n]).strip() for n in np.flatnonzero(places(chunks))] == ["", *there]
+    if chunks is not None:
+        noted = NotedChunks(chunks.tokens, chunks.size, chunks.block, lambda: 0)
+        for rows in noted.slices():
+            list(noted.blocks(len(range(chunks.tokens)[rows])))
+        assert sorted({" ".join(place).strip() for _, place in noted.noted}) == sorted(["", *there])
 
 
 def test_sizes_of_chunks() -> None:

@@ -1,0 +1,75 @@
+"""A JSON array in a file, value by value: Alpaca and ShareGPT sets are published so, and may be larger than memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import IO, Any
+
+_BYTES = 2**16
+_MARGIN = 16  # what a word, a number or an escape may still need to be whole
+_WHITE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+
+
+class JsonArray:
+    """Iterates over the values, one at a time in memory. Errors are those of `json.loads`; `where` says where."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._file = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
+        self._text, self._at, self._ended = "", 0, False
+        self._lines = self._column = 0  # before the text
+
+    def __iter__(self) -> Iterator[Any]:
+        self._next()  # the bracket
+        self._at += 1
+        mark = self._next()
+        while mark != "]":
+            yield self._value()
+            mark = self._next()
+            if mark not in ("]", ","):
+                raise json.JSONDecodeError("Expecting ',' delimiter", self._text, self._at)
+            if mark == ",":
+                self._at += 1
+                self._next()
+        self._at += 1
+        if self._next():
+            raise json.JSONDecodeError("Extra data", self._text, self._at)
+
+    def where(self, error: json.JSONDecodeError) -> tuple[int, int]:
+        """Line and column in the file, from 1."""
+        return error.lineno + self._lines, error.colno + (self._column if error.lineno == 1 else 0)
+
+    def _value(self) -> Any:
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+                if self._ended or end < len(self._text) - _MARGIN:
+                    self._at = end
+                    return value
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self._text) - _MARGIN
+                if self._ended or not is_cut:
+                    raise
+            self._more()
+
+    def _next(self) -> str:
+        """The next character that is not white; nothing at the end."""
+        while True:
+            white = _WHITE.match(self._text, self._at)
+            assert white is not None
+            self._at = white.end()
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
+            self._more()
+
+    def _more(self) -> None:
+        """Lets go of what was read, and doubles the rest, so that a long value is looked at a few times only."""
+        lines = self._text.count("\n", 0, self._at)
+        self._column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + (0 if lines else self._column)
+        self._lines += lines
+        rest = self._text[self._at :]
+        more = self._file.read(max(_BYTES, len(rest)))
+        self._text, self._at, self._ended = rest + more, 0, not more
