@@ -35,7 +35,8 @@ if [ -z "${CUDA_VENV:-}" ]; then
     fi
     echo "==> installing into $venv (two minutes, 5.5 GB)"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-    sed 's/^torch==.*/torch==2.11.0/' scripts/constraints.txt >"$venv/constraints.txt"
+    # torch for CUDA asks for a Triton of its own
+    sed 's/^torch==.*/torch==2.11.0/; /^triton==/d' scripts/constraints.txt >"$venv/constraints.txt"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt" \
       --editable . pytest pytest-xdist hypothesis lomo-optim tensorboard
     echo "$wanted" >"$stamp"
@@ -52,6 +53,8 @@ cc -O2 -shared -fPIC -Wall -I"$headers" -Itests/nullcuda -Wl,-soname,libcuda.so.
 
 workers=${PYTEST_WORKERS:-2}
 options=(-n "$workers" --dist worksteal ${all:+--all})
+# Triton compiles for the card that is described, links with the driver here, and keeps what it has compiled.
+export TRITON_LIBCUDA_PATH=$folder TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$(realpath "$venv")/triton}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD
 echo "==> pytest on the null device"
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True LD_PRELOAD=$folder/libcuda.so.1 \

@@ -7,19 +7,21 @@ model's own layout; how gate and up lie in the rows of gate_up (one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from moetune.anatomy.anatomy import ExpertShape
+from moetune.experts.gate import Gate
 from moetune.experts.links import BankLinks
-from moetune.experts.mlp import Routing, expert_mlp
+from moetune.experts.mlp import Group, Routing, expert_mlp
 from moetune.experts.packed import PackedStack, Storage
-from moetune.experts.projection import FullProjection, LowRank, Projection
+from moetune.experts.projection import FullProjection, LowRank, Projection, Weighted
 
 _MOST_AT_ONCE = 2**31 - 1  # weights: bitsandbytes counts them in 32 bits
 
@@ -93,15 +95,15 @@ class ExpertLora(nn.Module):
             else:
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
-    def of(self, experts: Sequence[int], dtype: torch.dtype) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
+    def of(self, experts: Sequence[int]) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
         """The low-rank terms of (gate_up, down) of neighbours."""
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
         gate_up = tuple(
-            LowRank(self.gate_up_A, self.gate_up_B, slots, part, columns, self.scale, dtype)
+            LowRank(self.gate_up_A, self.gate_up_B, slots, part, columns, self.scale)
             for part, columns in enumerate(self.gate_up_rows)
         )
-        return gate_up, (LowRank(self.down_A, self.down_B, slots, 0, slice(None), self.scale, dtype),)
+        return gate_up, (LowRank(self.down_A, self.down_B, slots, 0, slice(None), self.scale),)
 
 
 def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
@@ -111,8 +113,15 @@ def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
     return slice(0, None, 2), slice(1, None, 2)
 
 
-def _trained(full: FullProjection, dtype: torch.dtype) -> Projection:
-    return Projection(lambda: full.weight.to(dtype)[None], None if full.bias is None else full.bias[None], full)
+def _trained(fulls: tuple[FullProjection, ...], dtype: torch.dtype) -> Projection:
+    biases = [full.bias for full in fulls if full.bias is not None]
+    return Projection(
+        lambda: _stacked([full.weight.to(dtype) for full in fulls]), _stacked(biases) if biases else None, fulls
+    )
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0][None]
 
 
 class ExpertBank(nn.Module):
@@ -131,6 +140,8 @@ class ExpertBank(nn.Module):
 
     Attributes:
         num_experts: how many this rank holds.
+        in_turn: their ids in the order in which they are worked on. Those that train whole are last, and so no gap
+            between others, which are then neighbours.
     """
 
     gate_up_bias: Tensor | None
@@ -154,10 +165,12 @@ class ExpertBank(nn.Module):
         self.layer, self.links = layer, links or BankLinks()
         self.held = tuple(range(shape.num_experts) if held is None else held)
         self.expert_shape, self.plan, self.activation = shape, plan.of(self.held), activation
+        self.gate = Gate.of(activation, shape)
         self.num_experts = len(self.held)
         rows = shape.intermediate * (2 if shape.has_gate else 1)
         frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
+        self.in_turn = (*frozen, *self.plan.trained)
 
         def packed(out: int, into: int, pieces: int = 1) -> PackedStack:
             return PackedStack(
@@ -194,8 +207,8 @@ class ExpertBank(nn.Module):
             here = () if self.plan.lora is None else self.plan.lora.ids
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
-        kinds = groupby(range(self.num_experts), key=lambda slot: self._kind(self.held[slot]))
-        self._runs = [(kind, list(slots)) for kind, slots in kinds]
+        kinds = groupby(range(self.num_experts), key=lambda turn: self._kind(self.in_turn[turn]))
+        self._runs = [(kind, list(turns)) for kind, turns in kinds]
 
     @torch.no_grad()
     def put_(self, expert: int, part: Part, tensor: Tensor) -> None:
@@ -219,14 +232,15 @@ class ExpertBank(nn.Module):
         getattr(self, part).put_packed_(self.frozen_slots[expert], *pieces)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
-        """Neighbouring slots, whose experts are unpacked and multiplied together: of one kind, and as many as have
-        room in `expert_memory`, one at least. An expert that trains in full is alone, because its weights lie apart
-        and its gradients leave alone."""
+        """Neighbours in turn, whose experts are unpacked and multiplied together: of one kind, and as many as have
+        room in `expert_memory`, one at least. An expert that trains in full is alone where its gradients leave alone,
+        because a group's are one tensor."""
         largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
         most = max(1, min(self.links.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
-        for kind, slots in self._runs:
-            parts = len(slots) if kind == "trained" else -(-len(slots) // most)
-            ends = [slots[0] + len(slots) * part // parts for part in range(parts + 1)]
+        for kind, turns in self._runs:
+            is_alone = kind == "trained" and self.links.eager_gradient_hook is not None
+            parts = len(turns) if is_alone else -(-len(turns) // most)
+            ends = [turns[0] + len(turns) * part // parts for part in range(parts + 1)]
             yield from (range(*pair) for pair in pairwise(ends))
 
     def _kind(self, expert: int) -> Literal["trained", "lora", "frozen"]:
@@ -234,22 +248,54 @@ class ExpertBank(nn.Module):
             return "trained"
         return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"
 
-    def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
+    def projections(self, turns: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
         """(gate_up, down) of a group, computing in `dtype`."""
-        experts = self.held[slots.start : slots.stop]
+        experts = self.in_turn[turns.start : turns.stop]
         kind = self._kind(experts[0])
         if kind == "trained":
-            full = cast(FullExpert, self.trained[str(experts[0])])
-            return _trained(full.gate_up, dtype), _trained(full.down, dtype)
+            fulls = [cast(FullExpert, self.trained[str(expert)]) for expert in experts]
+            of_parts = (tuple(full.gate_up for full in fulls), tuple(full.down for full in fulls))
+            return _trained(of_parts[0], dtype), _trained(of_parts[1], dtype)
         first = self.frozen_slots[experts[0]]
         which = slice(first, first + len(experts))
-        gate_up_lora, down_lora = self.lora.of(experts, dtype) if kind == "lora" and self.lora is not None else ((), ())
+        gate_up_lora, down_lora = self.lora.of(experts) if kind == "lora" and self.lora is not None else ((), ())
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[which]
         down_bias = None if self.down_bias is None else self.down_bias[which]
         return (
-            Projection(lambda: self.gate_up.matrices(which, dtype), gate_up_bias, None, gate_up_lora),
-            Projection(lambda: self.down.matrices(which, dtype), down_bias, None, down_lora),
+            Projection(lambda: self.gate_up.matrices(which, dtype), gate_up_bias, (), gate_up_lora),
+            Projection(lambda: self.down.matrices(which, dtype), down_bias, (), down_lora),
         )
+
+    def watched(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """Tells whoever watches of each."""
+        watch = self.links.expert_watch
+        for group in groups:
+            if watch is not None:
+                watch(self.in_turn[group.turns.start : group.turns.stop])
+            yield group
+        if watch is not None:
+            watch(())
+
+    def act(self, gate_up_NO: Tensor) -> Tensor:
+        """act rows [N, I], without a gradient."""
+        return self.activation(gate_up_NO) if self.gate is None else self.gate.forward(gate_up_NO)
+
+    def act_backward(
+        self, gate_up_NO: Tensor, dact_NI: Tensor, weighted: Weighted, dweights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(act, the weighted gradient of gate_up), of gradients of act that are not weighted yet; `dweights` [T·K] gets
+        ⟨dact, act⟩. Uses up what it is given."""
+        if self.gate is not None:
+            self.gate.backward_(gate_up_NO, dact_NI, weighted, dweights)
+            return dact_NI, gate_up_NO
+        gate_up_NO.requires_grad_()
+        with torch.enable_grad():
+            act_NI = self.activation(gate_up_NO)
+        edge, act_NI = get_gradient_edge(act_NI), act_NI.detach()  # the way back does not need the rows
+        if dweights is not None:
+            dweights.index_copy_(0, weighted.order, torch.einsum("ni,ni->n", dact_NI, act_NI).to(dweights.dtype))
+        (dgate_up_NO,) = torch.autograd.grad(edge, gate_up_NO, dact_NI.mul_(weighted.column(dact_NI.dtype)))
+        return act_NI, dgate_up_NO
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Routes tokens [T, H] to their experts [T, K] with weights [T, K]; returns [T, H]."""
@@ -258,10 +304,18 @@ class ExpertBank(nn.Module):
         counts = self.links.count_rows(self.layer, top_k_index, self.num_experts)
         norms = self.links.room_for_norms(top_k_index)
         dense = None if self.links.dense is None else self.links.dense.of(self.layer, top_k_index, top_k_weights)
-        output = self.run(hidden_states, top_k_weights, Routing.of(top_k_index, counts), norms, dense)
+        output = self.run(hidden_states, top_k_weights, self.routing(top_k_index, counts), norms, dense)
         if self.links.norm_watch is not None and norms is not None:
             self.links.norm_watch(self.layer, norms)
         return output
+
+    def routing(self, slots_TK: Tensor, counts: list[int]) -> Routing:
+        """Of the chosen slots, of which each is chosen `counts` times."""
+        if self.in_turn == self.held:
+            return Routing.of(slots_TK, counts)
+        turns = torch.tensor([self.in_turn.index(expert) for expert in self.held], pin_memory=slots_TK.is_cuda)
+        turns_TK = turns.to(slots_TK.device, non_blocking=True)[slots_TK]
+        return Routing.of(turns_TK, [counts[self.held.index(expert)] for expert in self.in_turn])
 
     def run(
         self,
@@ -271,7 +325,7 @@ class ExpertBank(nn.Module):
         norms: Tensor | None = None,
         dense: Tensor | None = None,
     ) -> Tensor:
-        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their slots. `norms` [T, K]
+        """This rank's experts, on the tokens [T, H] that are for them; `routing` speaks of their turns. `norms` [T, K]
         is filled with ‖expert output‖₂; `dense` are the weights [T, E] of experts that were not chosen."""
         output = expert_mlp(self, hidden_states, weights, routing, norms, dense)
         if self.links.prefetcher is not None:

@@ -67,10 +67,10 @@ def gradient_of_weights(bank: ExpertBank, x_TH: Tensor, dy_TH: Tensor) -> Tensor
     """
     rows = Rows([len(x_TH)], None)
     columns = []
-    for slot in range(bank.num_experts):
-        gate_up, down = bank.projections(range(slot, slot + 1), x_TH.dtype)
+    for turn in map(bank.in_turn.index, bank.held):
+        gate_up, down = bank.projections(range(turn, turn + 1), x_TH.dtype)
         dact_TI = down.grad_input(dy_TH, rows)
-        act_TI = bank.activation(gate_up.forward(x_TH, rows))
+        act_TI = bank.act(gate_up.forward(x_TH, rows))
         column_T = torch.einsum("ti,ti->t", dact_TI, act_TI)
         if down.bias is not None:
             column_T += rows.dot(dy_TH, down.bias.to(dy_TH.dtype))

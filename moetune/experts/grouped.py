@@ -27,22 +27,11 @@ class Rows:
 
     def mm(self, a_Np: Tensor, b_Cpq: Tensor) -> Tensor:
         """Each expert's rows times its matrix: [N, q], a fresh tensor."""
-        if self.ends is None:
-            return a_Np @ b_Cpq[0]
-        return torch.ops.moetune.grouped_mm(a_Np, b_Cpq, self.ends, self.counts)
-
-    def addmm_(self, out_Nq: Tensor, a_Np: Tensor, b_Cpq: Tensor, alpha: float) -> None:
-        """Adds `alpha` times that to `out`."""
-        if self.ends is None:
-            out_Nq.addmm_(a_Np, b_Cpq[0], alpha=alpha)
-        else:
-            out_Nq.add_(self.mm(a_Np, b_Cpq), alpha=alpha)
+        return product_of_groups(a_Np, b_Cpq, self.ends, self.counts)
 
     def outer(self, a_Np: Tensor, b_Nq: Tensor) -> Tensor:
         """Of each expert aᵀ·b over its rows: [C, p, q], zeros for one without rows."""
-        if self.ends is None:
-            return (a_Np.T @ b_Nq)[None]
-        return torch.ops.moetune.grouped_mm(a_Np.T, b_Nq, self.ends, self.counts)
+        return product_of_groups(a_Np.T, b_Nq, self.ends, self.counts)
 
     def linear(self, x_Np: Tensor, weights_Cqp: Tensor, bias_Cq: Tensor | None) -> Tensor:
         """W·x + b of each expert: [N, q]."""
@@ -66,8 +55,15 @@ class Rows:
 
 # torch's own operator has no kernel for fake tensors but in bfloat16, and where it runs as a loop the host waits for
 # the ends, which are known here.
-_library = torch.library.Library("moetune", "FRAGMENT")
-_library.define("grouped_mm(Tensor a, Tensor b, Tensor ends, int[] counts) -> Tensor")
+library = torch.library.Library("moetune", "FRAGMENT")
+library.define("grouped_mm(Tensor a, Tensor b, Tensor ends, int[] counts) -> Tensor")
+
+
+def product_of_groups(a: Tensor, b: Tensor, ends: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """a [N, p] times b [C, p, q] is [N, q]; a [p, N] times b [N, q] is [C, p, q]. Without ends there is one expert."""
+    if ends is not None:
+        return torch.ops.moetune.grouped_mm(a, b, ends, counts)
+    return a @ b[0] if b.dim() == 3 else (a @ b)[None]
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
@@ -107,5 +103,5 @@ def _is_aligned(a: Tensor, b: Tensor) -> bool:
 
 
 _ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
-_library.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
-torch.library.register_fake("moetune::grouped_mm", _empty, lib=_library)
+library.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
+torch.library.register_fake("moetune::grouped_mm", _empty, lib=library)

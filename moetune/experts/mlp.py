@@ -19,18 +19,18 @@ C experts of a group, N their rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
+from moetune.experts import kernels
 from moetune.experts.dense import gradient_of_weights
 from moetune.experts.grouped import Rows
-from moetune.experts.projection import Gradients, Projection
+from moetune.experts.projection import Gradients, Projection, Weighted
 
 if TYPE_CHECKING:
     from moetune.experts.bank import ExpertBank
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routing:
-    """Token rows grouped by the slot of their expert: `order` lists flat (token, choice) positions, `counts` how many
+    """Token rows grouped by the turn of their expert: `order` lists flat (token, choice) positions, `counts` how many
     go to each."""
 
     order: Tensor
@@ -46,72 +46,91 @@ class Routing:
     top_k: int
 
     @classmethod
-    def of(cls, ids_TK: Tensor, counts: list[int]) -> Routing:
-        """Of the chosen slots, of which each is chosen `counts` times."""
-        return cls(torch.argsort(ids_TK.flatten(), stable=True), counts, ids_TK.shape[-1])
+    def of(cls, turns_TK: Tensor, counts: list[int]) -> Routing:
+        """Of the experts that are chosen, by their turns, each `counts` times."""
+        return cls(sorted_positions(turns_TK.flatten(), len(counts)), counts, turns_TK.shape[-1])
 
-    def groups(self, bank: ExpertBank, weights_TK: Tensor, dtype: torch.dtype) -> Iterator[Group]:
-        """The groups of a bank that receive a token."""
-        watch = bank.links.expert_watch
-        groups = [slots for slots in bank.groups(dtype) if any(self.counts[slots.start : slots.stop])]
+    def groups(self, turns: Iterable[range]) -> Iterator[Group]:
+        """Those that receive a token."""
+        groups = [group for group in turns if any(self.counts[group.start : group.stop])]
         ends = self._ends(groups)
         starts = [0, *accumulate(self.counts)]
-        token_S, weight_S = self.order // self.top_k, weights_TK.flatten()[self.order].to(dtype)
-        for slots in groups:
-            if watch is not None:
-                watch(bank.held[slots.start : slots.stop])
-            own, of_group = slice(slots.start, slots.stop), slice(starts[slots.start], starts[slots.stop])
-            rows = Rows(self.counts[own], None if len(slots) == 1 or ends is None else ends[own])
-            yield Group(slots, rows, self.order[of_group], token_S[of_group], weight_S[of_group, None])
-        if watch is not None:
-            watch(())
+        for group in groups:
+            own = slice(group.start, group.stop)
+            rows = Rows(self.counts[own], None if len(group) == 1 or ends is None else ends[own])
+            at = slice(starts[group.start], starts[group.stop])
+            yield Group(group, rows, at, self.order[at])
 
     def _ends(self, groups: list[range]) -> Tensor | None:
         """[E] int32 on the device: where the rows of each expert end among its group's; None if each is alone."""
-        if all(len(slots) == 1 for slots in groups):
+        if all(len(turns) == 1 for turns in groups):
             return None
         ends = [0] * len(self.counts)
-        for slots in groups:
-            ends[slots.start : slots.stop] = accumulate(self.counts[slots.start : slots.stop])
+        for turns in groups:
+            ends[turns.start : turns.stop] = accumulate(self.counts[turns.start : turns.stop])
         is_cuda = self.order.is_cuda
         return torch.tensor(ends, dtype=torch.int32, pin_memory=is_cuda).to(self.order.device, non_blocking=True)
 
 
+def sorted_positions(numbers: Tensor, count: int) -> Tensor:
+    """The places of numbers below `count`, sorted by them. A GPU passes over narrow ones fewer times."""
+    return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
+
+
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring experts and what they receive: flat positions [N], tokens [N], weights [N, 1]."""
+    """Neighbouring experts and what they receive: flat positions [N], which lie `at` this place among all."""
 
-    slots: range
+    turns: range
     rows: Rows
-    flat_N: Tensor
-    token_N: Tensor
-    weight_N1: Tensor
+    at: slice
+    order: Tensor
 
 
-class TokenSum:
-    """Adds up the rows of groups for each token, into `out` [T, H].
+class TokenRows:
+    """Rows of tokens [T, H] on their way through the experts, group by group, and back to their tokens, into `out`.
 
-    An expert has one row of a token at most, and alone is added at once. In a larger group a token may have several,
-    and a GPU adds those at equal indices in any order: there all T·K rows wait in a tensor of their own, and each
-    token's are summed in the end.
+    An expert has one row of a token at most, and alone its rows are added at once. In a larger group a token may have
+    several, and a GPU adds those at equal indices in any order: there all T·K rows are gathered at once, results take
+    their places, and each token's are summed in the end. Each may be weighted, by its share of `weights` [T·K].
     """
 
-    def __init__(self, out_TH: Tensor, routing: Routing, groups: list[range]) -> None:
-        self.out_TH, self._top_k = out_TH, routing.top_k
-        waits = self._top_k > 1 and any(len(slots) > 1 for slots in groups)
-        self._rows = out_TH.new_empty(len(routing.order), out_TH.shape[1]) if waits else None
-        if self._rows is None:
+    def __init__(
+        self, x_TH: Tensor, out_TH: Tensor | None, routing: Routing, groups: list[range], weights: Tensor | None = None
+    ) -> None:
+        self.x_TH, self.out_TH, self.weights, self.order, self.top_k = (
+            x_TH,
+            out_TH,
+            weights,
+            routing.order,
+            routing.top_k,
+        )
+        waits = out_TH is not None and self.top_k > 1 and any(len(turns) > 1 for turns in groups)
+        self.rows_SH: Tensor | None = None
+        if waits:
+            self.inverse = self.order.new_empty(len(self.order), dtype=torch.int32)
+            self.rows_SH = kernels.gather_rows(x_TH, self.order, self.top_k, self.inverse)
+        elif out_TH is not None:
             out_TH.zero_()
 
-    def add(self, group: Group, rows_NH: Tensor) -> None:
-        if self._rows is None:
-            self.out_TH.index_add_(0, group.token_N, rows_NH)
-        else:
-            self._rows.index_copy_(0, group.flat_N, rows_NH)
+    def of(self, group: Group) -> Tensor:
+        """Its rows [N, H]; they last until its results take their place."""
+        if self.rows_SH is None:
+            return kernels.gather_rows(self.x_TH, group.order, self.top_k, None)
+        return self.rows_SH[group.at]
+
+    def place(self, group: Group) -> Tensor | None:
+        """Where its results wait; None where they are added."""
+        return None if self.rows_SH is None else self.rows_SH[group.at]
+
+    def add(self, group: Group, results_NH: Tensor) -> None:
+        """Uses the results up, or they are in their place already."""
+        if self.rows_SH is None:
+            kernels.add_rows_(self.out_TH, results_NH, group.order, self.top_k, self.weights)
 
     def finish(self) -> None:
-        if self._rows is not None:
-            torch.sum(self._rows.view(-1, self._top_k, self._rows.shape[1]), 1, out=self.out_TH)
+        if self.rows_SH is not None:
+            kernels.sum_rows_(self.out_TH, self.rows_SH, self.inverse, self.weights)
 
 
 def expert_mlp(
@@ -144,34 +163,30 @@ def _fill(
     x_TH: Tensor,
     weights_TK: Tensor,
     y_TH: Tensor,
-    rows: list[Tensor] | None = None,
+    kept: list[Tensor] | None = None,
     norms: Tensor | None = None,
 ) -> None:
-    """Adds up y; `rows` is given the gate_up rows [N, O] of each group, `norms` those of their outputs."""
-    total = TokenSum(y_TH, routing, list(bank.groups(x_TH.dtype)))
-    for group in routing.groups(bank, weights_TK, x_TH.dtype):
-        _add_group(bank, group, x_TH, total, rows, norms)
-    total.finish()
+    """Adds up y; `kept` is given the gate_up rows [N, O] of each group, `norms` those of their outputs."""
+    groups = list(bank.groups(x_TH.dtype))
+    tokens = TokenRows(x_TH, y_TH, routing, groups, weights_TK.flatten())
+    for group in bank.watched(routing.groups(groups)):
+        _add_group(bank, group, tokens, kept, norms)
+    tokens.finish()
 
 
 def _add_group(
-    bank: ExpertBank,
-    group: Group,
-    x_TH: Tensor,
-    total: TokenSum,
-    kept: list[Tensor] | None,
-    norms: Tensor | None,
+    bank: ExpertBank, group: Group, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    gate_up, down = bank.projections(group.slots, x_TH.dtype)
-    gate_up_NO = gate_up.forward(x_TH.index_select(0, group.token_N), group.rows)
-    act_NI = bank.activation(gate_up_NO)
+    gate_up, down = bank.projections(group.turns, tokens.x_TH.dtype)
+    gate_up_NO = gate_up.forward(tokens.of(group), group.rows)
+    act_NI = bank.act(gate_up_NO)
     if kept is not None:
         kept.append(gate_up_NO)
     del gate_up_NO, gate_up
-    out_NH = down.forward(act_NI, group.rows)
+    out_NH = down.forward(act_NI, group.rows, into=tokens.place(group))
     if norms is not None:
-        norms.view(-1).index_copy_(0, group.flat_N, torch.linalg.vector_norm(out_NH, dim=-1, dtype=torch.float32))
-    total.add(group, out_NH.mul_(group.weight_N1))
+        norms.view(-1).index_copy_(0, group.order, torch.linalg.vector_norm(out_NH, dim=-1, dtype=torch.float32))
+    tokens.add(group, out_NH)
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -187,6 +202,7 @@ class _ExpertMlp(torch.autograd.Function):
         *parameters: nn.Parameter,
     ) -> Tensor:
         ctx.bank, ctx.counts, ctx.top_k = bank, routing.counts, routing.top_k
+        ctx.groups = list(bank.groups(x_TH.dtype)) if keeps else None
         y_TH = torch.empty_like(x_TH)
         rows: list[Tensor] = []
         if keeps:
@@ -201,50 +217,46 @@ class _ExpertMlp(torch.autograd.Function):
         _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
         # first: eager gradients may change the experts
         ddense_TE = gradient_of_weights(bank, x_TH, dy_TH) if need_dense else None
-        dx = TokenSum(torch.empty_like(x_TH), routing, list(bank.groups(x_TH.dtype))) if need_x else None
-        dweights = torch.zeros_like(weights_TK.flatten()) if need_weights else None
-        grads: Gradients = {}
+        groups = ctx.groups if kept else list(bank.groups(x_TH.dtype))
+        weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
+        tokens = TokenRows(dy_TH.contiguous(), dx_TH, routing, groups)
+        dweights = torch.zeros_like(weights) if need_weights else None
+        grads = Gradients(complete=all(routing.counts))
 
         def add_group(group: Group, kept_NO: Tensor | None) -> None:
             """One group's share. What it unpacks and recomputes is gone when it returns, before the next one's."""
-            rows = group.rows
-            gate_up, down = bank.projections(group.slots, x_TH.dtype)
-            dy_NH = dy_TH.index_select(0, group.token_N)
+            rows, weighted = group.rows, Weighted(weights, group.order)
+            gate_up, down = bank.projections(group.turns, x_TH.dtype)
+            dy_NH = tokens.of(group)
             dact_NI = down.grad_input(dy_NH, rows)  # before gate_up is unpacked: one group of matrices at a time
 
-            unpacked = gate_up.weights() if kept_NO is None else None
-            if kept_NO is None:
-                gate_up_NO = gate_up.forward(x_TH.index_select(0, group.token_N), rows, unpacked)
+            x_NH = unpacked = None
+            if kept_NO is None or gate_up.trains:
+                x_NH = kernels.gather_rows(x_TH, group.order, routing.top_k, None)
+            if kept_NO is not None:
+                gate_up_NO = kept_NO.clone()
             else:
-                gate_up_NO = kept_NO.detach()
-            gate_up_NO.requires_grad_()
-            with torch.enable_grad():
-                act_NI = bank.activation(gate_up_NO)
-            edge, act_NI = get_gradient_edge(act_NI), act_NI.detach()  # the way back does not need the rows
-            if dweights is not None:
-                dweight_N = torch.einsum("ni,ni->n", dact_NI, act_NI)
-                if down.bias is not None:
-                    dweight_N += rows.dot(dy_NH, down.bias.to(dy_NH.dtype))
-                dweights.index_copy_(0, group.flat_N, dweight_N.to(dweights.dtype))
+                unpacked = gate_up.weights()
+                gate_up_NO = gate_up.forward(x_NH, rows, unpacked)
+            if not gate_up.trains:
+                x_NH = None
+            act_NI, dgate_up_NO = bank.act_backward(gate_up_NO, dact_NI, weighted, dweights)
+            del gate_up_NO, dact_NI
+            if dweights is not None and down.bias is not None:
+                dweights.index_add_(0, group.order, rows.dot(dy_NH, down.bias.to(dy_NH.dtype)).to(dweights.dtype))
             if down.trains:
-                down.add_gradients(grads, act_NI, dy_NH, rows, group.weight_N1)
+                down.add_gradients(grads, act_NI, dy_NH, rows, weighted)
                 _to_hook(bank, down, grads)
-            if dx is None and not gate_up.trains:
-                return
             del act_NI, dy_NH, down
-            (dgate_up_NO,) = torch.autograd.grad(edge, gate_up_NO, dact_NI.mul_(group.weight_N1))
-            del edge, dact_NI, gate_up_NO
-            if dx is not None:
-                dx.add(group, gate_up.grad_input(dgate_up_NO, rows, unpacked))
-            if gate_up.trains:
-                gate_up.add_gradients(grads, x_TH.index_select(0, group.token_N), dgate_up_NO, rows)
+            if dx_TH is not None:
+                tokens.add(group, gate_up.grad_input(dgate_up_NO, rows, unpacked, into=tokens.place(group)))
+            if x_NH is not None:
+                gate_up.add_gradients(grads, x_NH, dgate_up_NO, rows)
                 _to_hook(bank, gate_up, grads)  # last: it may change the weight that was used above
 
-        for number, group in enumerate(routing.groups(bank, weights_TK, x_TH.dtype)):
+        for number, group in enumerate(bank.watched(routing.groups(groups))):
             add_group(group, kept[number] if kept else None)
-        if dx is not None:
-            dx.finish()
-        dx_TH = None if dx is None else dx.out_TH
+        tokens.finish()
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
         return None, None, None, dx_TH, dweights_TK, ddense_TE, *_of_parameters(bank, routing, grads)
 
@@ -252,9 +264,10 @@ class _ExpertMlp(torch.autograd.Function):
 def _to_hook(bank: ExpertBank, projection: Projection, grads: Gradients) -> None:
     """Gives the eager gradient hook, if there is one, the gradients of a matrix that trains in full."""
     hook = bank.links.eager_gradient_hook
-    if hook is not None and projection.trained is not None:
-        for parameter in projection.trained.parameters():
-            hook(parameter, grads.pop(parameter))
+    if hook is not None:
+        for full in projection.trained:
+            for parameter in full.parameters():
+                hook(parameter, grads.pop(parameter))
 
 
 def _of_parameters(bank: ExpertBank, routing: Routing, grads: Gradients) -> Iterator[Tensor | None]:
@@ -267,7 +280,7 @@ def _of_parameters(bank: ExpertBank, routing: Routing, grads: Gradients) -> Iter
     if hook is not None:
         taken = set(bank.trained.parameters())
         for expert in bank.plan.trained:
-            if not routing.counts[bank.held.index(expert)]:
+            if not routing.counts[bank.in_turn.index(expert)]:
                 for parameter in bank.trained[str(expert)].parameters():
                     hook(parameter, torch.zeros_like(parameter))
     for parameter in bank.parameters():

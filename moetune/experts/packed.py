@@ -5,7 +5,8 @@ Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import bitsandbytes.functional as bnb
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from moetune.config import Storage
-from moetune.experts import bitsandbytes_cpu  # noqa: F401  mends a kernel that is used below
+from moetune.experts import kernels
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
+from moetune.experts.kernels import BLOCK, NESTED_BLOCK
 from moetune.run.dtypes import DTYPES
 
-BLOCK = 64  # weights that share one NF4 scale
-NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
 MX_BLOCK = 32  # weights that share one MXFP4 scale
 MXFP4_AT_ONCE = 1 << 24  # weights whose bytes are looked up at once: 32 MiB of indices
 INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once, to int8 or MXFP4: 16 MiB
@@ -162,7 +162,11 @@ class PackedStack(nn.Module):
         data = buffers["data"][which]
         match self.storage:
             case "nf4":
-                return self._unpack_nf4(data, which, buffers, dtype)
+                scales = [buffers["absmax"][which], None, None, None]
+                if self.double_quant:
+                    scales[1:] = buffers["nested_absmax"][which], buffers["nested_code"], buffers["offset"][which]
+                of_piece = math.prod(self.shape) // self.pieces
+                return kernels.dequantize_nf4(data, *scales, of_piece, dtype).view(-1, *self.shape)
             case "int8":
                 absmax = buffers["absmax"][which]
                 return _dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
@@ -173,38 +177,12 @@ class PackedStack(nn.Module):
             case _:
                 return data.to(dtype)
 
-    def _unpack_nf4(self, data: Tensor, which: slice, buffers: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        """All matrices together where each is made of whole blocks, and so are their scales; else one by one."""
-        ops, count = torch.ops.bitsandbytes, len(data)
-        rows, columns = self.shape[0] // self.pieces, self.shape[1]
-        absmax = buffers["absmax"][which]
-        if self.double_quant:
-            together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
-            nested, code = buffers["nested_absmax"][which], buffers["nested_code"]
-            absmax = _joined(
-                ops.dequantize_blockwise(scales.flatten(), of_scales.flatten(), code, NESTED_BLOCK, torch.float32)
-                for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
-            ).view(absmax.shape)
-            absmax.add_(buffers["offset"][which, None])
-        together = 1 if rows * columns % BLOCK == 0 else count
-        return _joined(
-            ops.dequantize_4bit(
-                packed.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(packed) * rows, columns), dtype
-            )
-            for packed, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
-        ).view(-1, *self.shape)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
         return self if self.on_host else super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         quantized = ", double_quant" if self.double_quant else ""
         return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}{', on the host' if self.on_host else ''}"
-
-
-def _joined(parts: Iterable[Tensor]) -> Tensor:
-    first, *others = parts
-    return torch.cat([first, *others]) if others else first
 
 
 def int8_at_once(weights: int, columns: int) -> int:

@@ -8,24 +8,53 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moetune.experts import kernels
 from moetune.experts.grouped import Rows
 
-Gradients = dict[nn.Parameter, Tensor]
+
+class Weighted(NamedTuple):
+    """Which routing weight each of N rows has: all of them, flat [T·K], and the rows' positions among them [N]."""
+
+    weights: Tensor
+    order: Tensor
+
+    def column(self, dtype: torch.dtype) -> Tensor:
+        """[N, 1]"""
+        return self.weights[self.order, None].to(dtype)
+
+
+class Gradients(dict[nn.Parameter, Tensor]):
+    """By parameter.
+
+    Args:
+        complete: whether every expert belongs to a group whose gradients come: those of factors need no zeros then.
+    """
+
+    def __init__(self, *, complete: bool) -> None:
+        super().__init__()
+        self._like = torch.empty_like if complete else torch.zeros_like
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor that takes a parameter's gradient."""
+        if parameter not in self:
+            self[parameter] = self._like(parameter)
+        return self[parameter]
 
 
 @dataclass
 class LowRank:
     """Factors on the output rows `columns` of a projection: W[columns] + scale · B·A.
 
-    `A_all` [n, parts, r, in] and `B_all` [n, parts, out / parts, r] hold the factors of all n experts that have any;
-    these are [slots, part], in `dtype`. What a pass has computed with them is kept for their gradients: it is narrow.
+    What a pass has computed with them is kept for their gradients: it is narrow.
 
     Attributes:
+        A_all, B_all: [n, parts, r, in] and [n, parts, out / parts, r], of all n experts that have any; these are
+            [slots, part].
         xA: [N, r], of the rows that came in.
         dB: [N, r], of the gradients of those that went out.
     """
@@ -36,36 +65,37 @@ class LowRank:
     part: int
     columns: slice
     scale: float
-    dtype: torch.dtype
     xA: Tensor | None = None
     dB: Tensor | None = None
 
-    @cached_property
+    @property
     def A(self) -> Tensor:
         """[C, r, in]"""
-        return self.A_all[self.slots, self.part].to(self.dtype)
+        return self.A_all[self.slots, self.part]
 
-    @cached_property
+    @property
     def B(self) -> Tensor:
         """[C, out, r]"""
-        return self.B_all[self.slots, self.part].to(self.dtype)
+        return self.B_all[self.slots, self.part]
 
-    def add_forward(self, out: Tensor, x: Tensor, rows: Rows) -> None:
-        self.xA = rows.mm(x, self.A.mT)
-        rows.addmm_(out[:, self.columns], self.xA, self.B.mT, self.scale)
+    def add_forward(self, base: Tensor, out: Tensor, x: Tensor, rows: Rows) -> None:
+        """out = base + their share."""
+        base, out = base[:, self.columns], out[:, self.columns]
+        self.xA = kernels.low_rank(x, self.A, self.B, base, out, rows.ends, rows.counts, self.scale)
 
-    def add_grad_input(self, dx: Tensor, dout: Tensor, rows: Rows) -> None:
-        self.dB = rows.mm(dout[:, self.columns], self.B)
-        rows.addmm_(dx, self.dB, self.A, self.scale)
-
-    def gradients(self, x: Tensor, dout: Tensor, rows: Rows, weight_N1: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of A and B [C, …], if rows' gradients are `dout` times `weight`. Uses up what was kept."""
+    def add_grad_input(self, base: Tensor, out: Tensor, dout: Tensor, rows: Rows) -> None:
         dout = dout[:, self.columns]
-        xA = rows.mm(x, self.A.mT) if self.xA is None else self.xA
-        dB = rows.mm(dout, self.B) if self.dB is None else self.dB
+        self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, rows.ends, rows.counts, self.scale)
+
+    def add_gradients(self, grads: Gradients, x: Tensor, dout: Tensor, rows: Rows, weighted: Weighted | None) -> None:
+        """Of A and B, if rows' gradients are `dout` times their weight. Uses up what was kept."""
+        dout = dout[:, self.columns]
+        of_A, of_B = (grads.of(parameter)[self.slots, self.part] for parameter in (self.A_all, self.B_all))
+        groups = rows.ends, rows.counts
+        xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1) if self.xA is None else self.xA
+        dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1) if self.dB is None else self.dB
         self.xA = self.dB = None
-        factor = self.scale if weight_N1 is None else weight_N1 * self.scale
-        return rows.outer(dB.mul_(factor), x), rows.outer(dout, xA.mul_(factor))
+        kernels.low_rank_gradients_(dB, x, xA, dout, of_A, of_B, *(weighted or (None, None)), *groups, self.scale)
 
 
 class FullProjection(nn.Module):
@@ -84,50 +114,52 @@ class Projection:
 
     Attributes:
         bias: [C, out].
-        trained: the projection of a group's only expert, where it trains in full.
+        trained: the projections of the group's experts, where they train in full.
     """
 
     weights: Callable[[], Tensor]
     bias: Tensor | None
-    trained: FullProjection | None = None
+    trained: tuple[FullProjection, ...] = ()
     low_rank: tuple[LowRank, ...] = ()
 
     @property
     def trains(self) -> bool:
-        return self.trained is not None or bool(self.low_rank)
+        return bool(self.trained or self.low_rank)
 
-    def forward(self, x: Tensor, rows: Rows, weights: Tensor | None = None) -> Tensor:
-        """[N, in] -> [N, out], a fresh tensor. Pass `weights` where they are unpacked already."""
+    def forward(self, x: Tensor, rows: Rows, weights: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """[N, in] -> [N, out], a fresh tensor, or `into`. Pass `weights` where they are unpacked already."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         out = rows.linear(x, self.weights() if weights is None else weights, bias)
+        if into is None or not self.low_rank:
+            into = out if into is None else into.copy_(out)
+            out = into
         for part in self.low_rank:
-            part.add_forward(out, x, rows)
-        return out
+            part.add_forward(out, into, x, rows)
+            out = into
+        return into
 
-    def grad_input(self, dout: Tensor, rows: Rows, weights: Tensor | None = None) -> Tensor:
-        """The gradient of the rows that came in: [N, out] -> [N, in], a fresh tensor."""
+    def grad_input(self, dout: Tensor, rows: Rows, weights: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """The gradient of the rows that came in: [N, out] -> [N, in], a fresh tensor, or `into`."""
         dx = rows.mm(dout, self.weights() if weights is None else weights)
+        if into is None or not self.low_rank:
+            into = dx if into is None else into.copy_(dx)
+            dx = into
         for part in self.low_rank:
-            part.add_grad_input(dx, dout, rows)
-        return dx
+            part.add_grad_input(dx, into, dout, rows)
+            dx = into
+        return into
 
     def add_gradients(
-        self, grads: Gradients, x: Tensor, dout: Tensor, rows: Rows, weight_N1: Tensor | None = None
+        self, grads: Gradients, x: Tensor, dout: Tensor, rows: Rows, weighted: Weighted | None = None
     ) -> None:
         """Adds to `grads` what input rows [N, in] and output gradients [N, out], each times its row's weight, mean for
         the tensors that train."""
-        if self.trained is not None:
-            weighted = dout if weight_N1 is None else dout * weight_N1
-            grads[self.trained.weight] = (weighted.T @ x).to(self.trained.weight.dtype)
-            if self.trained.bias is not None:
-                grads[self.trained.bias] = weighted.sum(0).to(self.trained.bias.dtype)
-        for part in self.low_rank:
-            of_A, of_B = part.gradients(x, dout, rows, weight_N1)
-            _add_slices(grads, part.A_all, part, of_A)
-            _add_slices(grads, part.B_all, part, of_B)
-
-
-def _add_slices(grads: Gradients, parameter: nn.Parameter, part: LowRank, gradients: Tensor) -> None:
-    if parameter not in grads:
-        grads[parameter] = torch.zeros_like(parameter)
-    grads[parameter][part.slots, part.part] = gradients
+        if self.trained:
+            dout = dout if weighted is None else dout * weighted.column(dout.dtype)
+            for full, of_weight in zip(self.trained, rows.outer(dout, x), strict=True):
+                grads[full.weight] = of_weight.to(full.weight.dtype)
+            for full, part in zip(self.trained, dout.split(rows.counts), strict=True):
+                if full.bias is not None:
+                    grads[full.bias] = part.sum(0).to(full.bias.dtype)
+        for low_rank in self.low_rank:
+            low_rank.add_gradients(grads, x, dout, rows, weighted)

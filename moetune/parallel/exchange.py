@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moetune.experts.bank import ExpertBank
-from moetune.experts.mlp import Routing
+from moetune.experts.mlp import Routing, sorted_positions
 from moetune.patches.transformers import Dispatcher, Sent
 
 CountArriving = Callable[[Tensor, list[list[int]], int], list[list[int]]]
@@ -108,7 +108,7 @@ class TokenExchange:
         dist.all_to_all_single(arriving_RL, leaving_RL, group=group)
         arriving = self.count_arriving(arriving_RL, leaving, self.ep_mesh.get_local_rank())
 
-        order = torch.argsort(self.positions[bank.layer][ids_TK.flatten()], stable=True)
+        order = sorted_positions(self.positions[bank.layer][ids_TK.flatten()], len(all_experts))
         sends, receives = [sum(row) for row in leaving], [sum(row) for row in arriving]
         rows = all_to_all_single_autograd(hidden_TH[order // top_k], receives, sends, group)
         tokens_SH = self.dispatcher.wait(rows)
@@ -116,5 +116,5 @@ class TokenExchange:
         rows_RL = torch.tensor(arriving, device=ids_TK.device).flatten()
         slot_S = slot_RL.repeat_interleave(rows_RL, output_size=sum(receives))
         by_slot = [sum(row[slot] for row in arriving) for slot in range(slots)]
-        routing = Routing(torch.argsort(slot_S, stable=True), by_slot, 1)
+        routing = bank.routing(slot_S[:, None], by_slot)
         return tokens_SH, routing, Sent(weights_TK, order, sends, receives, tokens)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from moetune.adapt.attention import Capability
-from moetune.experts import grouped
+from moetune.experts import grouped, kernels  # noqa: F401  defines its operators
 
 WorkPart = Literal[
     "experts",
@@ -228,6 +228,15 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
     return 2.0 * rows * (a.shape[1] if b.dim() == 3 else a.shape[0]) * b.shape[-1]
 
 
+def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
+    """Rows [N, p] with factors [C, r, p] and [C, q, r], if there is a second."""
+    return 2.0 * len(x) * first.shape[1] * (x.shape[1] + (0 if second is None else second.shape[1]))
+
+
+def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
+    return 2.0 * narrow_out.numel() * (x.shape[1] + dout.shape[1])
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:
     """Tokens [T, h, d], each with half of the tokens of the longest document: at most what is computed."""
     longest = next(number for number in rest if isinstance(number, int) and not isinstance(number, bool))
@@ -251,6 +260,8 @@ def _varlen_backward(
 
 _FLOPS: dict[Any, Callable[..., float]] = {
     torch.ops.moetune.grouped_mm.default: _grouped,
+    torch.ops.moetune.low_rank.default: _low_rank,
+    torch.ops.moetune.low_rank_gradients_.default: _low_rank_gradients,
     torch.ops.torch_attn._varlen_attn.default: _varlen,
     torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
 }
@@ -266,6 +277,8 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
         return 2 * sum(map(size_of, fresh)) + sum(map(size_of, tensors[1:]))
     if name in _PUTS:  # reads rows and their places, and writes the rows; what is added up is read too
         return sum(map(size_of, tensors[1:])) + size_of(tensors[-1]) * (2 if "add" in name else 1)
+    if name == "add_rows_":  # reads and writes as many rows of the sum
+        return sum(map(size_of, tensors[1:])) + 2 * size_of(tensors[1])
     written = _written(func)
     if not written:
         return sum(map(size_of, tensors)) + sum(map(size_of, fresh))
@@ -274,9 +287,9 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
     return sum(map(size_of, tensors)) + (0 if name in _OVERWRITES or func._overloadname == "out" else changed)
 
 
-_LOOKS_UP = {"embedding", "index", "index_select", "gather"}
+_LOOKS_UP = {"embedding", "index", "index_select", "gather", "gather_rows"}
 _PUTS = {"index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_"}
-_OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_"}
+_OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_", "low_rank", "low_rank_gradients_"}
 
 
 def written_by(func: Any, args: Any) -> Tensor | None:
@@ -333,8 +346,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _of_sort(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Of numbers [n] that are sorted in one block, or in 8 passes over their digits."""
-    return 2 if args[0].numel() <= 4096 else 11
+    """Of numbers [n] that are sorted in one block, or in a pass over each of their bytes."""
+    return 2 if args[0].numel() <= 4096 else 3 + args[0].element_size()
 
 
 def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:

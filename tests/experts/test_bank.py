@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moetune.anatomy.anatomy import read_anatomy
 from moetune.anatomy.moe import ExpertShape, read_shape
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.gate import Gate
 from moetune.experts.links import read_rows
 from moetune.experts.mlp import Routing
 from moetune.experts.packed import Storage
@@ -163,6 +164,18 @@ def test_only_what_trains_is_a_parameter(model_type: str) -> None:
     assert bank.gate_up.count == bank.down.count == EXPERTS - 2
 
 
+def test_an_activation_is_known_by_the_numbers_that_it_gives() -> None:
+    gates = {model_type: bank_of(stock_experts(model_type), PLANS["frozen"]).gate for model_type in LAYOUTS}
+    assert gates["mixtral"] == Gate(interleaved=False)
+    experts = stock_experts("gpt_oss")
+    assert gates["gpt_oss"] == Gate(True, experts.alpha, experts.limit)
+    assert None in gates.values()  # one without a gate
+    shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
+    gelu = nn.GELU()
+    assert Gate.of(lambda rows: gelu(rows[:, :24]) * rows[:, 24:], shape) is None
+    assert Gate.of(lambda rows: nn.functional.silu(rows.chunk(2, 1)[1]) * rows.chunk(2, 1)[0], shape) is None
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_factors_have_the_promised_size_and_start_without_effect(split: bool) -> None:
     shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
@@ -220,16 +233,10 @@ def test_routing_groups_every_row_under_its_expert() -> None:
     ids_TK = torch.tensor([[3, 1], [1, 0], [3, 0], [1, 3]])
     counts = read_rows(0, ids_TK, EXPERTS)
     assert counts == [2, 3, 0, 3, 0, 0, 0, 0]
-    routing, weights_TK = Routing.of(ids_TK, counts), torch.arange(8.0).view(4, 2)
-    groups = {group.slots: group for group in routing.groups(bank, weights_TK, torch.float32)}
-    assert {slots.start: group.flat_N.tolist() for slots, group in groups.items()} == {
-        0: [3, 5],
-        1: [1, 2, 6],
-        3: [0, 4, 7],
-    }
-    for group in groups.values():
-        assert group.token_N.tolist() == [flat // 2 for flat in group.flat_N.tolist()]
-        assert group.weight_N1.flatten().tolist() == group.flat_N.tolist()
+    routing = Routing.of(ids_TK, counts)
+    groups = {group.turns.start: group for group in routing.groups(bank.groups(torch.float32))}
+    assert {slot: group.order.tolist() for slot, group in groups.items()} == {0: [3, 5], 1: [1, 2, 6], 3: [0, 4, 7]}
+    assert all(torch.equal(group.order, routing.order[group.at]) for group in groups.values())
 
 
 def test_rows_are_counted_so_on_every_thread() -> None:

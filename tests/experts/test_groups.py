@@ -78,7 +78,8 @@ def test_so_they_do_in_bfloat16(plan: str, model_type: str) -> None:
     x_TH, ids_TK, weights_TK = routed()
     found = run(bank, dict(bank.named_parameters()), x_TH.bfloat16(), ids_TK, weights_TK)
     expected = reference(experts, bank, (x_TH.bfloat16(), ids_TK, weights_TK))
-    assert_close(found, expected, tolerance=3e-2)
+    # rounding decides on which side of gpt-oss's clamps a value is, and so whether it has a gradient
+    assert_close(found, expected, tolerance=5e-2 if model_type == "gpt_oss" else 3e-2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -98,15 +99,20 @@ def test_a_group_has_neighbours_of_one_kind_as_many_as_have_room() -> None:
     experts = stock_experts("mixtral")
 
     def of(plan: str, size: int) -> list[list[int]]:
-        return [list(slots) for slots in grouped(bank_of(experts, PLANS[plan]), size).groups(torch.float32)]
+        bank = grouped(bank_of(experts, PLANS[plan]), size)
+        return [[bank.in_turn[turn] for turn in turns] for turns in bank.groups(torch.float32)]
 
     assert of("frozen", 0) == of("frozen", 1) == [[expert] for expert in range(EXPERTS)]
     assert of("frozen", 3) == [[0, 1], [2, 3, 4], [5, 6, 7]]
     assert of("frozen", EXPERTS) == of("frozen", 100) == [list(range(EXPERTS))]
-    assert of("all trained", 100) == [[expert] for expert in range(EXPERTS)]
     assert of("fused LoRA on some", 100) == [[0], [1, 2], [3, 4, 5], [6], [7]]
-    assert of("trained, split LoRA, frozen", 2) == [[0], [1], [2], [3, 4], [5], [6], [7]]
-    assert of("trained, split LoRA, frozen", 100) == [[0], [1], [2, 3, 4], [5], [6], [7]]
+    assert of("all trained", 100) == [list(range(EXPERTS))]
+    assert of("two trained", 100) == [[1, 2, 3, 4, 6, 7], [0, 5]]  # those that train whole are last, and no gap
+    assert of("trained, split LoRA, frozen", 2) == [[1], [2, 3], [4, 6], [7], [0, 5]]
+    assert of("trained, split LoRA, frozen", 100) == [[1], [2, 3, 4, 6], [7], [0, 5]]
+    bank = grouped(bank_of(experts, PLANS["all trained"]), EXPERTS)
+    with bank.links.eager_gradients_to(lambda parameter, gradient: None):
+        assert len(list(bank.groups(torch.float32))) == EXPERTS  # their gradients leave alone
     bank = grouped(bank_of(experts, PLANS["frozen"]), 2)
     assert len(list(bank.groups(torch.bfloat16))) == EXPERTS // 4  # half as wide
 
@@ -146,7 +152,7 @@ def test_rows_are_summed_for_each_token_in_one_order() -> None:
     with Watch():
         run(bank, {}, *routed())
     assert not any("index_add" in name or "accumulate" in name for name in added)
-    assert sum("index_copy_" in name for name in added) == 3  # y, dx, and the gradients of the routing weights
+    assert sum("sum_rows_" in name for name in added) == 2  # y, dx
 
 
 SHAPES = [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)]  # whole blocks of blocks, whole blocks, neither

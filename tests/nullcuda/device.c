@@ -403,10 +403,22 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return 
 CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)1, 0; }
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr p) { return *(int *)value = 0, 0; }
 CUresult cuGetErrorString(CUresult result, const char **text) { return *text = result ? "out of memory" : "none", 0; }
-STUB(cuInit) STUB(cuDeviceGetCount) STUB(cuDeviceGetName) STUB(cuCtxSetCurrent) STUB(cuFuncGetAttribute)
-STUB(cuFuncSetAttribute) STUB(cuFuncSetCacheConfig) STUB(cuLaunchKernel) STUB(cuLaunchKernelEx)
+// Triton loads what it has compiled, and asks how many threads it may have. A kernel is its name.
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    return *function = (CUfunction)strdup(name), 0;
+}
+CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
+    return *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0, 0;
+}
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra) {
+    launches++;
+    note("kernel %p %s\n", (void *)config->hStream, (const char *)function);
+    return 0;
+}
+STUB(cuInit) STUB(cuDeviceGetCount) STUB(cuDeviceGetName) STUB(cuCtxSetCurrent) STUB(cuCtxGetLimit) STUB(cuCtxSetLimit)
+STUB(cuFuncSetAttribute) STUB(cuFuncSetCacheConfig) STUB(cuLaunchKernel)
 STUB(cuLaunchCooperativeKernel) STUB(cuLinkCreate_v2) STUB(cuLinkAddData_v2) STUB(cuLinkComplete) STUB(cuLinkDestroy)
-STUB(cuModuleLoad) STUB(cuModuleLoadData) STUB(cuModuleLoadDataEx) STUB(cuModuleGetFunction) STUB(cuModuleUnload)
+STUB(cuModuleLoad) STUB(cuModuleLoadData) STUB(cuModuleLoadDataEx) STUB(cuModuleUnload)
 STUB(cuOccupancyMaxActiveBlocksPerMultiprocessor) STUB(cuOccupancyMaxActiveClusters) STUB(cuTensorMapEncodeTiled)
 
 // --- cuBLAS: products count as launches, on whichever stream; torch gives it the workspaces -----------------------

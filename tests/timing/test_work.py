@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moetune.catalog.gpus import find_gpu
+from moetune.experts import kernels
 from moetune.memory.trace import trace
 from moetune.run.resolve import resolve
 from moetune.timing.work import Work, works
@@ -95,18 +96,26 @@ def test_bytes_and_launches(operation: Callable[..., object], size: int, launche
     assert (work.bytes, work.product_bytes, work.launches) == (size, 0, launches)
 
 
+def test_low_rank_products_are_counted_whole() -> None:
+    x, A, B, out = randn(5, 8), randn(1, 3, 8), randn(1, 6, 3), randn(5, 6)
+    work = counted(lambda: kernels.low_rank(x, A, B, out, out, None, [5], 1.0))
+    assert (work.flops32, work.launches) == (2 * 5 * 3 * (8 + 6), 1)
+    assert work.product_bytes == 4 * (5 * 8 + 3 * 8 + 6 * 3 + 2 * 5 * 6)
+    narrow = randn(5, 3)
+    work = counted(lambda: kernels.low_rank_gradients_(narrow, x, narrow, out, A, B, None, None, None, [5], 1.0))
+    assert (work.flops32, work.launches) == (2 * 5 * 3 * (8 + 6), 1)
+
+
 def test_a_step_does_the_arithmetic_of_its_model(tmp_path: Path) -> None:
     """Routers alone train, so of a frozen expert there are three products forward, and in backward gate and up again,
-    and what becomes of the gradients on the way through all three: 8 · 2 · H · I of each row, and 2 · I for the
-    gradient of its routing weight."""
+    and what becomes of the gradients on the way through all three: 8 · 2 · H · I of each row."""
     model = write_toy(tmp_path, "mixtral", num_hidden_layers=3)
     config = toy_run(model, "mixtral", {"router": "all"}, model={"dtype": "bf16"}, train={"accumulate": 3})
     run = resolve(config, "cuda")
     shape = run.anatomy.moe_layers[0].shape
     traced = trace(run, gpu=find_gpu("h100"))
     rows = 2 * 32 * 2 * 3  # micro-batch × length × top-2 × accumulate
-    experts = 3 * rows * (8 * 2 * shape.hidden * shape.intermediate + 2 * shape.intermediate)
-    assert traced.work["experts"].flops == experts
+    assert traced.work["experts"].flops == 3 * rows * 8 * 2 * shape.hidden * shape.intermediate
     weights = 3 * 3 * 2 * 4 * 3 * shape.hidden * shape.intermediate * 2  # twice, of 4 experts, 3 matrices of 2 bytes
     assert traced.work["dequantization"].bytes > weights
     assert traced.work["experts"].synchronizations == 3 * 3  # each layer's tokens, once

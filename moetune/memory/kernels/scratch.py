@@ -218,16 +218,17 @@ def _gemm_4bit(
 
 
 def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
-    """cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel, of int64 [n].
+    """cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel, of whole numbers [n].
 
-    The numbers 0 to n - 1; above 4,096 what cub's radix sort asks for, in one piece: both arrays once more, counts of
-    256 digits in 8 passes, and 1 KiB for each 3,840 numbers, which is left out here: it is no product of sizes.
+    The numbers 0 to n - 1; above 4,096 what cub's radix sort asks for, in one piece: counts of 256 digits in a pass for
+    each byte of a number, if there are several both arrays once more, and 1 KiB for each few thousand numbers, which is
+    left out here: it is no product of sizes.
     """
-    if keys.dim() == 1 and keys.dtype == torch.int64:
-        n = keys.numel()
+    if keys.dim() == 1 and not keys.is_floating_point():
+        n, passes = keys.numel(), keys.element_size()
         yield 8 * n
         if n > 4096:
-            yield from (16 * n, 8 * 8 * 256 + 511)
+            yield from ((8 + passes) * n if passes > 1 else 0, 8 * passes * 256 + 511)
 
 
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:

@@ -1,0 +1,232 @@
+"""Operators of an expert bank: a kernel each in Triton on a GPU (triton_kernels.py), torch's own operations elsewhere.
+
+They are operators of the dispatcher, so that a trace sees on fake tensors what a GPU is asked: one launch each, and no
+memory but what they return. Where Triton cannot compile, a GPU runs torch's operations too, and a warning says so.
+
+Shapes: T tokens, K experts a token, N rows of a group of C experts, sorted by expert; p in and q out features, rank r.
+`order` [N] are flat positions (token, choice) of the rows; `ends` [C] and `counts` are those of `Rows`, and one expert
+needs no ends. `weights` are all routing weights, flat [T·K].
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from moetune.experts import bitsandbytes_cpu  # noqa: F401  mends a kernel that is used below
+from moetune.experts.grouped import library, product_of_groups
+
+BLOCK = 64  # weights that share one NF4 scale
+NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
+
+
+@cache
+def _on_gpu() -> ModuleType | None:
+    """The kernels in Triton, if they can be compiled here."""
+    try:
+        from moetune.experts import triton_kernels
+
+        triton_kernels.triton.runtime.driver.active  # noqa: B018  compiles its own access to the driver
+    except Exception as error:  # whatever a compiler, a linker or the driver has said
+        warnings.warn(
+            f"Triton does not work here ({type(error).__name__}: {error}), so experts run slower, and may take more "
+            "memory than predicted; it needs a C compiler (gcc) and Python's headers",
+            stacklevel=2,
+        )
+        return None
+    return triton_kernels
+
+
+def _operator(arguments: str, fake: Callable[..., Any] = lambda *_: None) -> Callable[[Any], Any]:
+    """Makes an operator of a function that computes with torch's; on a GPU the kernel of that name runs instead."""
+
+    def define(twin: Callable[..., Any]) -> Any:
+        name = twin.__name__
+
+        def run(*args: Any) -> Any:
+            kernels = _on_gpu() if args[0].is_cuda else None
+            return twin(*args) if kernels is None else getattr(kernels, name)(*args)
+
+        library.define(name + arguments)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"moetune::{name}", fake, lib=library)
+        return getattr(torch.ops.moetune, name)
+
+    return define
+
+
+@_operator(
+    "(Tensor data, Tensor absmax, Tensor? nested, Tensor? code, Tensor? offset, int weights, ScalarType dtype)"
+    " -> Tensor",
+    lambda data, absmax, nested, code, offset, weights, dtype: data.new_empty((len(data), weights), dtype=dtype),
+)
+def dequantize_nf4(
+    data: Tensor,
+    absmax: Tensor,
+    nested: Tensor | None,
+    code: Tensor | None,
+    offset: Tensor | None,
+    weights: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Matrices of so many `weights` each, [n, weights], as bitsandbytes gives them one by one, bit for bit: together
+    where each is made of whole blocks, and so are their scales."""
+    ops, count = torch.ops.bitsandbytes, len(data)
+    if nested is not None and code is not None and offset is not None:
+        together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
+        absmax = _joined(
+            ops.dequantize_blockwise(scales.flatten(), of_scales.flatten(), code, NESTED_BLOCK, torch.float32)
+            for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
+        ).view(absmax.shape)
+        absmax.add_(offset[:, None])
+    together = 1 if weights % BLOCK == 0 else count
+    return _joined(
+        ops.dequantize_4bit(packed.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(packed), weights), dtype)
+        for packed, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
+    )
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    first, *others = parts
+    return torch.cat([first, *others]) if others else first
+
+
+@_operator(
+    "(Tensor gate_up, bool interleaved, float alpha, float limit) -> Tensor",
+    lambda gate_up, *_: gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2)),
+)
+def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
+    """silu(gate)·up of rows [N, 2I], whose gate and up lie one after the other or interleaved: [N, I]. With a `limit`
+    other than 0 as gpt-oss has it: both cut off there, up plus 1, and a sigmoid of alpha·gate."""
+    gate, up = _halves(gate_up, interleaved)
+    if not limit:
+        return silu(gate).mul_(up)
+    gate = gate.clamp(max=limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+
+@_operator(
+    "(Tensor(a!) gate_up, Tensor(b!) dact, Tensor weights, Tensor order, Tensor(c!)? dweights, bool interleaved,"
+    " float alpha, float limit) -> ()"
+)
+def gated_backward_(
+    gate_up: Tensor,
+    dact: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    dweights: Tensor | None,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+) -> None:
+    """The way back in place. `dact` comes before it is weighted and becomes act; gate_up becomes its gradient,
+    weighted; `dweights` [T·K] gets ⟨dact, act⟩ of these rows."""
+    gate, up = _halves(gate_up, interleaved)
+    act = gated(gate_up, interleaved, alpha, limit)
+    if dweights is not None:
+        dweights[order] = torch.einsum("ni,ni->n", dact, act).to(dweights.dtype)
+    dact.mul_(weights[order, None].to(dact.dtype))
+    if not limit:
+        of_gate = torch.ops.aten.silu_backward(dact * up, gate)
+        up.copy_(silu(gate).mul_(dact))
+    else:
+        inside_gate, inside_up = gate <= limit, up.abs() <= limit
+        gate_, sigmoid = gate.clamp(max=limit), torch.sigmoid(gate.clamp(max=limit) * alpha)
+        of_gate = sigmoid * (1 + gate_ * alpha * (1 - sigmoid)) * (up.clamp(-limit, limit) + 1) * dact * inside_gate
+        up.copy_(gate_ * sigmoid * dact * inside_up)
+    gate.copy_(of_gate)
+    dact.copy_(act)
+
+
+def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    size = gate_up.shape[1] // 2
+    return (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else (gate_up[:, :size], gate_up[:, size:])
+
+
+@_operator(
+    "(Tensor x, Tensor order, int top_k, Tensor(a!)? inverse) -> Tensor",
+    lambda x, order, *_: x.new_empty((len(order), x.shape[1])),
+)
+def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
+    """The tokens' rows [T, H] in this order: [N, H]. `inverse` [T·K] int32 is told where each position's row is."""
+    if inverse is not None:
+        inverse[order] = torch.arange(len(order), dtype=inverse.dtype, device=order.device)
+    return x.index_select(0, order // top_k)
+
+
+@_operator("(Tensor(a!) out, Tensor rows, Tensor inverse, Tensor? weights) -> ()")
+def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
+    """Each token's K rows, which are where `inverse` says, weighted and summed in their order: into out [T, H]."""
+    found = rows.index_select(0, inverse)
+    if weights is not None:
+        found.mul_(weights[:, None].to(found.dtype))
+    if len(out):
+        torch.sum(found.view(len(out), -1, out.shape[1]), 1, out=out)
+
+
+@_operator("(Tensor(a!) out, Tensor(b!) rows, Tensor order, int top_k, Tensor? weights) -> ()")
+def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
+    """Adds weighted rows, of which no token has two, to their tokens' in out [T, H]. Uses the rows up."""
+    if weights is not None:
+        rows.mul_(weights[order, None].to(rows.dtype))
+    out.index_add_(0, order // top_k, rows)
+
+
+@_operator(
+    "(Tensor x, Tensor first, Tensor? second, Tensor? base, Tensor(a!)? out, Tensor? ends, int[] counts, float scale)"
+    " -> Tensor",
+    lambda x, first, *_: x.new_empty((len(x), first.shape[1])),
+)
+def low_rank(
+    x: Tensor,
+    first: Tensor,
+    second: Tensor | None,
+    base: Tensor | None,
+    out: Tensor | None,
+    ends: Tensor | None,
+    counts: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """x·firstᵀ with each row's expert's factor [C, r, p]: narrow rows [N, r]. With a `second` [C, q, r], `out` becomes
+    base + scale · narrow·secondᵀ [N, q]; it may be the base itself. Factors are rounded to x's dtype."""
+    narrow = product_of_groups(x, first.to(x.dtype).mT, ends, counts)
+    if second is not None and base is not None and out is not None:
+        second = second.to(x.dtype)
+        if ends is None:
+            torch.addmm(base, narrow, second[0].T, alpha=scale, out=out)
+        else:
+            torch.add(base, product_of_groups(narrow, second.mT, ends, counts), alpha=scale, out=out)
+    return narrow
+
+
+@_operator(
+    "(Tensor narrow_out, Tensor x, Tensor narrow_in, Tensor dout, Tensor(a!) of_first, Tensor(b!) of_second,"
+    " Tensor? weights, Tensor? order, Tensor? ends, int[] counts, float scale) -> ()"
+)
+def low_rank_gradients_(
+    narrow_out: Tensor,
+    x: Tensor,
+    narrow_in: Tensor,
+    dout: Tensor,
+    of_first: Tensor,
+    of_second: Tensor,
+    weights: Tensor | None,
+    order: Tensor | None,
+    ends: Tensor | None,
+    counts: Sequence[int],
+    scale: float,
+) -> None:
+    """The gradients of factors [C, r, p] and [C, q, r]: scale · Σ w·narrow_outᵀ·x and scale · Σ w·doutᵀ·narrow_in over
+    each expert's rows; zeros for one without. `narrow_out` is dout·second, `narrow_in` x·firstᵀ, both [N, r]."""
+    factor: Tensor | float = scale
+    if weights is not None and order is not None:
+        factor = weights[order, None].to(x.dtype) * scale
+    of_first.copy_(product_of_groups((narrow_out * factor).T, x, ends, counts))
+    of_second.copy_(product_of_groups(dout.T, narrow_in * factor, ends, counts))

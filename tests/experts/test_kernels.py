@@ -1,0 +1,280 @@
+"""The kernels of an expert bank: in Triton's interpreter each gives what torch's operations give, and each compiles for
+the cards that moetune is for. Tolerances: 1e-5 relative in float32, 4e-3 in float16, whose torch operations round more
+often; what is unpacked is equal bit for bit. The interpreter takes bfloat16 for integers. Not measured on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetune.experts import kernels
+from moetune.experts.packed import PackedStack
+
+triton = pytest.importorskip("triton")
+DTYPES = [torch.float32, torch.float16]
+
+
+def load() -> ModuleType:
+    """A copy of its own of the kernels' module."""
+    file = Path(kernels.__file__).with_name("triton_kernels.py")
+    spec = importlib.util.spec_from_file_location("kernels_under_test", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[ModuleType]:
+    """Of a Triton of its own: its library is interpreted or not from when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and "_C" not in name]:
+            patch.delitem(sys.modules, name)
+        module = load()
+        module.COLUMNS = module.ROWS = 16  # more than one tile of each
+        yield module
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def both(interpreted: ModuleType, name: str, *args: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """What the kernel and what torch's operations return, and have made of their tensors."""
+    results = []
+    for run in (getattr(interpreted, name), getattr(torch.ops.moetune, name)):
+        copies = [arg.clone(memory_format=torch.preserve_format) if torch.is_tensor(arg) else arg for arg in args]
+        given = run(*copies)
+        results.append([one for one in ([given] if given is not None else []) + copies if torch.is_tensor(one)])
+    return results[0], results[1]
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+    rtol = 4e-3 if torch.float16 in {tensor.dtype for tensor in found} else 1e-5
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(
+            one, other, rtol=rtol, atol=rtol * float(other.numel() and other.float().abs().max())
+        )
+
+
+def shuffled(tokens: int, top_k: int, experts: int) -> tuple[Tensor, list[int]]:
+    """Flat positions, sorted by a random expert that is never the second, and the experts' rows."""
+    ids = torch.stack([torch.randperm(experts - 1, generator=torch.Generator().manual_seed(t)) for t in range(tokens)])
+    ids = ids[:, :top_k].flatten()
+    ids[ids == 1] = experts - 1
+    return torch.argsort(ids, stable=True), torch.bincount(ids, minlength=experts).tolist()
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("shape", [(64, 512), (24, 20), (96, 32), (15, 9)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nf4(interpreted: ModuleType, shape: tuple[int, int], double_quant: bool, dtype: torch.dtype) -> None:
+    stack = PackedStack(3, shape, "nf4", double_quant=double_quant)
+    for number in range(3):
+        stack.pack_(number, random(*shape, seed=number))
+    nested = (stack.nested_absmax, stack.nested_code, stack.offset) if double_quant else (None, None, None)
+    found, expected = both(interpreted, "dequantize_nf4", stack.data, stack.absmax, *nested, shape[0] * shape[1], dtype)
+    assert torch.equal(found[0], expected[0])
+
+
+GATES = [(False, 1.0, 0.0), (True, 1.0, 0.0), (True, 1.702, 1.5), (False, 1.702, 1.5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+def test_gates(interpreted: ModuleType, gate: tuple[bool, float, float], dtype: torch.dtype) -> None:
+    assert_alike(*both(interpreted, "gated", random(5, 48, dtype=dtype), *gate))
+    order, weights = torch.tensor([7, 0, 3, 1, 9]), random(10, seed=2)
+    for dweights in (torch.zeros(10), None):
+        rows = random(5, 48, dtype=dtype), random(5, 24, dtype=dtype, seed=1)
+        assert_alike(*both(interpreted, "gated_backward_", *rows, weights, order, dweights, *gate))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_the_way_back_through_a_gate_is_that_of_autograd(gate: tuple[bool, float, float]) -> None:
+    gate_up, dact = random(5, 48).double().requires_grad_(), random(5, 24, seed=1).double()
+    order, weights, dweights = torch.arange(5), random(5, seed=2).double(), torch.zeros(5).double()
+    halves = (gate_up[:, ::2], gate_up[:, 1::2]) if gate[0] else gate_up.chunk(2, 1)
+    if gate[2]:
+        glu = halves[0].clamp(max=gate[2])
+        act = glu * torch.sigmoid(gate[1] * glu) * (halves[1].clamp(-gate[2], gate[2]) + 1)
+    else:
+        act = torch.nn.functional.silu(halves[0]) * halves[1]
+    (expected,) = torch.autograd.grad(act, gate_up, dact * weights[:, None])
+    found, found_act = gate_up.detach().clone(), dact.clone()
+    kernels.gated_backward_(found, found_act, weights, order, dweights, *gate)
+    torch.testing.assert_close([found, found_act, dweights], [expected, act.detach(), (dact * act.detach()).sum(1)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_gathered_and_summed(interpreted: ModuleType, dtype: torch.dtype) -> None:
+    order, counts = shuffled(9, 3, 5)
+    x, weights = random(9, 40, dtype=dtype), random(27, seed=1)
+    inverse = torch.zeros(27, dtype=torch.int32)
+    assert_alike(*both(interpreted, "gather_rows", x, order, 3, inverse))
+    assert_alike(*both(interpreted, "gather_rows", x, order[counts[0] :], 3, None))
+    rows = kernels.gather_rows(x, order, 3, inverse)
+    for weighted in (weights, None):
+        assert_alike(*both(interpreted, "sum_rows_", torch.empty_like(x).zero_(), rows, inverse, weighted))
+        (found, *_), (expected, *_) = both(
+            interpreted, "add_rows_", x, rows[: counts[0]], order[: counts[0]], 3, weighted
+        )
+        assert_alike([found], [expected])
+    total = torch.zeros_like(x)
+    kernels.sum_rows_(total, rows, inverse, weights)
+    torch.testing.assert_close(total, x * weights.view(9, 3).sum(1, keepdim=True).to(dtype), rtol=0.05, atol=0.05)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as they are": lambda rows: rows,
+    "every second column": lambda rows: rows.repeat_interleave(2, 1)[:, ::2],
+    "half of the columns": lambda rows: torch.cat([rows, rows], 1)[:, rows.shape[1] :],
+}
+
+
+ON_A_PUSH = [(1, torch.float32, 3, "half of the columns"), (5, torch.float16, 20, "every second column")]
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype", "rank", "layout"),
+    [
+        case if case in ON_A_PUSH else pytest.param(*case, marks=pytest.mark.full)
+        for case in product([1, 5], DTYPES, [3, 16, 20], LAYOUTS)
+    ],
+)
+def test_low_rank_products(interpreted: ModuleType, experts: int, dtype: torch.dtype, rank: int, layout: str) -> None:
+    order, counts = shuffled(13, 3, 5)
+    weights = random(39, seed=5)
+    if experts == 1:
+        counts = [39]
+    ends = None if experts == 1 else torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+    x, dout = random(39, 72, dtype=dtype), LAYOUTS[layout](random(39, 88, dtype=dtype, seed=1))
+    A_all, B_all = random(experts, 2, rank, 72, seed=2), random(experts, 2, 88, rank, seed=3)
+    A, B = A_all[:, 1], B_all[:, 1]
+    of_rows = ends, counts
+    narrow, product = both(interpreted, "low_rank", x, A, B, dout, torch.empty_like(dout).zero_(), *of_rows, 0.5)
+    assert_alike(narrow, product)
+    assert_alike(*both(interpreted, "low_rank", dout, B.mT, A.mT, x, x.clone(), *of_rows, 0.5))
+    assert_alike(*both(interpreted, "low_rank", x, A, None, None, None, *of_rows, 1.0))
+    xA, dB = random(39, rank, dtype=dtype, seed=6), random(39, rank, dtype=dtype, seed=7)
+    for weighted in ((weights, order), (None, None)):
+        gradients = torch.full_like(A_all, 7)[:, 1], torch.full_like(B_all, 7)[:, 1]
+        assert_alike(*both(interpreted, "low_rank_gradients_", dB, x, xA, dout, *gradients, *weighted, *of_rows, 0.5))
+
+
+def test_columns_of_few_rows_are_divided(interpreted: ModuleType) -> None:
+    """Each program then computes the narrow rows itself."""
+    x, A, B, base = random(3, 24), random(1, 4, 24, seed=1), random(1, 3000, 4, seed=2), random(3, 3000, seed=3)
+    assert_alike(*both(interpreted, "low_rank", x, A, B, base, torch.zeros_like(base), None, [3], 2.0))
+
+
+def test_no_rows_at_all(interpreted: ModuleType) -> None:
+    none, order = torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64)
+    assert_alike(*both(interpreted, "gather_rows", none, order, 2, order.int()))
+    assert_alike(*both(interpreted, "sum_rows_", none, none, order.int(), torch.zeros(0)))
+    assert_alike(*both(interpreted, "add_rows_", none, none, order, 2, None))
+    assert_alike(*both(interpreted, "gated", none, False, 1.0, 0.0))
+
+
+# --- Compiled -----------------------------------------------------------------------------------------------------
+
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+SHARED = {86: 101376, 89: 101376, 90: 232448}  # bytes of shared memory that a block may have
+
+
+class Launch:
+    """Takes a kernel's place in its module: what it is called with is compiled instead of run."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.sources = kernel, []
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._note
+
+    def _note(self, *args: Any, **options: Any) -> None:
+        named = dict(zip(self.kernel.arg_names, args, strict=False))
+        named |= {name: options.pop(name) for name in list(options) if name in self.kernel.arg_names}
+        constants = {p.name: named[p.name] for p in self.kernel.params if p.is_constexpr}
+        signature = {name: "constexpr" if name in constants else type_of(value) for name, value in named.items()}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, (name, value) in enumerate(named.items())
+            if name not in constants and (torch.is_tensor(value) or (isinstance(value, int) and value % 16 == 0))
+        }
+        by_place = {(self.kernel.arg_names.index(name),): value for name, value in constants.items()}
+        self.sources.append((triton.compiler.ASTSource(self.kernel, signature, by_place, aligned), options))
+
+
+def type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Each kernel as it is called of an expert of Qwen3-30B-A3B's width, and with the ranks that are unlike."""
+    module = load()
+    taken = {name: Launch(value) for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
+    inner = {"_level", "_gate", "_tile", "_outer"}
+    for name in taken.keys() - inner:
+        setattr(module, name, taken[name])
+    stack = PackedStack(2, (64, 256), "nf4")
+    module.dequantize_nf4(
+        stack.data, stack.absmax, stack.nested_absmax, stack.nested_code, stack.offset, 64 * 256, dtype
+    )
+    module.dequantize_nf4(stack.data, stack.absmax.float(), None, None, None, 64 * 256, dtype)
+    gate_up, act, order, weights = (
+        torch.zeros(64, 1536, dtype=dtype), torch.zeros(64, 768, dtype=dtype), torch.arange(64), torch.zeros(64),
+    )  # fmt: skip
+    for gate in GATES[::2]:
+        module.gated(gate_up, *gate)
+        module.gated_backward_(gate_up, act, weights, order, weights, *gate)
+    rows, inverse = torch.zeros(64, 2048, dtype=dtype), order.int()
+    module.gather_rows(rows, order, 8, inverse)
+    module.sum_rows_(rows[:8], rows, inverse, weights)
+    module.add_rows_(rows[:8], rows, order, 8, weights)
+    ends = torch.tensor([20, 64], dtype=torch.int32)
+    for rank, own_ends in ((64, None), (256, ends), (16, ends)):
+        A, B = torch.zeros(2, rank, 2048), torch.zeros(2, 1536, rank)
+        narrow = module.low_rank(rows, A, B, gate_up, gate_up, own_ends, [20, 44], 2.0)
+        module.low_rank_gradients_(narrow, rows, narrow, gate_up, A, B, weights, order, own_ends, [20, 44], 2.0)
+    for name in taken.keys() - inner:
+        assert taken[name].sources, f"{name} is never launched"
+        yield from ((name, *source) for source in taken[name].sources)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_compile(capability: int, dtype: torch.dtype) -> None:
+    """Down to the card's own code, by the assembler that Triton brings."""
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    for name, source, options in launches(dtype):
+        binary = triton.compile(source, target=target, options=options)
+        assert binary.asm["cubin"], name
+        assert binary.metadata.shared <= SHARED[capability], f"{name} takes {binary.metadata.shared} bytes"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_where_triton_does_not_work_torch_computes_and_it_is_said() -> None:
+    with pytest.warns(UserWarning, match="Triton does not work here .* experts run slower, and may take more memory"):
+        assert kernels._on_gpu() is None
+    with warnings.catch_warnings(action="error"):
+        assert kernels._on_gpu() is None  # said once
+    kernels._on_gpu.cache_clear()
