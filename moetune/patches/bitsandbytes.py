@@ -21,8 +21,9 @@ def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
 
     Each makes its own, and where gradients are freed as they come each parameter has an optimizer.
     """
-    optimizer.name2qmap = tables or optimizer.name2qmap
-    tables.update(optimizer.name2qmap)
+    if not tables:
+        tables.update(optimizer.name2qmap)
+    optimizer.name2qmap = tables
 
 
 def keep_packing(linear: Linear4bit) -> None:

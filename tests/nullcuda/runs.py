@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes.functional as bnb
-import pytest
 import torch
-from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from moetune.catalog import find_model
 from moetune.catalog.gpus import find_gpu
@@ -75,43 +71,24 @@ class Compared:
 
     Attributes:
         managed: states of paged optimizers; bitsandbytes pages those of parameters that have 100,000 weights.
-        tables: of levels, which 8-bit optimizers keep on the device, and which are not predicted: at most 2 KiB a part.
     """
 
     predicted: int
     measured: int
     managed_predicted: int
     managed: int
-    tables: int
 
     @property
     def off(self) -> int:
-        return self.predicted - self.measured + self.tables
+        return self.predicted - self.measured
 
 
 def compare(config: RunConfig) -> Compared:
     card = torch.device("cuda", 0)
     before, managed = torch.cuda.memory_allocated(card), device.asked().managed
-    with _8bit_optimizers() as made:
-        measured = measure(config, card, steps=2)
+    measured = measure(config, card, steps=2)
     managed = device.asked().managed - managed
-    tables = {id(table): table.nbytes for one in made for table in one.name2qmap.values() if table.is_cuda}
     gpu = catalog_name(card)
     rank = predict(config, method="trace", gpu=gpu, routing=measured.routing).fullest
     outside = rank.outside_allocator - find_gpu(gpu).context.value
-    return Compared(rank.peak_allocated, measured.peak_allocated - before, outside, managed, sum(tables.values()))
-
-
-@contextmanager
-def _8bit_optimizers() -> Iterator[list[Optimizer8bit]]:
-    """Collects bitsandbytes' optimizers that are made inside."""
-    made: list[Optimizer8bit] = []
-    fill = Optimizer8bit.fill_qmap
-
-    def fill_and_keep(self: Optimizer8bit) -> None:
-        fill(self)
-        made.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Optimizer8bit, "fill_qmap", fill_and_keep)
-        yield made
+    return Compared(rank.peak_allocated, measured.peak_allocated - before, outside, managed)

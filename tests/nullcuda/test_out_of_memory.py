@@ -35,7 +35,7 @@ def test_memory_runs_out(tmp_path: Path) -> None:
 
     The model is large enough for a card above 1.2 GiB, which transformers leaves free while it loads.
     """
-    model = small.write_model(tmp_path / "model", hidden_size=512, intermediate_size=1024, head_dim=64)
+    model = small.write_model(tmp_path / "model", hidden_size=512, intermediate_size=2048, head_dim=64)
     file = run_file(model, tmp_path)
     moetune("train", file)
     taken = json.loads((tmp_path / "run/memory.json").read_text())["measured"]["peak_reserved"]

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 from predict_vs_measured import shrunk
 
 BOUNDS = {  # of a step of two micro-batches
-    "mixtral-8x7b": {"launches": 3384, "synchronizations": 23, "copies": 175},
-    "qwen3-30b-a3b": {"launches": 3968, "synchronizations": 22, "copies": 191},
-    "deepseek-v2-lite": {"launches": 4124, "synchronizations": 22, "copies": 169},
+    "mixtral-8x7b": {"launches": 2906, "synchronizations": 23, "copies": 157},
+    "qwen3-30b-a3b": {"launches": 3146, "synchronizations": 22, "copies": 157},
+    "deepseek-v2-lite": {"launches": 3470, "synchronizations": 21, "copies": 175},
 }
 
 
@@ -57,8 +57,8 @@ by one kernel."""
 
 
 LAYER_BOUNDS = {  # of a layer at full width and one micro-step: launches forward, backward
-    ("mixtral-8x7b", "0"): (160, 326),
-    ("qwen3-30b-a3b", "256MiB"): (142, 315),
+    ("mixtral-8x7b", "0"): (146, 285),
+    ("qwen3-30b-a3b", "256MiB"): (114, 236),
 }
 
 
