@@ -355,7 +355,8 @@ def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> flo
 
 
 def _of_power(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    return 0 if args[1] == 1 else 1
+    exponent = args[1]
+    return 0 if not isinstance(exponent, Tensor) and exponent == 1 else 1
 
 
 def _of_product(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:

@@ -88,6 +88,8 @@ def test_groups_of_experts() -> None:
         (lambda a: a.expand(3, 10, 10) * 1, 4 * (100 + 300), 1),  # what is expanded is read once
         (lambda a: a[torch.tensor([1, 2])], 4 * 2 * 20 + 8 * 2, 1),
         (lambda a: a.zero_(), 4 * 100, 1),
+        (lambda a: a**2, 4 * 200, 1),
+        (lambda a: 2.0**a, 4 * 200, 1),
         (lambda a: a[:5].copy_(a[5:]), 4 * 100, 0),
     ],
 )
