@@ -13,6 +13,7 @@ import pytest
 
 from moetune.config import OptimizerName
 
+pytestmark = pytest.mark.full
 SCRIPT = Path(__file__).parents[1] / "scripts/bench/optimizers.py"
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS = 64, 96, 1, 4
 MATRIX = 4 * 2 * INTERMEDIATE * HIDDEN  # bytes of one expert's gate and up projections

@@ -52,7 +52,12 @@ def in_order(page: Path) -> list[str]:
 
 
 def documented(of_page: Callable[[Path], list[str]]) -> list:
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if of_page(page)]
+    """Of two ranks test_launch.py runs what the guide says on a push too."""
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.full] * (page.name == "parallel.md"))
+        for page in PAGES
+        if of_page(page)
+    ]
 
 
 def each_by_itself() -> list:

@@ -120,6 +120,7 @@ def test_what_all_ranks_find_wrong_is_said_once(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().err.strip() == "error: no such router"
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_ended_with_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import os, sys, time; print('gone'); sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
     began = time.monotonic()

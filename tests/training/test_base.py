@@ -176,7 +176,7 @@ print(refusal(export, Path("run"), "merged", Path("other")))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_models_on_the_hub(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     """By their ids: what is in the cache is trained on, noted, exported and compared, all without a network; a model
     of which the cache has only the configuration is refused."""
