@@ -51,7 +51,7 @@ def test_a_step_asks_no_more_of_the_device(model: str, tmp_path: Path) -> None:
     assert 0 <= step.synchronizations - work.synchronizations <= 2  # whoever measures waits once a step
 
 
-OFF = {"deepseek-v2-lite": 0.02}
+OFF = {"deepseek-v2-lite": 0.025}
 """How far a trace's launches are from the device's: few rows of its narrow layers are multiplied with packed weights,
 by one kernel."""
 
