@@ -142,6 +142,7 @@ class ExpertBank(nn.Module):
         num_experts: how many this rank holds.
         in_turn: their ids in the order in which they are worked on. Those that train whole are last, and so no gap
             between others, which are then neighbours.
+        turn_of: expert -> its turn.
     """
 
     gate_up_bias: Tensor | None
@@ -171,6 +172,8 @@ class ExpertBank(nn.Module):
         frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
         self.in_turn = (*frozen, *self.plan.trained)
+        self.turn_of = {expert: turn for turn, expert in enumerate(self.in_turn)}
+        self._slots = [self.held.index(expert) for expert in self.in_turn]
 
         def packed(out: int, into: int, pieces: int = 1) -> PackedStack:
             return PackedStack(
@@ -313,9 +316,9 @@ class ExpertBank(nn.Module):
         """Of the chosen slots, of which each is chosen `counts` times."""
         if self.in_turn == self.held:
             return Routing.of(slots_TK, counts)
-        turns = torch.tensor([self.in_turn.index(expert) for expert in self.held], pin_memory=slots_TK.is_cuda)
+        turns = torch.tensor([self.turn_of[expert] for expert in self.held], pin_memory=slots_TK.is_cuda)
         turns_TK = turns.to(slots_TK.device, non_blocking=True)[slots_TK]
-        return Routing.of(turns_TK, [counts[self.held.index(expert)] for expert in self.in_turn])
+        return Routing.of(turns_TK, [counts[slot] for slot in self._slots])
 
     def run(
         self,

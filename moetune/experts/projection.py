@@ -84,6 +84,7 @@ class LowRank:
         self.xA = kernels.low_rank(x, self.A, self.B, base, out, rows.ends, rows.counts, self.scale)
 
     def add_grad_input(self, base: Tensor, out: Tensor, dout: Tensor, rows: Rows) -> None:
+        """out = base + their share of the gradient of what came in."""
         dout = dout[:, self.columns]
         self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, rows.ends, rows.counts, self.scale)
 
@@ -130,23 +131,21 @@ class Projection:
         """[N, in] -> [N, out], a fresh tensor, or `into`. Pass `weights` where they are unpacked already."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         out = rows.linear(x, self.weights() if weights is None else weights, bias)
-        if into is None or not self.low_rank:
-            into = out if into is None else into.copy_(out)
-            out = into
-        for part in self.low_rank:
-            part.add_forward(out, into, x, rows)
-            out = into
-        return into
+        return self._with_factors(out, into, lambda part, base, to: part.add_forward(base, to, x, rows))
 
     def grad_input(self, dout: Tensor, rows: Rows, weights: Tensor | None = None, into: Tensor | None = None) -> Tensor:
         """The gradient of the rows that came in: [N, out] -> [N, in], a fresh tensor, or `into`."""
         dx = rows.mm(dout, self.weights() if weights is None else weights)
-        if into is None or not self.low_rank:
-            into = dx if into is None else into.copy_(dx)
-            dx = into
+        return self._with_factors(dx, into, lambda part, base, to: part.add_grad_input(base, to, dout, rows))
+
+    def _with_factors(self, out: Tensor, into: Tensor | None, add: Callable[[LowRank, Tensor, Tensor], None]) -> Tensor:
+        """`out` and the share of all factors, which `add` puts from one tensor into another: `into`, or in place."""
+        if not self.low_rank:
+            return out if into is None else into.copy_(out)
+        into = out if into is None else into
         for part in self.low_rank:
-            part.add_grad_input(dx, into, dout, rows)
-            dx = into
+            add(part, out, into)
+            out = into
         return into
 
     def add_gradients(
