@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from moetune.experts import bitsandbytes_cpu  # noqa: F401  mends a kernel that is used below
@@ -44,6 +44,16 @@ def _on_gpu() -> ModuleType | None:
     return triton_kernels
 
 
+def _is_watched(tensor: Tensor) -> bool:
+    """Whether somebody wants to see operators: a trace, a profiler, a tensor with a class of its own. Else the
+    dispatcher, which takes as long as a launch, has nothing to add: autograd records nothing where kernels run."""
+    return (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+    )
+
+
 def _operator(arguments: str, fake: Callable[..., Any] = lambda *_: None) -> Callable[[Any], Any]:
     """Makes an operator of a function that computes with torch's; on a GPU the kernel of that name runs instead."""
 
@@ -57,7 +67,8 @@ def _operator(arguments: str, fake: Callable[..., Any] = lambda *_: None) -> Cal
         library.define(name + arguments)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moetune::{name}", fake, lib=library)
-        return getattr(torch.ops.moetune, name)
+        operator = getattr(torch.ops.moetune, name).default
+        return lambda *args: (operator if _is_watched(args[0]) else run)(*args)
 
     return define
 

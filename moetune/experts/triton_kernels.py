@@ -17,13 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moetune.experts.launch import kernel
+
 BLOCKS_OF_64 = 64  # of NF4, a program
 COLUMNS = 1024
 ROWS = 32  # of a product
 
 
 def _next(number: int) -> int:
-    return triton.next_power_of_2(max(1, number))
+    """The power of two from there on. Triton's own functions, for kernels, take the host ten times as long."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _ratio(number: int, size: int) -> int:
+    """Rounded up."""
+    return -(-number // size)
 
 
 # --- NF4 ----------------------------------------------------------------------------------------------------------
@@ -47,7 +55,7 @@ def _level(code):
     return tl.where((code & 8) == 8, positive, negative)
 
 
-@triton.jit
+@kernel()
 def _dequantize_nf4(
     data, absmax, nested, code, offset, out, weights, bytes_, blocks, nests, NESTED: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -76,7 +84,7 @@ def dequantize_nf4(
 ) -> Tensor:
     out = data.new_empty(len(data), weights, dtype=dtype)
     blocks, nests = absmax.shape[1], 0 if nested is None else nested.shape[1]
-    grid = (triton.cdiv(blocks, BLOCKS_OF_64), len(data))
+    grid = (_ratio(blocks, BLOCKS_OF_64), len(data))
     is_nested = nested is not None
     of_nested: Any = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
     # without fused multiplication and addition, a scale has the bits that bitsandbytes gives it
@@ -107,9 +115,9 @@ def _gate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
         return glu * up, sigmoid * (1 + gate * (1 - sigmoid)) * up, glu
 
 
-@triton.jit
+@kernel()
 def _gated(
-    gate_up, act, size, STEP: tl.constexpr, alpha, limit, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr
+    gate_up, act, size, alpha, limit, STEP: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -126,16 +134,16 @@ def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Ten
     act = gate_up.new_empty(rows, size)
     columns = min(COLUMNS, _next(size))
     if rows:
-        _gated[(rows, triton.cdiv(size, columns))](
-            gate_up, act, size, 2 if interleaved else 1, alpha, limit, CLAMPED=limit > 0, COLUMNS=columns
+        _gated[(rows, _ratio(size, columns))](
+            gate_up, act, size, alpha, limit, STEP=2 if interleaved else 1, CLAMPED=limit > 0, COLUMNS=columns
         )
     return act
 
 
-@triton.jit(do_not_specialize_on_alignment=["order"])
+@kernel(do_not_specialize_on_alignment=["order"])
 def _gated_backward(
-    gate_up, dact, weights, order, dweights, size, STEP: tl.constexpr, alpha, limit,
-    CLAMPED: tl.constexpr, WANTED: tl.constexpr, COLUMNS: tl.constexpr,
+    gate_up, dact, weights, order, dweights, size, alpha, limit,
+    STEP: tl.constexpr, CLAMPED: tl.constexpr, WANTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     flat = tl.load(order + row)
@@ -172,15 +180,16 @@ def gated_backward_(
     rows, size = dact.shape
     if rows:
         _gated_backward[(rows,)](
-            gate_up, dact, weights, order, weights if dweights is None else dweights, size, 2 if interleaved else 1,
-            alpha, limit, CLAMPED=limit > 0, WANTED=dweights is not None, COLUMNS=min(COLUMNS, _next(size)),
+            gate_up, dact, weights, order, weights if dweights is None else dweights, size, alpha, limit,
+            STEP=2 if interleaved else 1, CLAMPED=limit > 0, WANTED=dweights is not None,
+            COLUMNS=min(COLUMNS, _next(size)),
         )  # fmt: skip
 
 
 # --- Rows ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize_on_alignment=["order"])
+@kernel(do_not_specialize_on_alignment=["order"])
 def _gather_rows(x, order, inverse, rows, size, top_k, NOTED: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -195,14 +204,14 @@ def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) ->
     size, columns = x.shape[1], min(COLUMNS, _next(x.shape[1]))
     rows = x.new_empty(len(order), size)
     if len(order):
-        _gather_rows[(len(order), triton.cdiv(size, columns))](
+        _gather_rows[(len(order), _ratio(size, columns))](
             x, order, order if inverse is None else inverse, rows, size, top_k, NOTED=inverse is not None,
             COLUMNS=columns,
         )  # fmt: skip
     return rows
 
 
-@triton.jit
+@kernel()
 def _sum_rows(out, rows, inverse, weights, size, top_k, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -219,13 +228,13 @@ def _sum_rows(out, rows, inverse, weights, size, top_k, WEIGHTED: tl.constexpr, 
 def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
     (tokens, size), columns = out.shape, min(COLUMNS, _next(out.shape[1]))
     if tokens:
-        _sum_rows[(tokens, triton.cdiv(size, columns))](
+        _sum_rows[(tokens, _ratio(size, columns))](
             out, rows, inverse, rows if weights is None else weights, size, len(inverse) // tokens,
             WEIGHTED=weights is not None, COLUMNS=columns,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["order"])
+@kernel(do_not_specialize_on_alignment=["order"])
 def _add_rows(out, rows, order, weights, size, top_k, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -241,7 +250,7 @@ def _add_rows(out, rows, order, weights, size, top_k, WEIGHTED: tl.constexpr, CO
 def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
     size, columns = out.shape[1], min(COLUMNS, _next(out.shape[1]))
     if len(order):
-        _add_rows[(len(order), triton.cdiv(size, columns))](
+        _add_rows[(len(order), _ratio(size, columns))](
             out, rows, order, rows if weights is None else weights, size, top_k, WEIGHTED=weights is not None,
             COLUMNS=columns,
         )  # fmt: skip
@@ -263,7 +272,7 @@ def _tile(ends, tile, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     return tl.minimum(expert, count), first, tl.sum(tl.where(number == expert, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["count_rows"])
+@kernel(do_not_specialize=["count_rows"])
 def _low_rank(
     x, first, second, base, out, narrow, ends, count_rows, count, rank, wide_in, wide_out, each,
     x_row, x_column, first_expert, first_rank, first_column, second_expert, second_row, second_rank,
@@ -338,10 +347,10 @@ def low_rank(
     if second is None or base is None or out is None:
         second, base, out = first, x, x
     wide_out = out.shape[1] if adds else 0
-    tiles = triton.cdiv(rows, ROWS) + (experts if ends is not None else 0)
+    tiles = _ratio(rows, ROWS) + (experts if ends is not None else 0)
     # few tiles of rows leave a card idle: columns are then divided too, and each program multiplies by `first` itself
     splits = max(1, min(512 // tiles, wide_out // 1024))
-    each = triton.cdiv(triton.cdiv(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
+    each = _ratio(_ratio(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
     _low_rank[(tiles, splits)](
         x, first, second, base, out, narrow, x if ends is None else ends, rows, experts, rank, x.shape[1], wide_out,
         each, *x.stride(), *first.stride(), *second.stride(), *base.stride(), *out.stride(), scale,
@@ -379,7 +388,7 @@ def _outer(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count_rows"], do_not_specialize_on_alignment=["order"])
+@kernel(do_not_specialize=["count_rows"], do_not_specialize_on_alignment=["order"])
 def _low_rank_gradients(
     narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, count_rows, rank, wide_in, wide_out,
     x_row, x_column, dout_row, dout_column, first_expert, first_rank, first_column,
@@ -419,7 +428,7 @@ def low_rank_gradients_(
 ) -> None:
     rank = of_first.shape[1]
     tile = _tiles(rank)
-    tiles = sum(triton.cdiv(wide.shape[1], tile["WIDE"]) for wide in (x, dout))
+    tiles = sum(_ratio(wide.shape[1], tile["WIDE"]) for wide in (x, dout))
     weighted = weights is not None
     _low_rank_gradients[(len(of_first), tiles)](
         narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,

@@ -21,6 +21,8 @@ from moetune.experts import kernels
 from moetune.experts.packed import PackedStack
 
 triton = pytest.importorskip("triton")
+from moetune.experts.launch import Kernel  # noqa: E402  imports triton
+
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -36,15 +38,22 @@ def load() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[ModuleType]:
+def interpreted() -> ModuleType:
     """Of a Triton of its own: its library is interpreted or not from when it is imported."""
+
+    def of_triton() -> list[str]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "triton" and "_C" not in name]
+        return [*names, *({"moetune.experts.launch"} & sys.modules.keys())]
+
+    compiling = {name: sys.modules.pop(name) for name in of_triton()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and "_C" not in name]:
-            patch.delitem(sys.modules, name)
         module = load()
-        module.COLUMNS = module.ROWS = 16  # more than one tile of each
-        yield module
+    for name in of_triton():
+        del sys.modules[name]
+    sys.modules.update(compiling)
+    module.COLUMNS = module.ROWS = 16  # more than one tile of each
+    return module
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -230,10 +239,10 @@ def type_of(value: object) -> str:
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Each kernel as it is called of an expert of Qwen3-30B-A3B's width, and with the ranks that are unlike."""
     module = load()
-    taken = {name: Launch(value) for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
-    inner = {"_level", "_gate", "_tile", "_outer"}
-    for name in taken.keys() - inner:
-        setattr(module, name, taken[name])
+    taken = {name: Launch(value.jitted) for name, value in vars(module).items() if isinstance(value, Kernel)}
+    assert taken
+    for name, launch in taken.items():
+        setattr(module, name, launch)
     stack = PackedStack(2, (64, 256), "nf4")
     module.dequantize_nf4(
         stack.data, stack.absmax, stack.nested_absmax, stack.nested_code, stack.offset, 64 * 256, dtype
@@ -254,9 +263,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         A, B = torch.zeros(2, rank, 2048), torch.zeros(2, 1536, rank)
         narrow = module.low_rank(rows, A, B, gate_up, gate_up, own_ends, [20, 44], 2.0)
         module.low_rank_gradients_(narrow, rows, narrow, gate_up, A, B, weights, order, own_ends, [20, 44], 2.0)
-    for name in taken.keys() - inner:
-        assert taken[name].sources, f"{name} is never launched"
-        yield from ((name, *source) for source in taken[name].sources)
+    for name, launch in taken.items():
+        assert launch.sources, f"{name} is never launched"
+        yield from ((name, *source) for source in launch.sources)
 
 
 @pytest.mark.full

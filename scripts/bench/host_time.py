@@ -1,0 +1,118 @@
+"""The host's time of a micro-step: what a step costs before any kernel has run.
+
+    python scripts/bench/host_time.py [--json FILE]
+
+Full-size models with random weights, LoRA r16 on attention and experts, NF4, bfloat16, full checkpointing, 2 × 2048
+tokens. A micro-step is timed from its start until the backward pass has been asked for, as wall time and as the time
+that the process worked, autograd's threads included; the device is waited for before and after, untimed. Where the
+host is slower than the device, this is how long a step takes. On a null device (tests/nullcuda), whose kernels take
+no time, both numbers are the host's alone; on a card the wall time has its waits for the device in it.
+
+`seconds` is the median of the micro-steps after `WARM_UP`, which load kernels and make the routers' buffers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from _common import ROOT, commit, versions, write_json
+
+from moetune.adapt.build import build
+from moetune.catalog import find_model
+from moetune.config import RunConfig
+from moetune.memory.trace.steps import batches_of
+from moetune.run.resolve import resolve
+from moetune.step.router_losses import RouterWatch
+from moetune.step.step import count_loss_tokens, micro_step
+
+sys.path.insert(0, str(ROOT))
+from tests.nullcuda import device as nullcuda
+
+MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
+WARM_UP = 2
+
+
+def run_of(folder: Path, model: str, layers: int | None) -> RunConfig:
+    entry = find_model(model)
+    assert entry is not None
+    config = entry.config | ({} if layers is None else {"num_hidden_layers": layers})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(folder), "weights": "random", "dtype": "bf16"},
+            "adapt": {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}},
+            "optimizer": {"name": "adamw8bit"},
+            "train": {"micro_batch": 2, "accumulate": 1, "sequence_length": 2048},
+        }
+    )
+
+
+def host_time(model: str, layers: int | None, repetitions: int) -> dict[str, Any]:
+    """Seconds of each micro-step, on the clock and of the process's work."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = run_of(Path(folder), model, layers)
+        adapted = build(resolve(config, "cuda"), "cuda")
+    adapted.model.train()
+    watch = RouterWatch(adapted)
+    batch = batches_of(adapted)(2)
+    batch |= {name: value.cuda() for name, value in batch.items() if torch.is_tensor(value)}
+    tokens = count_loss_tokens(batch)
+    seconds, worked = [], []
+    for _ in range(WARM_UP + repetitions):
+        torch.cuda.synchronize()
+        start, start_worked = time.perf_counter(), time.process_time()
+        micro_step(adapted.model, batch, tokens, watch, config.train)
+        seconds.append(time.perf_counter() - start)
+        worked.append(time.process_time() - start_worked)
+        torch.cuda.synchronize()
+        adapted.model.zero_grad()
+    seconds, worked = seconds[WARM_UP:], worked[WARM_UP:]
+    return {
+        "model": model,
+        "layers": adapted.model.config.num_hidden_layers,
+        "seconds": {"median": median(seconds), "all": seconds},
+        "worked": {"median": median(worked), "all": worked},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed micro-steps")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--layers", type=int, metavar="N", help="of a model, instead of all that it has")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device, nor a null one")
+    with nullcuda.answering() if nullcuda.is_present() else nullcontext():
+        found = [host_time(model, options.layers, options.repetitions) for model in options.models]
+    print("| model | layers | micro-step | of work |\n|---|---:|---:|---:|")
+    for case in found:
+        times = " | ".join(f"{case[key]['median']:.3f} s" for key in ("seconds", "worked"))
+        print(f"| {case['model']} | {case['layers']} | {times} |")
+    if options.json is not None:
+        report = {
+            "schema": 1,
+            "benchmark": "host_time",
+            "device": torch.cuda.get_device_name(),
+            "versions": versions("moetune", "torch", "transformers", "bitsandbytes"),
+            "commit": commit(),
+            "cases": found,
+        }
+        write_json(report, options.json)
+
+
+if __name__ == "__main__":
+    main()
