@@ -6,7 +6,8 @@ Imported where there is a GPU and Triton.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -37,15 +38,16 @@ class Kernel:
             self._look_at(args, constants)
         tensors = args[: self._tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
+        aligned = reduce(or_, addresses) % 16 == 0 or tuple(address % 16 == 0 for address in addresses)
         key = (
-            torch.cuda.current_device(), args[self._varying :], *constants.values(),
-            *[tensor.dtype for tensor in tensors], *[address % 16 == 0 for address in addresses],
+            tensors[0].get_device(), aligned, args[self._varying :], *constants.values(),
+            *[tensor.dtype for tensor in tensors],
         )  # fmt: skip
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self.jitted[grid](*args, **constants)
             return
-        (x, y) = grid if len(grid) == 2 else (grid[0], 1)
+        x, y = grid if len(grid) == 2 else (grid[0], 1)
         compiled[x, y, 1](*addresses, *args[self._tensors :], *list(constants.values())[: self._constants])
 
     def _look_at(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -68,12 +69,12 @@ class LowRank:
     xA: Tensor | None = None
     dB: Tensor | None = None
 
-    @property
+    @cached_property
     def A(self) -> Tensor:
         """[C, r, in]"""
         return self.A_all[self.slots, self.part]
 
-    @property
+    @cached_property
     def B(self) -> Tensor:
         """[C, out, r]"""
         return self.B_all[self.slots, self.part]

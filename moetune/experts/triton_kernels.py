@@ -82,9 +82,9 @@ def dequantize_nf4(
     weights: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    out = data.new_empty(len(data), weights, dtype=dtype)
+    out = data.new_empty(data.shape[0], weights, dtype=dtype)
     blocks, nests = absmax.shape[1], 0 if nested is None else nested.shape[1]
-    grid = (_ratio(blocks, BLOCKS_OF_64), len(data))
+    grid = (_ratio(blocks, BLOCKS_OF_64), data.shape[0])
     is_nested = nested is not None
     of_nested: Any = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
     # without fused multiplication and addition, a scale has the bits that bitsandbytes gives it
@@ -130,7 +130,7 @@ def _gated(
 
 
 def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
-    rows, size = len(gate_up), gate_up.shape[1] // 2
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     act = gate_up.new_empty(rows, size)
     columns = min(COLUMNS, _next(size))
     if rows:
@@ -202,9 +202,9 @@ def _gather_rows(x, order, inverse, rows, size, top_k, NOTED: tl.constexpr, COLU
 
 def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
     size, columns = x.shape[1], min(COLUMNS, _next(x.shape[1]))
-    rows = x.new_empty(len(order), size)
-    if len(order):
-        _gather_rows[(len(order), _ratio(size, columns))](
+    rows = x.new_empty(order.shape[0], size)
+    if order.shape[0]:
+        _gather_rows[(order.shape[0], _ratio(size, columns))](
             x, order, order if inverse is None else inverse, rows, size, top_k, NOTED=inverse is not None,
             COLUMNS=columns,
         )  # fmt: skip
@@ -229,7 +229,7 @@ def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None
     (tokens, size), columns = out.shape, min(COLUMNS, _next(out.shape[1]))
     if tokens:
         _sum_rows[(tokens, _ratio(size, columns))](
-            out, rows, inverse, rows if weights is None else weights, size, len(inverse) // tokens,
+            out, rows, inverse, rows if weights is None else weights, size, inverse.shape[0] // tokens,
             WEIGHTED=weights is not None, COLUMNS=columns,
         )  # fmt: skip
 
@@ -249,8 +249,8 @@ def _add_rows(out, rows, order, weights, size, top_k, WEIGHTED: tl.constexpr, CO
 
 def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
     size, columns = out.shape[1], min(COLUMNS, _next(out.shape[1]))
-    if len(order):
-        _add_rows[(len(order), _ratio(size, columns))](
+    if order.shape[0]:
+        _add_rows[(order.shape[0], _ratio(size, columns))](
             out, rows, order, rows if weights is None else weights, size, top_k, WEIGHTED=weights is not None,
             COLUMNS=columns,
         )  # fmt: skip
@@ -338,7 +338,7 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    rows, experts, rank = len(x), len(first), first.shape[1]
+    rows, experts, rank = x.shape[0], first.shape[0], first.shape[1]
     narrow = x.new_empty(rows, rank)
     if not rows:
         return narrow
@@ -430,9 +430,9 @@ def low_rank_gradients_(
     tile = _tiles(rank)
     tiles = sum(_ratio(wide.shape[1], tile["WIDE"]) for wide in (x, dout))
     weighted = weights is not None
-    _low_rank_gradients[(len(of_first), tiles)](
+    _low_rank_gradients[(of_first.shape[0], tiles)](
         narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
-        x if ends is None else ends, len(x), rank, x.shape[1], dout.shape[1], *x.stride(), *dout.stride(),
+        x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[1], *x.stride(), *dout.stride(),
         *of_first.stride(), *of_second.stride(), scale,
         GROUPED=ends is not None, WEIGHTED=weighted, **tile,
     )  # fmt: skip

@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from moetune.experts.low_rank import adapted, can_adapt
 
 
 class Factor(nn.Linear):
@@ -21,6 +24,7 @@ def compute_in_the_inputs_dtype(layer: Any) -> None:
 
     PEFT's own casts the input to the factors' dtype, in which it scales all rows of the output and adds, and clones
     what a 4-bit layer gives. Its cast can be switched off (`cast_input_dtype_enabled`), but then dtypes disagree.
+    Where a layer trains and no dropout comes between, all of it is one operation (experts/low_rank.py).
     """
     for factors in (layer.lora_A, layer.lora_B):
         assert type(factors["default"]) is nn.Linear
@@ -29,8 +33,10 @@ def compute_in_the_inputs_dtype(layer: Any) -> None:
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    out: Tensor = layer.base_layer(x)
+    base, scale = layer.base_layer, layer.scaling["default"]
     if layer.disable_adapters or layer.merged:
-        return out
+        return base(x)
     A, B, dropout = (of["default"] for of in (layer.lora_A, layer.lora_B, layer.lora_dropout))
-    return out + B(A(dropout(x)) * layer.scaling["default"])  # not in place: under tp either may be a view
+    if torch.is_grad_enabled() and isinstance(dropout, nn.Identity) and can_adapt(base, A, B):
+        return adapted(base, x, A.weight, B.weight, scale)
+    return base(x) + B(A(dropout(x)) * scale)  # not in place: under tp either may be a view

@@ -1,0 +1,84 @@
+"""A linear layer with low-rank factors while it trains: y = W·x + b + s·B·(A·x), forward and backward as one.
+
+W is frozen, whatever it is made of, and unpacked for each pass. The factors' kernels are those of the experts
+(experts/kernels.py): one launch forward and two backward, where layers of their own are six and nine, and dx is summed
+where it is made. x and the narrow A·x are kept.
+
+Shapes: p features in, q out, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moetune.experts import kernels
+from moetune.experts.packed import PackedLinear
+
+FEW_ROWS = 1536
+"""Up to here bitsandbytes may multiply with packed weights; with more rows it unpacks them, in three launches."""
+
+
+_PLAIN = (nn.Parameter, Params4bit, Tensor)
+
+
+def can_adapt(base: nn.Module, *factors: nn.Module) -> bool:
+    """Whether the layer's weights are at hand, and nobody else takes part, as tensor parallelism does by hooks."""
+    modules = (base, *factors)
+    return type(base) in (nn.Linear, Linear4bit, PackedLinear) and all(
+        type(module.weight) in _PLAIN and not module._forward_hooks and not module._forward_pre_hooks
+        for module in modules
+    )
+
+
+def adapted(base: nn.Module, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float) -> Tensor:
+    """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors."""
+    return _AdaptedLinear.apply(base, x, A_rp, B_qr, scale)
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, base: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float) -> Tensor:
+        ctx.base, ctx.scale = base, scale
+        x_Np = x.flatten(0, -2)
+        if x_Np.shape[0] <= FEW_ROWS:
+            out = base(x)
+        else:
+            out = nn.functional.linear(x, unpacked(base, x.dtype), base.bias)
+        out_Nq = out.flatten(0, -2)
+        xA_Nr = kernels.low_rank(x_Np, A_rp[None], B_qr[None], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
+        ctx.save_for_backward(x, A_rp, B_qr, xA_Nr)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, A_rp, B_qr, xA_Nr = ctx.saved_tensors
+        x_Np, dout_Nq = x.flatten(0, -2), dout.flatten(0, -2)
+        rows: Any = None, [x_Np.shape[0]]
+        dx_Np = dout_Nq @ unpacked(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
+        first, second = (None, None) if dx_Np is None else (A_rp.mT[None], dx_Np)
+        dout_B_Nr = kernels.low_rank(dout_Nq, B_qr.mT[None], first, second, second, *rows, ctx.scale)
+        dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
+        kernels.low_rank_gradients_(
+            dout_B_Nr, x_Np, xA_Nr, dout_Nq, dA_rp[None], dB_qr[None], None, None, *rows, ctx.scale
+        )
+        return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
+
+
+def unpacked(linear: Any, dtype: torch.dtype) -> Tensor:
+    """A linear layer's weight [q, p] in `dtype`: a fresh tensor, or its own where it has that dtype."""
+    if isinstance(linear, PackedLinear):
+        return linear.stack.matrix(0, dtype)
+    if not isinstance(linear, Linear4bit):
+        return linear.weight.to(dtype)
+    state = linear.quant_state if getattr(linear.weight, "quant_state", None) is None else linear.weight.quant_state
+    nested: Any = (None, None, None)
+    if state.nested:
+        nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
+    packed = linear.weight.view(1, -1)
+    return kernels.dequantize_nf4(packed, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)
