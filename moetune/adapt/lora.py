@@ -10,6 +10,7 @@ from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moetune.adapt.low_rank import adapted
 from moetune.config import LoraConfig
 from moetune.errors import UserError
 from moetune.patches.peft import compute_in_the_inputs_dtype
@@ -52,4 +53,4 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
         if lora.dropout:
             dropouts: Any = module.lora_dropout
             dropouts["default"] = Dropout(lora.dropout)
-        compute_in_the_inputs_dtype(module)
+        compute_in_the_inputs_dtype(module, adapted)

@@ -81,6 +81,7 @@ class ExpertLora(nn.Module):
         self.scale = plan.alpha / plan.rank
         count, rank = len(plan.ids), plan.rank
         self.gate_up_rows = _gate_and_up(shape) if plan.split and shape.has_gate else (slice(None),)
+        self.is_interleaved = not shape.is_concatenated
         parts = len(self.gate_up_rows)
 
         def factor(*size: int) -> nn.Parameter:
@@ -95,15 +96,12 @@ class ExpertLora(nn.Module):
             else:
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
-    def of(self, experts: Sequence[int]) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
+    def of(self, experts: Sequence[int]) -> tuple[LowRank, LowRank]:
         """The low-rank terms of (gate_up, down) of neighbours."""
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
-        gate_up = tuple(
-            LowRank(self.gate_up_A, self.gate_up_B, slots, part, columns, self.scale)
-            for part, columns in enumerate(self.gate_up_rows)
-        )
-        return gate_up, (LowRank(self.down_A, self.down_B, slots, 0, slice(None), self.scale),)
+        gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale)
+        return gate_up, LowRank(self.down_A, self.down_B, slots, False, self.scale)
 
 
 def _gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
@@ -261,7 +259,7 @@ class ExpertBank(nn.Module):
             return _trained(of_parts[0], dtype), _trained(of_parts[1], dtype)
         first = self.frozen_slots[experts[0]]
         which = slice(first, first + len(experts))
-        gate_up_lora, down_lora = self.lora.of(experts) if kind == "lora" and self.lora is not None else ((), ())
+        gate_up_lora, down_lora = self.lora.of(experts) if kind == "lora" and self.lora is not None else (None, None)
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[which]
         down_bias = None if self.down_bias is None else self.down_bias[which]
         return (

@@ -4,6 +4,7 @@ They are operators of the dispatcher, so that a trace sees on fake tensors what 
 memory but what they return. Where Triton cannot compile, a GPU runs torch's operations too, and a warning says so.
 
 Shapes: T tokens, K experts a token, N rows of a group of C experts, sorted by expert; p in and q out features, rank r.
+Low-rank factors of a projection come in P parts where gate and up have their own.
 `order` [N] are flat positions (token, choice) of the rows; `ends` [C] and `counts` are those of `Rows`, and one expert
 needs no ends. `weights` are all routing weights, flat [T·K].
 """
@@ -193,7 +194,7 @@ def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Ten
 @_operator(
     "(Tensor x, Tensor first, Tensor? second, Tensor? base, Tensor(a!)? out, Tensor? ends, int[] counts, float scale)"
     " -> Tensor",
-    lambda x, first, *_: x.new_empty((len(x), first.shape[1])),
+    lambda x, first, *_: x.new_empty((len(x), *first.shape[1:3])),
 )
 def low_rank(
     x: Tensor,
@@ -205,16 +206,34 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """x·firstᵀ with each row's expert's factor [C, r, p]: narrow rows [N, r]. With a `second` [C, q, r], `out` becomes
-    base + scale · narrow·secondᵀ [N, q]; it may be the base itself. Factors are rounded to x's dtype."""
-    narrow = product_of_groups(x, first.to(x.dtype).mT, ends, counts)
-    if second is not None and base is not None and out is not None:
-        second = second.to(x.dtype)
-        if ends is None:
-            torch.addmm(base, narrow, second[0].T, alpha=scale, out=out)
-        else:
-            torch.add(base, product_of_groups(narrow, second.mT, ends, counts), alpha=scale, out=out)
+    """x·firstᵀ with each row's expert's factor [C, P, r, p], in P parts: narrow rows [N, P, r]. x is [N, p], the same
+    for all parts, or [N, P, p]. With a `second` [C, P, q, r], `out` becomes base + scale · narrow·secondᵀ: [N, P, q],
+    or [N, q], which gets the sum of the parts; it may be the base itself. Factors are rounded to x's dtype."""
+    parts, groups = range(first.shape[1]), (ends, counts)
+    first = first.to(x.dtype)
+    if x.dim() == 2:
+        narrow = product_of_groups(x, first.flatten(1, 2).mT, *groups).unflatten(1, first.shape[1:3])
+    else:
+        narrow = torch.stack([product_of_groups(x[:, part], first[:, part].mT, *groups) for part in parts], 1)
+    if second is None or base is None or out is None:
+        return narrow
+    second = second.to(x.dtype)
+    if out.dim() == 2:
+        _add_product(base, narrow.flatten(1), second.transpose(1, 2).flatten(2), out, *groups, scale)
+    else:
+        for part in parts:
+            _add_product(base[:, part], narrow[:, part], second[:, part], out[:, part], *groups, scale)
     return narrow
+
+
+def _add_product(
+    base: Tensor, rows: Tensor, factors: Tensor, out: Tensor, ends: Tensor | None, counts: Sequence[int], scale: float
+) -> None:
+    """out = base + scale · rows·factorsᵀ, of rows [N, p] and factors [C, q, p]."""
+    if ends is None:
+        torch.addmm(base, rows, factors[0].T, alpha=scale, out=out)
+    else:
+        torch.add(base, product_of_groups(rows, factors.mT, ends, counts), alpha=scale, out=out)
 
 
 @_operator(
@@ -234,10 +253,13 @@ def low_rank_gradients_(
     counts: Sequence[int],
     scale: float,
 ) -> None:
-    """The gradients of factors [C, r, p] and [C, q, r]: scale · Σ w·narrow_outᵀ·x and scale · Σ w·doutᵀ·narrow_in over
-    each expert's rows; zeros for one without. `narrow_out` is dout·second, `narrow_in` x·firstᵀ, both [N, r]."""
+    """The gradients of factors [C, P, r, p] and [C, P, q, r]: scale · Σ w·narrow_outᵀ·x and scale · Σ w·doutᵀ·narrow_in
+    over each expert's rows; zeros for one without. `narrow_out` is dout·second, `narrow_in` x·firstᵀ, both [N, P, r],
+    and dout [N, P, q], or [N, q] of one part."""
     factor: Tensor | float = scale
     if weights is not None and order is not None:
-        factor = weights[order, None].to(x.dtype) * scale
-    of_first.copy_(product_of_groups((narrow_out * factor).T, x, ends, counts))
-    of_second.copy_(product_of_groups(dout.T, narrow_in * factor, ends, counts))
+        factor = weights[order, None, None].to(x.dtype) * scale
+    of_first.copy_(product_of_groups((narrow_out * factor).flatten(1).T, x, ends, counts).view(of_first.shape))
+    dout, narrow_in = dout.view(len(dout), of_second.shape[1], -1) if dout.dim() == 2 else dout, narrow_in * factor
+    for part in range(of_second.shape[1]):
+        of_second[:, part].copy_(product_of_groups(dout[:, part].T, narrow_in[:, part], ends, counts))

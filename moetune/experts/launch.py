@@ -47,8 +47,7 @@ class Kernel:
         if compiled is None:
             self._compiled[key] = self.jitted[grid](*args, **constants)
             return
-        x, y = grid if len(grid) == 2 else (grid[0], 1)
-        compiled[x, y, 1](*addresses, *args[self._tensors :], *list(constants.values())[: self._constants])
+        compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *list(constants.values())[: self._constants])
 
     def _look_at(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Counts the parameters of each kind, at the first launch."""

@@ -49,55 +49,61 @@ class Gradients(dict[nn.Parameter, Tensor]):
 
 @dataclass
 class LowRank:
-    """Factors on the output rows `columns` of a projection: W[columns] + scale · B·A.
+    """Factors of a projection: W + scale · B·A, or of gate and up each its own, on their rows of W.
 
     What a pass has computed with them is kept for their gradients: it is narrow.
 
     Attributes:
-        A_all, B_all: [n, parts, r, in] and [n, parts, out / parts, r], of all n experts that have any; these are
-            [slots, part].
-        xA: [N, r], of the rows that came in.
-        dB: [N, r], of the gradients of those that went out.
+        A_all, B_all: [n, P, r, in] and [n, P, out / P, r], of all n experts that have any, in P parts; these: [slots].
+        is_interleaved: whether the parts take turns in the columns of the output.
+        xA: [N, P, r], of the rows that came in.
+        dB: [N, P, r], of the gradients of those that went out.
     """
 
     A_all: nn.Parameter
     B_all: nn.Parameter
     slots: slice
-    part: int
-    columns: slice
+    is_interleaved: bool
     scale: float
     xA: Tensor | None = None
     dB: Tensor | None = None
 
     @cached_property
     def A(self) -> Tensor:
-        """[C, r, in]"""
-        return self.A_all[self.slots, self.part]
+        """[C, P, r, in]"""
+        return self.A_all[self.slots]
 
     @cached_property
     def B(self) -> Tensor:
-        """[C, out, r]"""
-        return self.B_all[self.slots, self.part]
+        """[C, P, out / P, r]"""
+        return self.B_all[self.slots]
 
     def add_forward(self, base: Tensor, out: Tensor, x: Tensor, rows: Rows) -> None:
         """out = base + their share."""
-        base, out = base[:, self.columns], out[:, self.columns]
+        base, out = self._parts_of(base), self._parts_of(out)
         self.xA = kernels.low_rank(x, self.A, self.B, base, out, rows.ends, rows.counts, self.scale)
 
     def add_grad_input(self, base: Tensor, out: Tensor, dout: Tensor, rows: Rows) -> None:
         """out = base + their share of the gradient of what came in."""
-        dout = dout[:, self.columns]
+        dout = self._parts_of(dout)
         self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, rows.ends, rows.counts, self.scale)
 
     def add_gradients(self, grads: Gradients, x: Tensor, dout: Tensor, rows: Rows, weighted: Weighted | None) -> None:
         """Of A and B, if rows' gradients are `dout` times their weight. Uses up what was kept."""
-        dout = dout[:, self.columns]
-        of_A, of_B = (grads.of(parameter)[self.slots, self.part] for parameter in (self.A_all, self.B_all))
+        dout = self._parts_of(dout)
+        of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = rows.ends, rows.counts
         xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1) if self.xA is None else self.xA
         dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1) if self.dB is None else self.dB
         self.xA = self.dB = None
         kernels.low_rank_gradients_(dB, x, xA, dout, of_A, of_B, *(weighted or (None, None)), *groups, self.scale)
+
+    def _parts_of(self, wide: Tensor) -> Tensor:
+        """[N, out] -> [N, P, out / P], or as it is where there is one part."""
+        parts = self.A_all.shape[1]
+        if parts == 1:
+            return wide
+        return wide.unflatten(1, (-1, parts)).mT if self.is_interleaved else wide.unflatten(1, (parts, -1))
 
 
 class FullProjection(nn.Module):
@@ -122,31 +128,29 @@ class Projection:
     weights: Callable[[], Tensor]
     bias: Tensor | None
     trained: tuple[FullProjection, ...] = ()
-    low_rank: tuple[LowRank, ...] = ()
+    low_rank: LowRank | None = None
 
     @property
     def trains(self) -> bool:
-        return bool(self.trained or self.low_rank)
+        return bool(self.trained) or self.low_rank is not None
 
     def forward(self, x: Tensor, rows: Rows, weights: Tensor | None = None, into: Tensor | None = None) -> Tensor:
         """[N, in] -> [N, out], a fresh tensor, or `into`. Pass `weights` where they are unpacked already."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         out = rows.linear(x, self.weights() if weights is None else weights, bias)
-        return self._with_factors(out, into, lambda part, base, to: part.add_forward(base, to, x, rows))
+        if self.low_rank is None:
+            return out if into is None else into.copy_(out)
+        into = out if into is None else into
+        self.low_rank.add_forward(out, into, x, rows)
+        return into
 
     def grad_input(self, dout: Tensor, rows: Rows, weights: Tensor | None = None, into: Tensor | None = None) -> Tensor:
         """The gradient of the rows that came in: [N, out] -> [N, in], a fresh tensor, or `into`."""
         dx = rows.mm(dout, self.weights() if weights is None else weights)
-        return self._with_factors(dx, into, lambda part, base, to: part.add_grad_input(base, to, dout, rows))
-
-    def _with_factors(self, out: Tensor, into: Tensor | None, add: Callable[[LowRank, Tensor, Tensor], None]) -> Tensor:
-        """`out` and the share of all factors, which `add` puts from one tensor into another: `into`, or in place."""
-        if not self.low_rank:
-            return out if into is None else into.copy_(out)
-        into = out if into is None else into
-        for part in self.low_rank:
-            add(part, out, into)
-            out = into
+        if self.low_rank is None:
+            return dx if into is None else into.copy_(dx)
+        into = dx if into is None else into
+        self.low_rank.add_grad_input(dx, into, dout, rows)
         return into
 
     def add_gradients(
@@ -161,5 +165,5 @@ class Projection:
             for full, part in zip(self.trained, dout.split(rows.counts), strict=True):
                 if full.bias is not None:
                     grads[full.bias] = part.sum(0).to(full.bias.dtype)
-        for low_rank in self.low_rank:
-            low_rank.add_gradients(grads, x, dout, rows, weighted)
+        if self.low_rank is not None:
+            self.low_rank.add_gradients(grads, x, dout, rows, weighted)

@@ -274,11 +274,12 @@ def _tile(ends, tile, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 @kernel(do_not_specialize=["count_rows"])
 def _low_rank(
-    x, first, second, base, out, narrow, ends, count_rows, count, rank, wide_in, wide_out, each,
-    x_row, x_column, first_expert, first_rank, first_column, second_expert, second_row, second_rank,
-    base_row, base_column, out_row, out_column, scale,
-    GROUPED: tl.constexpr, ADDS: tl.constexpr, EXPERTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
+    x, first, second, base, out, narrow, ends, count_rows, count, rank, wide_in, wide_out, each, parts,
+    x_row, x_part, x_column, first_expert, first_part, first_rank, first_column,
+    second_expert, second_part, second_row, second_rank,
+    base_row, base_part, base_column, out_row, out_part, out_column, scale,
+    GROUPED: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     expert, row, last = 0, tl.program_id(0) * ROWS, count_rows
     if GROUPED:
@@ -288,37 +289,44 @@ def _low_rank(
     number = tl.arange(0, RANK)
     rows = (row + tl.arange(0, ROWS)).to(tl.int64)
     inside = rows < last
-    total = tl.zeros((ROWS, RANK), tl.float32)
-    factor = first + expert * first_expert
-    for start in range(0, wide_in, WIDE):
-        column = start + tl.arange(0, WIDE)
-        values = tl.load(
-            x + rows[:, None] * x_row + column[None, :] * x_column,
-            mask=inside[:, None] & (column < wide_in)[None, :], other=0,
-        )  # fmt: skip
-        a = tl.load(
-            factor + number[None, :] * first_rank + column[:, None] * first_column,
-            mask=(number < rank)[None, :] & (column < wide_in)[:, None], other=0,
-        )  # fmt: skip
-        total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
-    few = total.to(narrow.dtype.element_ty)
-    if tl.program_id(1) == 0:
-        tl.store(narrow + rows[:, None] * rank + number[None, :], few, mask=inside[:, None] & (number < rank)[None, :])
-    if ADDS:
-        factor = second + expert * second_expert
-        begin = tl.program_id(1) * each
-        for start in range(begin, tl.minimum(begin + each, wide_out), WIDE):
+    for following in tl.static_range(TOGETHER):
+        part = tl.program_id(2) + following
+        total = tl.zeros((ROWS, RANK), tl.float32)
+        factor = first + expert * first_expert + part * first_part
+        for start in range(0, wide_in, WIDE):
             column = start + tl.arange(0, WIDE)
-            b = tl.load(
-                factor + column[None, :] * second_row + number[:, None] * second_rank,
-                mask=(number < rank)[:, None] & (column < wide_out)[None, :], other=0,
+            values = tl.load(
+                x + rows[:, None] * x_row + part * x_part + column[None, :] * x_column,
+                mask=inside[:, None] & (column < wide_in)[None, :], other=0,
             )  # fmt: skip
-            more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
-            mask = inside[:, None] & (column < wide_out)[None, :]
-            values = tl.load(base + rows[:, None] * base_row + column[None, :] * base_column, mask=mask, other=0)
-            sums = values.to(tl.float32) + scale * more
-            to = out + rows[:, None] * out_row + column[None, :] * out_column
-            tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
+            a = tl.load(
+                factor + number[None, :] * first_rank + column[:, None] * first_column,
+                mask=(number < rank)[None, :] & (column < wide_in)[:, None], other=0,
+            )  # fmt: skip
+            total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
+        few = total.to(narrow.dtype.element_ty)
+        if tl.program_id(1) == 0:
+            to = narrow + (rows[:, None] * parts + part) * rank + number[None, :]
+            tl.store(to, few, mask=inside[:, None] & (number < rank)[None, :])
+        if ADDS:
+            factor = second + expert * second_expert + part * second_part
+            begin = tl.program_id(1) * each
+            for start in range(begin, tl.minimum(begin + each, wide_out), WIDE):
+                column = start + tl.arange(0, WIDE)
+                b = tl.load(
+                    factor + column[None, :] * second_row + number[:, None] * second_rank,
+                    mask=(number < rank)[:, None] & (column < wide_out)[None, :], other=0,
+                )  # fmt: skip
+                more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
+                mask = inside[:, None] & (column < wide_out)[None, :]
+                to = out + rows[:, None] * out_row + part * out_part + column[None, :] * out_column
+                since = base + rows[:, None] * base_row + part * base_part + column[None, :] * base_column
+                if following > 0:
+                    since = to
+                sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
+                tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
+            if following + 1 < TOGETHER:
+                tl.debug_barrier()  # the next part's sums begin with these
 
 
 def _tiles(rank: int) -> dict[str, int]:
@@ -326,6 +334,11 @@ def _tiles(rank: int) -> dict[str, int]:
     padded = max(16, _next(rank))
     stages = 3 if padded <= 64 else 2 if padded <= 256 else 1
     return {"RANK": padded, "ROWS": ROWS, "WIDE": max(16, min(64, 4096 // padded)), "num_stages": stages}
+
+
+def _strides(rows: Tensor) -> tuple[int, ...]:
+    """Of rows [N, P, p], or of [N, p], which are the same for all parts: from row to row, part, column."""
+    return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
 
 
 def low_rank(
@@ -338,30 +351,31 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    rows, experts, rank = x.shape[0], first.shape[0], first.shape[1]
-    narrow = x.new_empty(rows, rank)
+    rows, (experts, parts, rank) = x.shape[0], first.shape[:3]
+    narrow = x.new_empty(rows, parts, rank)
     if not rows:
         return narrow
     tile = _tiles(rank)
     adds = second is not None and base is not None and out is not None
     if second is None or base is None or out is None:
         second, base, out = first, x, x
-    wide_out = out.shape[1] if adds else 0
+    wide_out = out.shape[-1] if adds else 0
+    together = parts if adds and out.dim() == 2 else 1
     tiles = _ratio(rows, ROWS) + (experts if ends is not None else 0)
     # few tiles of rows leave a card idle: columns are then divided too, and each program multiplies by `first` itself
     splits = max(1, min(512 // tiles, wide_out // 1024))
     each = _ratio(_ratio(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
-    _low_rank[(tiles, splits)](
-        x, first, second, base, out, narrow, x if ends is None else ends, rows, experts, rank, x.shape[1], wide_out,
-        each, *x.stride(), *first.stride(), *second.stride(), *base.stride(), *out.stride(), scale,
-        GROUPED=ends is not None, ADDS=adds, EXPERTS=_next(experts), **tile,
+    _low_rank[(tiles, splits, parts // together)](
+        x, first, second, base, out, narrow, x if ends is None else ends, rows, experts, rank, x.shape[-1], wide_out,
+        each, parts, *_strides(x), *first.stride(), *second.stride(), *_strides(base), *_strides(out), scale,
+        GROUPED=ends is not None, ADDS=adds, TOGETHER=together, EXPERTS=_next(experts), **tile,
     )  # fmt: skip
     return narrow
 
 
 @triton.jit
 def _outer(
-    narrow, wide, out, weights, order, expert, first, last, start, rank, size, wide_row, wide_column, out_expert,
+    narrow, narrow_row, wide, out, weights, order, first, last, start, rank, size, wide_row, wide_column,
     out_rank, out_column, scale, WEIGHTED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     number, column = tl.arange(0, RANK), start + tl.arange(0, WIDE)
@@ -370,8 +384,9 @@ def _outer(
         rows = (row + tl.arange(0, ROWS)).to(tl.int64)
         inside = rows < last
         few = tl.load(
-            narrow + rows[None, :] * rank + number[:, None], mask=inside[None, :] & (number < rank)[:, None], other=0
-        )
+            narrow + rows[None, :] * narrow_row + number[:, None],
+            mask=inside[None, :] & (number < rank)[:, None], other=0,
+        )  # fmt: skip
         factor = tl.full((ROWS,), 1.0, tl.float32) * scale
         if WEIGHTED:
             flat = tl.load(order + rows, mask=inside, other=0)
@@ -383,7 +398,7 @@ def _outer(
         few = (few.to(tl.float32) * factor[None, :]).to(values.dtype)
         total = tl.dot(few, values, total, input_precision="ieee")
     tl.store(
-        out + expert * out_expert + number[:, None] * out_rank + column[None, :] * out_column,
+        out + number[:, None] * out_rank + column[None, :] * out_column,
         total.to(out.dtype.element_ty), mask=(number < rank)[:, None] & (column < size)[None, :],
     )  # fmt: skip
 
@@ -391,11 +406,11 @@ def _outer(
 @kernel(do_not_specialize=["count_rows"], do_not_specialize_on_alignment=["order"])
 def _low_rank_gradients(
     narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, count_rows, rank, wide_in, wide_out,
-    x_row, x_column, dout_row, dout_column, first_expert, first_rank, first_column,
-    second_expert, second_row, second_rank, scale,
+    narrow_row, x_row, x_column, dout_row, dout_part, dout_column, first_expert, first_part, first_rank, first_column,
+    second_expert, second_part, second_row, second_rank, scale,
     GROUPED: tl.constexpr, WEIGHTED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    expert, tile = tl.program_id(0), tl.program_id(1)
+    expert, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, last = 0, count_rows
     if GROUPED:
         first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -403,13 +418,16 @@ def _low_rank_gradients(
     of_x = (wide_in + WIDE - 1) // WIDE
     if tile < of_x:
         _outer(
-            narrow_out, x, of_first, weights, order, expert, first, last, tile * WIDE, rank, wide_in, x_row, x_column,
-            first_expert, first_rank, first_column, scale, WEIGHTED, RANK, ROWS, WIDE,
+            narrow_out + part * rank, narrow_row, x, of_first + expert * first_expert + part * first_part, weights,
+            order, first, last, tile * WIDE, rank, wide_in, x_row, x_column, first_rank, first_column, scale,
+            WEIGHTED, RANK, ROWS, WIDE,
         )  # fmt: skip
     else:
         _outer(
-            narrow_in, dout, of_second, weights, order, expert, first, last, (tile - of_x) * WIDE, rank, wide_out,
-            dout_row, dout_column, second_expert, second_rank, second_row, scale, WEIGHTED, RANK, ROWS, WIDE,
+            narrow_in + part * rank, narrow_row, dout + part * dout_part,
+            of_second + expert * second_expert + part * second_part, weights,
+            order, first, last, (tile - of_x) * WIDE, rank, wide_out, dout_row, dout_column, second_rank, second_row,
+            scale, WEIGHTED, RANK, ROWS, WIDE,
         )  # fmt: skip
 
 
@@ -426,13 +444,13 @@ def low_rank_gradients_(
     counts: Sequence[int],
     scale: float,
 ) -> None:
-    rank = of_first.shape[1]
+    experts, parts, rank = of_first.shape[:3]
     tile = _tiles(rank)
-    tiles = sum(_ratio(wide.shape[1], tile["WIDE"]) for wide in (x, dout))
+    tiles = sum(_ratio(wide.shape[-1], tile["WIDE"]) for wide in (x, dout))
     weighted = weights is not None
-    _low_rank_gradients[(of_first.shape[0], tiles)](
+    _low_rank_gradients[(experts, tiles, parts)](
         narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
-        x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[1], *x.stride(), *dout.stride(),
-        *of_first.stride(), *of_second.stride(), scale,
+        x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[-1], parts * rank, *x.stride(),
+        *_strides(dout), *of_first.stride(), *of_second.stride(), scale,
         GROUPED=ends is not None, WEIGHTED=weighted, **tile,
     )  # fmt: skip

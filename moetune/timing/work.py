@@ -229,12 +229,13 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
 
 
 def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
-    """Rows [N, p] with factors [C, r, p] and [C, q, r], if there is a second."""
-    return 2.0 * len(x) * first.shape[1] * (x.shape[1] + (0 if second is None else second.shape[1]))
+    """Rows [N, p] or [N, P, p] with factors [C, P, r, p] and [C, P, q, r], if there is a second."""
+    per_number = first.shape[-1] + (0 if second is None else second.shape[-2])
+    return 2.0 * len(x) * first[0, ..., 0].numel() * per_number
 
 
 def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
-    return 2.0 * narrow_out.numel() * (x.shape[1] + dout.shape[1])
+    return 2.0 * narrow_out.numel() * (x.shape[-1] + dout.shape[-1])
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:

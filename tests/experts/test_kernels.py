@@ -171,22 +171,42 @@ def test_low_rank_products(interpreted: ModuleType, experts: int, dtype: torch.d
         counts = [39]
     ends = None if experts == 1 else torch.tensor(list(accumulate(counts)), dtype=torch.int32)
     x, dout = random(39, 72, dtype=dtype), LAYOUTS[layout](random(39, 88, dtype=dtype, seed=1))
-    A_all, B_all = random(experts, 2, rank, 72, seed=2), random(experts, 2, 88, rank, seed=3)
-    A, B = A_all[:, 1], B_all[:, 1]
     of_rows = ends, counts
-    narrow, product = both(interpreted, "low_rank", x, A, B, dout, torch.empty_like(dout).zero_(), *of_rows, 0.5)
-    assert_alike(narrow, product)
-    assert_alike(*both(interpreted, "low_rank", dout, B.mT, A.mT, x, x.clone(), *of_rows, 0.5))
-    assert_alike(*both(interpreted, "low_rank", x, A, None, None, None, *of_rows, 1.0))
-    xA, dB = random(39, rank, dtype=dtype, seed=6), random(39, rank, dtype=dtype, seed=7)
-    for weighted in ((weights, order), (None, None)):
-        gradients = torch.full_like(A_all, 7)[:, 1], torch.full_like(B_all, 7)[:, 1]
-        assert_alike(*both(interpreted, "low_rank_gradients_", dB, x, xA, dout, *gradients, *weighted, *of_rows, 0.5))
+    for parts in (1, 2):
+        A, B = random(experts, parts, rank, 72, seed=2), random(experts, parts, 88 // parts, rank, seed=3)
+        split = dout if parts == 1 else dout.unflatten(1, (2, 44)) if rank == 3 else dout.unflatten(1, (44, 2)).mT
+        narrow, product = both(interpreted, "low_rank", x, A, B, split, torch.zeros_like(split), *of_rows, 0.5)
+        assert_alike(narrow, product)
+        assert_alike(*both(interpreted, "low_rank", split, B.mT, A.mT, x, x.clone(), *of_rows, 0.5))
+        assert_alike(*both(interpreted, "low_rank", x, A, None, None, None, *of_rows, 1.0))
+        xA, dB = (random(39, parts, rank, dtype=dtype, seed=seed) for seed in (6, 7))
+        for weighted in ((weights, order), (None, None)):
+            gradients = torch.full_like(A, 7), torch.full_like(B, 7)
+            rows = dB, x, xA, split
+            assert_alike(*both(interpreted, "low_rank_gradients_", *rows, *gradients, *weighted, *of_rows, 0.5))
+
+
+def test_low_rank_products_are_those_of_each_row() -> None:
+    """In two parts, of three experts, one of them without rows; float64 against loops."""
+    counts, ends = [4, 0, 5], torch.tensor([4, 4, 9], dtype=torch.int32)
+    A, B = random(3, 2, 4, 6).double(), random(3, 2, 5, 4, seed=1).double()
+    x, base = random(9, 6, seed=2).double(), random(9, 2, 5, seed=3).double()
+    expert = [0] * 4 + [2] * 5
+    out = torch.zeros_like(base)
+    narrow = kernels.low_rank(x, A, B, base, out, ends, counts, 0.5)
+    expected = torch.stack([A[e] @ row for e, row in zip(expert, x, strict=True)])
+    torch.testing.assert_close(narrow, expected)
+    update = torch.stack([(B[e] @ few[..., None])[..., 0] for e, few in zip(expert, expected, strict=True)])
+    torch.testing.assert_close(out, base + 0.5 * update)
+    dx = torch.zeros_like(x)
+    kernels.low_rank(base, B.mT, A.mT, torch.zeros_like(x), dx, ends, counts, 1.0)
+    for e, row, found in zip(expert, base, dx, strict=True):
+        torch.testing.assert_close(found, sum(A[e, part].T @ (B[e, part].T @ row[part]) for part in (0, 1)))
 
 
 def test_columns_of_few_rows_are_divided(interpreted: ModuleType) -> None:
     """Each program then computes the narrow rows itself."""
-    x, A, B, base = random(3, 24), random(1, 4, 24, seed=1), random(1, 3000, 4, seed=2), random(3, 3000, seed=3)
+    x, A, B, base = random(3, 24), random(1, 1, 4, 24, seed=1), random(1, 1, 3000, 4, seed=2), random(3, 3000, seed=3)
     assert_alike(*both(interpreted, "low_rank", x, A, B, base, torch.zeros_like(base), None, [3], 2.0))
 
 
@@ -260,9 +280,10 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     module.add_rows_(rows[:8], rows, order, 8, weights)
     ends = torch.tensor([20, 64], dtype=torch.int32)
     for rank, own_ends in ((64, None), (256, ends), (16, ends)):
-        A, B = torch.zeros(2, rank, 2048), torch.zeros(2, 1536, rank)
-        narrow = module.low_rank(rows, A, B, gate_up, gate_up, own_ends, [20, 44], 2.0)
-        module.low_rank_gradients_(narrow, rows, narrow, gate_up, A, B, weights, order, own_ends, [20, 44], 2.0)
+        A, B, parts = torch.zeros(2, 2, rank, 2048), torch.zeros(2, 2, 768, rank), gate_up.view(64, 2, 768)
+        narrow = module.low_rank(rows, A, B, parts, parts, own_ends, [20, 44], 2.0)
+        module.low_rank(parts, B.mT, A.mT, rows, rows, own_ends, [20, 44], 2.0)
+        module.low_rank_gradients_(narrow, rows, narrow, parts, A, B, weights, order, own_ends, [20, 44], 2.0)
     for name, launch in taken.items():
         assert launch.sources, f"{name} is never launched"
         yield from ((name, *source) for source in launch.sources)

@@ -99,11 +99,11 @@ def test_bytes_and_launches(operation: Callable[..., object], size: int, launche
 
 
 def test_low_rank_products_are_counted_whole() -> None:
-    x, A, B, out = randn(5, 8), randn(1, 3, 8), randn(1, 6, 3), randn(5, 6)
+    x, A, B, out = randn(5, 8), randn(1, 1, 3, 8), randn(1, 1, 6, 3), randn(5, 6)
     work = counted(lambda: kernels.low_rank(x, A, B, out, out, None, [5], 1.0))
     assert (work.flops32, work.launches) == (2 * 5 * 3 * (8 + 6), 1)
     assert work.product_bytes == 4 * (5 * 8 + 3 * 8 + 6 * 3 + 2 * 5 * 6)
-    narrow = randn(5, 3)
+    narrow = randn(5, 1, 3)
     work = counted(lambda: kernels.low_rank_gradients_(narrow, x, narrow, out, A, B, None, None, None, [5], 1.0))
     assert (work.flops32, work.launches) == (2 * 5 * 3 * (8 + 6), 1)
 

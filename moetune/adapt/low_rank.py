@@ -23,21 +23,21 @@ FEW_ROWS = 1536
 """Up to here bitsandbytes may multiply with packed weights; with more rows it unpacks them, in three launches."""
 
 
+_ONE = (None, None)
+"""Factors of one expert and one part, for the kernels."""
+
 _PLAIN = (nn.Parameter, Params4bit, Tensor)
 
 
-def can_adapt(base: nn.Module, *factors: nn.Module) -> bool:
-    """Whether the layer's weights are at hand, and nobody else takes part, as tensor parallelism does by hooks."""
-    modules = (base, *factors)
-    return type(base) in (nn.Linear, Linear4bit, PackedLinear) and all(
-        type(module.weight) in _PLAIN and not module._forward_hooks and not module._forward_pre_hooks
-        for module in modules
-    )
-
-
-def adapted(base: nn.Module, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float) -> Tensor:
-    """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors."""
-    return _AdaptedLinear.apply(base, x, A_rp, B_qr, scale)
+def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float) -> Tensor | None:
+    """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors. None where weights
+    are not at hand, or others take part, as tensor parallelism does by hooks."""
+    if type(base) not in (nn.Linear, Linear4bit, PackedLinear):
+        return None
+    for module in (base, A, B):
+        if type(module.weight) not in _PLAIN or module._forward_hooks or module._forward_pre_hooks:
+            return None
+    return _AdaptedLinear.apply(base, x, A.weight, B.weight, scale)
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _AdaptedLinear(torch.autograd.Function):
         else:
             out = nn.functional.linear(x, unpacked(base, x.dtype), base.bias)
         out_Nq = out.flatten(0, -2)
-        xA_Nr = kernels.low_rank(x_Np, A_rp[None], B_qr[None], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
+        xA_Nr = kernels.low_rank(x_Np, A_rp[_ONE], B_qr[_ONE], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
         ctx.save_for_backward(x, A_rp, B_qr, xA_Nr)
         return out
 
@@ -61,11 +61,11 @@ class _AdaptedLinear(torch.autograd.Function):
         x_Np, dout_Nq = x.flatten(0, -2), dout.flatten(0, -2)
         rows: Any = None, [x_Np.shape[0]]
         dx_Np = dout_Nq @ unpacked(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
-        first, second = (None, None) if dx_Np is None else (A_rp.mT[None], dx_Np)
-        dout_B_Nr = kernels.low_rank(dout_Nq, B_qr.mT[None], first, second, second, *rows, ctx.scale)
+        first, second = (None, None) if dx_Np is None else (A_rp.mT[_ONE], dx_Np)
+        dout_B_Nr = kernels.low_rank(dout_Nq, B_qr.mT[_ONE], first, second, second, *rows, ctx.scale)
         dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
         kernels.low_rank_gradients_(
-            dout_B_Nr, x_Np, xA_Nr, dout_Nq, dA_rp[None], dB_qr[None], None, None, *rows, ctx.scale
+            dout_B_Nr, x_Np, xA_Nr, dout_Nq, dA_rp[_ONE], dB_qr[_ONE], None, None, *rows, ctx.scale
         )
         return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
 
@@ -76,7 +76,7 @@ def unpacked(linear: Any, dtype: torch.dtype) -> Tensor:
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):
         return linear.weight.to(dtype)
-    state = linear.quant_state if getattr(linear.weight, "quant_state", None) is None else linear.weight.quant_state
+    state: Any = getattr(linear.weight, "quant_state", None) or linear.quant_state
     nested: Any = (None, None, None)
     if state.nested:
         nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
