@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from moetune.experts import kernels
 from moetune.experts.packed import PackedLinear
@@ -26,8 +27,6 @@ FEW_ROWS = 1536
 _ONE = (None, None)
 """Factors of one expert and one part, for the kernels."""
 
-_PLAIN = (nn.Parameter, Params4bit, Tensor)
-
 
 def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float) -> Tensor | None:
     """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors. None where weights
@@ -35,7 +34,7 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
     if type(base) not in (nn.Linear, Linear4bit, PackedLinear):
         return None
     for module in (base, A, B):
-        if type(module.weight) not in _PLAIN or module._forward_hooks or module._forward_pre_hooks:
+        if isinstance(module.weight, DTensor) or module._forward_hooks or module._forward_pre_hooks:
             return None
     return _AdaptedLinear.apply(base, x, A.weight, B.weight, scale)
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 from predict_vs_measured import shrunk
 
 BOUNDS = {  # of a step of two micro-batches
-    "mixtral-8x7b": {"launches": 2906, "synchronizations": 23, "copies": 157},
-    "qwen3-30b-a3b": {"launches": 3146, "synchronizations": 22, "copies": 157},
-    "deepseek-v2-lite": {"launches": 3470, "synchronizations": 21, "copies": 175},
+    "mixtral-8x7b": {"launches": 2330, "synchronizations": 23, "copies": 157},
+    "qwen3-30b-a3b": {"launches": 2602, "synchronizations": 22, "copies": 157},
+    "deepseek-v2-lite": {"launches": 2894, "synchronizations": 21, "copies": 175},
 }
 
 
@@ -51,14 +51,14 @@ def test_a_step_asks_no_more_of_the_device(model: str, tmp_path: Path) -> None:
     assert 0 <= step.synchronizations - work.synchronizations <= 2  # whoever measures waits once a step
 
 
-OFF = {"deepseek-v2-lite": 0.025}
+OFF = {"deepseek-v2-lite": 0.03}
 """How far a trace's launches are from the device's: few rows of its narrow layers are multiplied with packed weights,
 by one kernel."""
 
 
 LAYER_BOUNDS = {  # of a layer at full width and one micro-step: launches forward, backward
-    ("mixtral-8x7b", "0"): (146, 1),
-    ("qwen3-30b-a3b", "256MiB"): (114, 1),
+    ("mixtral-8x7b", "0"): (118, 225),
+    ("qwen3-30b-a3b", "256MiB"): (86, 176),
 }
 
 
