@@ -87,6 +87,12 @@ def host_time(model: str, layers: int | None, repetitions: int) -> dict[str, Any
     }
 
 
+def _device() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    name = "null device" if nullcuda.is_present() else torch.cuda.get_device_name()
+    return f"{name}, capability {major}.{minor}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
@@ -106,7 +112,7 @@ def main() -> None:
         report = {
             "schema": 1,
             "benchmark": "host_time",
-            "device": torch.cuda.get_device_name(),
+            "device": _device(),
             "versions": versions("moetune", "torch", "transformers", "bitsandbytes"),
             "commit": commit(),
             "cases": found,
