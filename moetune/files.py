@@ -131,11 +131,6 @@ class WriterLock:
         self.file = folder / self.NAME
         self._held: IO[bytes] | None = None
 
-    @property
-    def is_held(self) -> bool:
-        """By this object."""
-        return self._held is not None
-
     def take(self, what: str, *, create: bool) -> None:
         """Takes the lock; without `create` only if a writer has been here.
 

@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draws are the same each time: a few on a push, many with `--all`."""
-    draws = 200 if config.getoption("--all") else 15
+    draws = 100 if config.getoption("--all") else 15
     shared = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     settings.register_profile(
         "ours", max_examples=draws, derandomize=True, deadline=None, database=None, suppress_health_check=shared

@@ -24,7 +24,7 @@ def keep_quiet(device: torch.device) -> None:
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Inside, for a trace, no other rank is asked whether it has the same weights, and gradients are finite."""
+    """Inside, for a trace, no other rank need have the same weights and the same order, and gradients are finite."""
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ))  # the engine says there which GPU is its own
         keep_quiet(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -37,8 +37,8 @@ def without_others() -> Iterator[None]:
         instead = (
             (real_accelerator, "ds_accelerator", CPU_Accelerator()),  # where fake tensors are
             (functional, "linear", functional.linear),  # stage 3 puts its own there, and leaves it
-            (coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
-            (stage3, "assert_ints_same_as_other_ranks", lambda _: None),
+            (coordinator, "assert_ints_same_as_other_ranks", _send_ints),
+            (stage3, "assert_ints_same_as_other_ranks", _send_ints),
             (stage3, "is_invalid_grad_norm", lambda _: False),
             (stage_1_and_2, "is_invalid_grad_norm", lambda _: False),
         )
@@ -48,6 +48,16 @@ def without_others() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it looks at their alignment
         stack.callback(_release_process_group_references)  # it would take them for those of the next trace
         yield
+
+
+def _send_ints(ints: list[int]) -> None:
+    """What that check sends, how many they are and which, without the answer that a trace has not."""
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    for count in (1, len(ints)):
+        numbers = torch.zeros(count, dtype=torch.int64, device=get_accelerator().device_name(os.environ["LOCAL_RANK"]))
+        comm.broadcast(numbers, src=0, async_op=False)
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:

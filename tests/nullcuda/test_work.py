@@ -25,6 +25,7 @@ from tests.nullcuda import device, runs
 from tests.resolved import measure
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
+from host_time import host_time
 from predict_vs_measured import shrunk
 
 BOUNDS = {  # of a step of two micro-batches
@@ -101,6 +102,15 @@ def asked_in_a_micro_step(config: RunConfig) -> tuple[device.Asked, device.Asked
         optimizer.zero_grad()
     forward, backward, update = (after - before for before, after in pairwise(marks))
     return forward, backward, update
+
+
+@pytest.mark.skipif(not device.is_present(), reason="a card's host time has its waits in it")
+def test_the_hosts_time_is_of_micro_steps() -> None:
+    """The benchmark: so many are timed."""
+    found = host_time("mixtral-8x7b", layers=1, repetitions=2)
+    assert found["layers"] == 1
+    assert len(found["seconds"]["all"]) == len(found["worked"]["all"]) == 2
+    assert min(found["worked"]["all"]) > 0
 
 
 def asked_in(config: RunConfig, steps: int) -> device.Asked:
