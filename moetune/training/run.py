@@ -47,7 +47,8 @@ from moetune.training.out_of_memory import examine, raise_out_of_memory
 from moetune.training.pace import Pace
 from moetune.training.progress import ProgressBar, reading
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
-from moetune.training.trainer import MoeTrainer, check_checkpoint
+from moetune.training.trainer import MoeTrainer
+from moetune.training.trainer_state import check_checkpoint
 
 MANY_EPOCHS = 10
 """More than this is taken for an accident, and said."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -27,13 +25,12 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer import TRAINER_STATE_NAME
 
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.data.load import Datasets
-from moetune.errors import UserError, one_line, shown
+from moetune.errors import UserError
 from moetune.memory.live import Where
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
@@ -50,10 +47,9 @@ from moetune.training.memory_record import MemoryRecord
 from moetune.training.notices import Notices, refuse_broken_weights
 from moetune.training.pace import Pace
 from moetune.training.routing import load_by_layer, load_summary, on_host
-from moetune.training.run_folder import RunFolder, step_of
+from moetune.training.run_folder import RunFolder
+from moetune.training.trainer_state import read_generators, read_load, whole, write_generators, write_state
 
-LOAD_FILE = "expert_load.json"
-"""Tokens that each expert of each layer has received since the run began."""
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
@@ -345,17 +341,9 @@ class MoeTrainer(Trainer):
         with self.folder.new_checkpoint(self.state.global_step, keep, needed) as aside:
             checkpoint.write(aside, self.adapted, self.stepper.optimizer, self.lr_scheduler)
             if self.ranks.coordinates.tp == 0:  # ranks that see the same data draw the same numbers
-                states = {str(n): state for n, state in enumerate(generator_states(self.args.device))}
-                file = _generators(aside, self.ranks.data_index)
-                file.parent.mkdir(exist_ok=True)
-                save_file(states, file)
+                write_generators(aside, self.ranks.data_index, self.args.device)
             if self.ranks.is_first:
-                received = {str(layer): tokens.tolist() for layer, tokens in self.total_load.items()}
-                (aside / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
-                # without the intervals: on resume those of the run file hold
-                without: Any = dict.fromkeys(("logging_steps", "eval_steps", "save_steps"))
-                state = replace(self.state, **without)
-                state.save_to_json(str(aside / TRAINER_STATE_NAME))
+                write_state(aside, self.state, self.total_load)
 
     def _checkpoint_bytes(self) -> int:
         """What trains, its master weights, the optimizer's states, and a mebibyte for all else."""
@@ -364,7 +352,7 @@ class MoeTrainer(Trainer):
         return 2**20 + sum(tensor.nbytes for tensor in held)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _whole(resume_from_checkpoint):
+        with whole(resume_from_checkpoint):
             checkpoint.read_trained(Path(resume_from_checkpoint), self.adapted)
             self.notices.begin()
             self.total_load.update(read_load(Path(resume_from_checkpoint), self.adapted))
@@ -372,7 +360,7 @@ class MoeTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None:
             return
-        with _whole(checkpoint_folder):
+        with whole(checkpoint_folder):
             folder = Path(checkpoint_folder)
             checkpoint.read_optimizer(folder, self.adapted, self.stepper.optimizer, self.lr_scheduler)
 
@@ -380,11 +368,8 @@ class MoeTrainer(Trainer):
         """Random generators as they were; where more ranks see different data than did then, those begin anew."""
         if checkpoint_folder is None:
             return
-        file = _generators(Path(checkpoint_folder), self.ranks.data_index)
-        with _whole(checkpoint_folder):
-            if file.is_file():
-                states = load_file(file)
-                set_generator_states([states[str(n)] for n in range(len(states))], self.args.device)
+        with whole(checkpoint_folder):
+            read_generators(Path(checkpoint_folder), self.ranks.data_index, self.args.device)
 
 
 class _Stepped(CombinedOptimizer):
@@ -409,50 +394,6 @@ class ResumableFlow(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if control.should_save:
             control.should_log = True  # what was summed since the last line is not in a checkpoint
-
-
-def _generators(checkpoint: Path, data_index: int) -> Path:
-    """Random states of the ranks that see the same data."""
-    return checkpoint / "generators" / f"{data_index}.safetensors"
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raises `UserError` if a file of a checkpoint whose bytes are as they were is not what it should be."""
-    with _whole(str(folder)):
-        for file in sorted(folder.glob("generators/*")):
-            load_file(file)
-        state, usual = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)), TrainerState()
-        for field in fields(TrainerState):
-            value, default = getattr(state, field.name), getattr(usual, field.name)
-            kind = (int, float) if isinstance(default, (int, float)) else type(default)
-            if value is not None and default is not None and not isinstance(value, kind):
-                raise ValueError(f"{TRAINER_STATE_NAME}: {field.name} is {shown(value)}")
-        if state.global_step != step_of(folder):
-            raise ValueError(f"{TRAINER_STATE_NAME} is of step {shown(state.global_step)}")
-        checkpoint.check(folder)
-
-
-def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
-    """By layer, the tokens that each expert had received at a checkpoint; raises what reading a damaged one does."""
-    received = json.loads((folder / LOAD_FILE).read_text(encoding="utf-8"))
-    load = {int(layer): torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
-    sizes = {layer.index: layer.shape.num_experts for layer in adapted.anatomy.moe_layers}
-    if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):
-        raise ValueError(f"{LOAD_FILE} is of a model with other experts")
-    return load
-
-
-@contextmanager
-def _whole(folder: str) -> Iterator[None]:
-    """Turns what reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # readers do not agree on one
-        raise UserError(
-            f"checkpoint {folder!r} is damaged: {one_line(error)}; resume from an earlier one with --resume PATH"
-        ) from error
 
 
 def training_arguments(

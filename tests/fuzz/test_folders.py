@@ -29,7 +29,7 @@ from moetune.run.placement import read_load
 from moetune.run.resolve import resolve
 from moetune.run_file import load_run_config
 from moetune.training import checkpoint as checkpoints
-from moetune.training import same_run, trainer
+from moetune.training import same_run, trainer_state
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import damage, write_manifest
 from moetune.training.run_folder import RunFolder, _base_text, step_of
@@ -86,10 +86,10 @@ def read_run(path: Path, written: Written) -> None:
         return
     folder.inputs(newest)
     load_run_config(path / "run.yaml")
-    trainer.check_checkpoint(newest)
+    trainer_state.check_checkpoint(newest)
     with trainer._whole(str(newest)):
         checkpoints.read_trained(newest, adapted)
-        trainer.read_load(newest, adapted)
+        trainer_state.read_load(newest, adapted)
         checkpoints.read_optimizer(newest, adapted, written["optimizer"], Scheduler(written["optimizer"]))
 
 
