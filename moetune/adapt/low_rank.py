@@ -23,15 +23,14 @@ from moetune.experts.packed import PackedLinear
 FEW_ROWS = 1536
 """Up to here bitsandbytes may multiply with packed weights; with more rows it unpacks them, in three launches."""
 
-
 _ONE = (None, None)
 """Factors of one expert and one part, for the kernels."""
 
 
 def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float) -> Tensor | None:
-    """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors. None where weights
-    are not at hand, or others take part, as tensor parallelism does by hooks."""
-    if type(base) not in (nn.Linear, Linear4bit, PackedLinear):
+    """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors. None where the base's
+    weights are not at hand or train too, or others take part, as tensor parallelism does by hooks."""
+    if type(base) not in (nn.Linear, Linear4bit, PackedLinear) or any(p.requires_grad for p in base.parameters()):
         return None
     for module in (base, A, B):
         if isinstance(module.weight, DTensor) or module._forward_hooks or module._forward_pre_hooks:
@@ -47,7 +46,8 @@ class _AdaptedLinear(torch.autograd.Function):
         if x_Np.shape[0] <= FEW_ROWS:
             out = base(x)
         else:
-            out = nn.functional.linear(x, unpacked(base, x.dtype), base.bias)
+            bias = None if base.bias is None else base.bias.to(x.dtype)
+            out = nn.functional.linear(x, unpacked(base, x.dtype), bias)
         out_Nq = out.flatten(0, -2)
         xA_Nr = kernels.low_rank(x_Np, A_rp[_ONE], B_qr[_ONE], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
         ctx.save_for_backward(x, A_rp, B_qr, xA_Nr)

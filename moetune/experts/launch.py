@@ -22,7 +22,8 @@ class Kernel:
     which differ from launch to launch.
 
     Parameters must come in this order: tensors, numbers that are not specialized on, other numbers, constants; a call
-    gives constants by name, those that are options of Triton last.
+    gives constants by name, those that are options of Triton last. A parameter is always a float, or always an int:
+    1 and 1.0 are one key.
     """
 
     def __init__(self, jitted: Any) -> None:

@@ -93,8 +93,8 @@ class LowRank:
         dout = self._parts_of(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = rows.ends, rows.counts
-        xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1) if self.xA is None else self.xA
-        dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1) if self.dB is None else self.dB
+        xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1.0) if self.xA is None else self.xA
+        dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1.0) if self.dB is None else self.dB
         self.xA = self.dB = None
         kernels.low_rank_gradients_(dB, x, xA, dout, of_A, of_B, *(weighted or (None, None)), *groups, self.scale)
 

@@ -135,7 +135,14 @@ def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Ten
     columns = min(COLUMNS, _next(size))
     if rows:
         _gated[(rows, _ratio(size, columns))](
-            gate_up, act, size, alpha, limit, STEP=2 if interleaved else 1, CLAMPED=limit > 0, COLUMNS=columns
+            gate_up,
+            act,
+            size,
+            float(alpha),
+            float(limit),
+            STEP=2 if interleaved else 1,
+            CLAMPED=limit > 0,
+            COLUMNS=columns,
         )
     return act
 
@@ -180,8 +187,8 @@ def gated_backward_(
     rows, size = dact.shape
     if rows:
         _gated_backward[(rows,)](
-            gate_up, dact, weights, order, weights if dweights is None else dweights, size, alpha, limit,
-            STEP=2 if interleaved else 1, CLAMPED=limit > 0, WANTED=dweights is not None,
+            gate_up, dact, weights, order, weights if dweights is None else dweights, size,
+            float(alpha), float(limit), STEP=2 if interleaved else 1, CLAMPED=limit > 0, WANTED=dweights is not None,
             COLUMNS=min(COLUMNS, _next(size)),
         )  # fmt: skip
 
@@ -367,8 +374,8 @@ def low_rank(
     each = _ratio(_ratio(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
     _low_rank[(tiles, splits, parts // together)](
         x, first, second, base, out, narrow, x if ends is None else ends, rows, experts, rank, x.shape[-1], wide_out,
-        each, parts, *_strides(x), *first.stride(), *second.stride(), *_strides(base), *_strides(out), scale,
-        GROUPED=ends is not None, ADDS=adds, TOGETHER=together, EXPERTS=_next(experts), **tile,
+        each, parts, *_strides(x), *first.stride(), *second.stride(), *_strides(base), *_strides(out),
+        float(scale), GROUPED=ends is not None, ADDS=adds, TOGETHER=together, EXPERTS=_next(experts), **tile,
     )  # fmt: skip
     return narrow
 
@@ -451,6 +458,6 @@ def low_rank_gradients_(
     _low_rank_gradients[(experts, tiles, parts)](
         narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
         x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[-1], parts * rank, *x.stride(),
-        *_strides(dout), *of_first.stride(), *of_second.stride(), scale,
+        *_strides(dout), *of_first.stride(), *of_second.stride(), float(scale),
         GROUPED=ends is not None, WEIGHTED=weighted, **tile,
     )  # fmt: skip

@@ -86,6 +86,8 @@ def test_4_bits_are_unpacked_as_bitsandbytes_does() -> None:
 def test_where_others_take_part_it_does_not() -> None:
     A, B = factors()
     base, x = nn.Linear(128, 96), torch.randn(5, 128)
+    assert adapted(base, x, A, B, SCALE) is None  # it trains
+    base.requires_grad_(False)
     assert adapted(nn.Bilinear(128, 128, 96), x, A, B, SCALE) is None
     handle = B.register_forward_hook(lambda module, args, out: out)
     assert adapted(base, x, A, B, SCALE) is None
