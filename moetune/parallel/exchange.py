@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moetune.experts.bank import ExpertBank
-from moetune.experts.mlp import Routing, sorted_positions
+from moetune.experts.routing import Routing, sorted_positions
 from moetune.patches.transformers import Dispatcher, Sent
 
 CountArriving = Callable[[Tensor, list[list[int]], int], list[list[int]]]

@@ -19,8 +19,8 @@ from moetune.anatomy.moe import ExpertShape, read_shape
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.gate import Gate
 from moetune.experts.links import read_rows
-from moetune.experts.mlp import Routing
 from moetune.experts.packed import Storage
+from moetune.experts.routing import Routing
 from tests.reference import assert_close, excite_, expert_weights
 from tests.toys import EXPERTS, HIDDEN, toy_model
 
