@@ -51,8 +51,9 @@ class Depths:
         known, known_units = self._known[key]
         found = known.at(config, routing)  # its sizes, and the record of their shape
         copies = tuple(unit.copies for unit in units)
-        form.tail, form.load = known.tail, found.load
-        form.records = {shape: _of_depth(record, copies) for shape, record in known.records.items()}
+        assert known.recorded is not None
+        records = {shape: _of_depth(record, copies) for shape, record in known.recorded.records.items()}
+        form.recorded = replace(known.recorded, records=records)
         if units == known_units:
             return found
         deeper = form.at(config, routing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -34,6 +34,7 @@ from moetune.memory.closed_form.sizes import (
     rows_and_borders,
     sizes_of_chunks,
 )
+from moetune.memory.closed_form.store import KnownTail, Recorded
 from moetune.memory.ranks import by_kind
 from moetune.memory.report import LoadPeaks, Parts
 from moetune.memory.routing import BALANCED, Routing
@@ -43,16 +44,6 @@ from moetune.memory.trace.tracing import NotTraceable, faked, peaks_of_loading
 from moetune.run.resolve import ResolvedRun
 from moetune.step.loss import Chunks
 from moetune.step.tail import split
-
-
-@dataclass(frozen=True)
-class KnownTail:
-    """Of a model's tail what decides how the loss divides its tokens, as `Tail` has it, and whether it trains."""
-
-    vocabulary: int
-    width: int
-    row_bytes: int
-    trains: bool
 
 
 @dataclass(frozen=True)
@@ -97,15 +88,13 @@ class ClosedForm:
 
     Attributes:
         gpu: the card whose kernels run; None for the CPU's.
-        tail, load: of the model; None until something has been recorded.
+        recorded: None until something has been.
     """
 
     run: ResolvedRun
     rank: int = 0
     gpu: Gpu | None = None
-    tail: KnownTail | None = None
-    load: LoadPeaks | None = None
-    records: dict[Shape, Record] = field(default_factory=dict)
+    recorded: Recorded | None = None
 
     @cached_property
     def key(self) -> str:
@@ -127,36 +116,34 @@ class ClosedForm:
         Raises:
             NoClosedForm: a storage of its step is no product of sizes, or the model's code looks at values.
         """
-        if self.tail is None:
-            store.read_into(self)
-        shape = None if self.tail is None else self._size(config, routing).shape
-        if shape not in self.records:
+        known = self.recorded = self.recorded or store.read(self.key)
+        if known is None or self._size(config, routing).shape not in known.records:
             if not may_record:
                 return None
             with self._steps() as (steps, short):
-                self.tail = self.tail or _tail_of(steps.adapted)
-                self.load = peaks_of_loading(steps.adapted, self.run, short)
+                if known is None:
+                    load = peaks_of_loading(steps.adapted, self.run, short)
+                    known = self.recorded = Recorded(_tail_of(steps.adapted), load)
                 shape = self._size(config, routing).shape
-                self.records[shape] = record(steps, short, shape)
-            store.write(self)
-        assert self.load is not None
+                known.records[shape] = record(steps, short, shape)
+            store.write(self.key, known)
         size = self._size(config, routing)
-        recorded = self.records[size.shape]
-        peak = evaluate(recorded, size.sizes, size.rows, size.batch, size.held_out)
-        return Evaluated(recorded, peak, parts_of(recorded, peak), size.sizes, self.load)
+        of_shape = known.records[size.shape]
+        peak = evaluate(of_shape, size.sizes, size.rows, size.batch, size.held_out)
+        return Evaluated(of_shape, peak, parts_of(of_shape, peak), size.sizes, known.load)
 
     def _size(self, config: RunConfig, routing: Routing) -> _Size:
-        assert self.tail is not None
-        train, length = config.train, config.train.sequence_length
-        batch = Chunks.of(train.loss_bytes, self.tail, train.micro_batch * length)
+        assert self.recorded is not None
+        tail, train, length = self.recorded.tail, config.train, config.train.sequence_length
+        batch = Chunks.of(train.loss_bytes, tail, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
-        held_out = Chunks.of(train.loss_bytes, self.tail, more * length) if more else None
+        held_out = Chunks.of(train.loss_bytes, tail, more * length) if more else None
         rows = Rows(self._rows(batch.tokens, routing), self._rows(held_out.tokens, routing) if held_out else ())
         idle = tuple(
             tuple(expert for expert, count in enumerate(counts) if not count)
             for counts in (rows.trained, rows.held_out)
         )
-        is_alone = self.tail.trains and batch.size >= batch.tokens
+        is_alone = tail.trains and batch.size >= batch.tokens
         one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
         shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle)  # type: ignore[arg-type]
         sizes = {**rows_and_borders(train.micro_batch, "B"), **lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES)}

@@ -1,4 +1,5 @@
-"""Records on disk: arrays as NumPy files, all else as JSON. Nothing in them executes when it is read.
+"""What was recorded of a kind of run, in memory and on disk: arrays as NumPy files, all else as JSON. Nothing in a file
+executes when it is read.
 
 They lie in `$MOETUNE_CACHE`, or `$XDG_CACHE_HOME/moetune`, or `~/.cache/moetune`; a file that cannot be read or written
 is as if there were none. Names carry a digest of the run's kind, of the versions of what made the record, and of
@@ -13,11 +14,11 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,26 @@ from moetune.memory.closed_form.record import Kind, Piece, Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.report import LoadPeaks
 
-if TYPE_CHECKING:
-    from moetune.memory.closed_form.form import ClosedForm
-
 _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+
+
+@dataclass(frozen=True)
+class KnownTail:
+    """Of a model's tail what decides how the loss divides its tokens, as `Tail` has it, and whether it trains."""
+
+    vocabulary: int
+    width: int
+    row_bytes: int
+    trains: bool
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Of one rank of a kind of run: the model's tail, the peaks before the first step, and steps by their shapes."""
+
+    tail: KnownTail
+    load: LoadPeaks
+    records: dict[Shape, Record] = field(default_factory=dict)
 
 
 def key_of(kind: dict[str, Any], rank: int) -> str:
@@ -53,30 +70,26 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / "closed_form"
 
 
-def read_into(form: ClosedForm) -> None:
-    """Gives a closed form the records that there are of its kind."""
-    from moetune.memory.closed_form.form import KnownTail
-
+def read(key: str) -> Recorded | None:
+    """What there is under a name, if anything."""
     try:
-        with np.load(folder() / f"{form.key}.npz", allow_pickle=False) as found:
+        with np.load(folder() / f"{key}.npz", allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
         said = json.loads(str(arrays.pop("said")))
-        form.records.update(
-            (_shape(one["shape"]), _record(one, {n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)}))
+        records = {
+            _shape(one["shape"]): _record(one, {n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)})
             for p, one in said["records"].items()
-        )
-        form.tail, form.load = KnownTail(**said["tail"]), LoadPeaks(**said["load"])
+        }
+        return Recorded(KnownTail(**said["tail"]), LoadPeaks(**said["load"]), records)
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
-        form.records.clear()
+        return None
 
 
-def write(form: ClosedForm) -> None:
-    """Keeps all records of a closed form, whole or not at all."""
-    assert form.tail is not None
-    assert form.load is not None
-    said: dict[str, Any] = {"tail": asdict(form.tail), "load": asdict(form.load), "records": {}}
+def write(key: str, recorded: Recorded) -> None:
+    """Keeps it all under that name, whole or not at all."""
+    said: dict[str, Any] = {"tail": asdict(recorded.tail), "load": asdict(recorded.load), "records": {}}
     arrays: dict[str, np.ndarray] = {}
-    for number, (shape, record) in enumerate(form.records.items()):
+    for number, (shape, record) in enumerate(recorded.records.items()):
         prefix = f"{number}."
         said["records"][prefix] = {
             "shape": asdict(shape),
@@ -91,7 +104,7 @@ def write(form: ClosedForm) -> None:
         folder().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder(), suffix=".npz", delete=False) as file:
             np.savez(file, said=np.array(json.dumps(said)), **arrays)  # type: ignore[arg-type]
-        os.replace(file.name, folder() / f"{form.key}.npz")
+        os.replace(file.name, folder() / f"{key}.npz")
     except OSError:
         return  # it is made again next time
 
