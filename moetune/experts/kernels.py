@@ -26,10 +26,12 @@ from moetune.experts.grouped import library, product_of_groups
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
+TWINS: dict[str, Callable[..., Any]] = {}
+"""By operator what computes the same with torch's operations."""
 
 
 @cache
-def _on_gpu() -> ModuleType | None:
+def on_gpu() -> ModuleType | None:
     """The kernels in Triton, if they can be compiled here."""
     try:
         from moetune.experts import triton_kernels
@@ -62,13 +64,14 @@ def _operator(arguments: str, fake: Callable[..., Any] = lambda *_: None) -> Cal
         name = twin.__name__
 
         def run(*args: Any) -> Any:
-            kernels = _on_gpu() if args[0].is_cuda else None
+            kernels = on_gpu() if args[0].is_cuda else None
             return twin(*args) if kernels is None else getattr(kernels, name)(*args)
 
         library.define(name + arguments)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moetune::{name}", fake, lib=library)
         operator = getattr(torch.ops.moetune, name).default
+        TWINS[name] = twin
         return lambda *args: (operator if _is_watched(args[0]) else run)(*args)
 
     return define

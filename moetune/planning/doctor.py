@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
+from moetune.experts import kernels
+from moetune.experts.self_check import differing
 from moetune.memory.live import processes_on
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.verify import catalog_name
@@ -143,9 +145,23 @@ def _cuda() -> Iterator[Check]:
         said = ", ".join([f"{gib(free)} free of {gib(total)}", *there])
         remedy = "end what else is on the card; nvidia-smi shows it"
         yield _noted(free > 0.95 * total, f"{name}, memory", said, remedy)
+        yield _kernels(torch.device("cuda", number))
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
         yield _judged(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)
+
+
+def _kernels(device: torch.device) -> Check:
+    """Those of the expert bank, compiled and compared: seconds the first time."""
+    name = "kernels of the experts"
+    module = kernels.on_gpu()
+    if module is None:
+        remedy = "install gcc and Python's headers: without them experts run slower and may take more memory"
+        return Check(name, "note", "Triton does not work here: torch's operations run instead", remedy)
+    with torch.cuda.device(device):
+        wrong = differing(module, device, torch.bfloat16)
+    remedy = "install the Triton that this torch asks for; please report it with the output of this command"
+    return _judged(not wrong, name, "; ".join(wrong) or "give what torch's operations give", remedy)
 
 
 def _judged(is_right: bool, name: str, found: str, remedy: str) -> Check:

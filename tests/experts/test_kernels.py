@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moetune.experts import kernels
 from moetune.experts.packed import PackedStack
+from moetune.experts.self_check import differing
 
 triton = pytest.importorskip("triton")
 from moetune.experts.launch import Kernel  # noqa: E402  imports triton
@@ -218,6 +219,21 @@ def test_no_rows_at_all(interpreted: ModuleType) -> None:
     assert_alike(*both(interpreted, "gated", none, False, 1.0, 0.0))
 
 
+def test_a_kernel_that_is_wrong_is_found_and_no_other(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `moetune doctor` asks of a GPU."""
+
+    def lose(out: Tensor, *_: Any) -> None:
+        out.fill_(torch.nan)
+
+    right = interpreted.gated
+    monkeypatch.setattr(interpreted, "gated", lambda *args: right(*args) * 1.01)
+    monkeypatch.setattr(interpreted, "sum_rows_", lose)
+    found = differing(interpreted, torch.device("cpu"), torch.float32, tokens=4)
+    assert [one.partition(" ")[0] for one in found] == ["sum_rows_", "gated", "gated"]
+    assert "off by nan" in found[0]
+    assert "off by 1.0e-02" in found[1]
+
+
 # --- Compiled -----------------------------------------------------------------------------------------------------
 
 TYPES = {
@@ -304,7 +320,7 @@ def test_kernels_compile(capability: int, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_where_triton_does_not_work_torch_computes_and_it_is_said() -> None:
     with pytest.warns(UserWarning, match="Triton does not work here .* experts run slower, and may take more memory"):
-        assert kernels._on_gpu() is None
+        assert kernels.on_gpu() is None
     with warnings.catch_warnings(action="error"):
-        assert kernels._on_gpu() is None  # said once
-    kernels._on_gpu.cache_clear()
+        assert kernels.on_gpu() is None  # said once
+    kernels.on_gpu.cache_clear()
