@@ -159,7 +159,7 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
         parts=_by_part(events, sums(done), on_cuda),
         launches=launched or round(sum(one.work.launches for one in done)),
         synchronizations=None if on_cuda and not launched else sum(event.name in _WAITS for event in events),
-        gemm=_gemm(device, dtype),
+        gemm=large_product(device, dtype),
         copy=_copy(device),
     )
 
@@ -181,7 +181,8 @@ def _by_part(events: list[FunctionEvent], works: Mapping[Any, Work], on_cuda: bo
     return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
 
 
-def _gemm(device: torch.device, dtype: torch.dtype) -> float:
+def large_product(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that a device reaches at most."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _fastest(device, lambda: torch.mm(a, b))
