@@ -210,6 +210,10 @@ def test_with_a_gpu_every_part_runs(bench: ModuleType, tmp_path: Path, pytest_ex
     logs = {file.stem: file.read_text(encoding="utf-8") for file in (tmp_path / "logs").glob("*.log")}
     assert "-m pytest -m gpu -p no:cacheprovider tests/gpu" in logs.pop("gpu_tests")
     assert logs.pop("profile_step_cuda").startswith("scripts/bench/profile_step.py --json")
+    assert logs.pop("host_time_cuda").startswith("scripts/bench/host_time.py --json")
+    for part, seconds in (("mixtral", 100), ("fine", 100), ("peers", 35)):
+        log = logs.pop(f"throughput_cuda_{part}")
+        assert log.startswith(f"scripts/bench/throughput.py --parts {part} --seconds {seconds} --json")
     assert logs.pop("optimizers_cuda").startswith("scripts/bench/optimizers.py --device cuda --json")
     for part in bench.PARTS:
         log = logs.pop(f"predict_vs_measured_cuda_{part}")

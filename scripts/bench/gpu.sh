@@ -5,7 +5,9 @@
 #
 #     tests           the tests marked gpu: imports, gradients against the CPU, a run in bfloat16
 #     mixtral         Mixtral LoRA, experts and router, predicted and measured
-#     profile         one layer's experts and one step, by kernel
+#     profile         one layer's experts and one step, by kernel; the host's time of a micro-step
+#     throughput-mixtral, throughput-fine   tokens a second of whole models, 1k to 32k tokens a step
+#     throughput-peers                      of a few layers, beside PEFT and experts4bit-qlora
 #     mixtral-more    other batches, LOMO, and one that must not fit
 #     others, mixtral-8x22b, optimizers
 #
@@ -16,7 +18,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
-all=(tests mixtral profile mixtral-more others mixtral-8x22b optimizers)
+all=(tests mixtral profile throughput-mixtral throughput-fine throughput-peers mixtral-more others mixtral-8x22b optimizers)
 parts=("${@:-${all[@]}}")
 for name in "${parts[@]}"; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -78,6 +80,16 @@ for name in "${parts[@]}"; do
       device=()
       [[ $name == optimizers ]] && device=(--device cuda)
       run "${script}_cuda" "$python" "scripts/bench/$script.py" "${device[@]}" --json "$out/${script}_cuda.json"
+      if [[ $name == profile ]]; then
+        run host_time_cuda "$python" scripts/bench/host_time.py --json "$out/host_time_cuda.json"
+      fi
+      ;;
+    throughput-*)
+      part=${name#throughput-}
+      seconds=100
+      [[ $part == peers ]] && seconds=35
+      run "throughput_cuda_$part" "$python" scripts/bench/throughput.py --parts "$part" --seconds "$seconds" \
+        --json "$out/throughput_cuda_$part.json"
       ;;
     *)
       run "predict_vs_measured_cuda_$name" "$python" scripts/bench/predict_vs_measured.py --device cuda \

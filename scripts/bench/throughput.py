@@ -106,11 +106,11 @@ class Side:
 
 def moetune(case: Case, model: str, device: torch.device, length: int, small: bool) -> Side:
     """A run file's way. gpt-oss has its published MXFP4, eager attention and no packing."""
-    sections: dict[str, Any] = {"model": {"dtype": "fp32" if small else "bf16"}}
-    if model != case.model:
-        sections["model"]["weights"] = "pretrained"
+    about_model = {"dtype": "fp32" if small else "bf16", "weights": "random" if model == case.model else "pretrained"}
+    sections: dict[str, Any] = {"model": about_model}
     if case.model.startswith("gpt-oss"):
-        sections |= {"model": {"base": "mxfp4", "attention": "eager"}, "data": {"train": "unread", "packing": False}}
+        about_model |= {"base": "mxfp4", "attention": "eager"}
+        sections["data"] = {"train": "unread", "packing": False}
 
     def config(tokens: int) -> RunConfig:
         rows = max(1, tokens // length)
@@ -215,7 +215,7 @@ def model_config(case: Case, small: bool) -> PretrainedConfig:
 
 def run_case(case: Case, folder: Path | None, tokens: list[int], repetitions: int, seconds: float) -> Iterator[Any]:
     """Its rows, one for each number of tokens; ends early where they have taken so many seconds."""
-    small, began = tokens[-1] < 1024, time.perf_counter()
+    small, began = tokens[-1] < TOKENS[0], time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     length = min(LENGTH, tokens[-1])
     if case.side == "moetune":

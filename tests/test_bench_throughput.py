@@ -1,0 +1,70 @@
+"""The benchmark of tokens a second, shrunk: sides train the same, what did not run is a row. No time is asserted."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "scripts/bench/throughput.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module(SCRIPT.stem)
+
+
+@pytest.fixture(scope="module")
+def rows(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("throughput") / "model"
+    ours, peft, _ = bench.PARTS["small"]
+    bench.write_checkpoint(ours, folder, True)
+    return [row for case in (ours, peft) for row in bench.run_case(case, folder, [32, 64], 1, 60)]
+
+
+def test_sides_train_the_same_and_begin_alike(bench: ModuleType, rows: list[dict[str, Any]]) -> None:
+    assert [(row["side"], row["tokens"]) for row in rows] == [
+        (side, tokens) for side in ("moetune", "peft") for tokens in (32, 64)
+    ]
+    ours, _, peft, _ = rows
+    assert ours["trained"] == peft["trained"] > 0
+    assert ours["loss"] == pytest.approx(peft["loss"], rel=0.01)  # the base is in 4 bits
+    assert all(row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"]) for row in rows)
+    table = bench.table(rows)
+    assert table.count("| mixtral-8x7b | 2 | lora |") == 4
+    assert f"{ours['seconds'] and peft['seconds'] / ours['seconds']:.2f}×" in table
+
+
+def test_what_does_not_run_is_a_row(
+    bench: ModuleType, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = bench.PARTS["small"][0]
+    bench.write_checkpoint(case, tmp_path / "model", True)
+
+    def out_of_memory(side: Any, tokens: int, *rest: Any) -> dict[str, Any]:
+        if tokens > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return {"seconds": 1.0, "tokens_per_second": 32.0, "loss": 1.0}
+
+    monkeypatch.setattr(bench, "timed", out_of_memory)
+    found = list(bench.run_case(case, tmp_path / "model", [32, 64], 1, 60))
+    assert ["out_of_memory" in row for row in found] == [False, True]
+    late = list(bench.run_case(case, tmp_path / "model", [32], 1, 0))
+    table = bench.table([*found, *late, {"model": "m", "layers": 2, "way": "lora", "side": "s", "failed": "no answer"}])
+    for said in ("| out of memory |", "| 0 s were over |", "| no answer |"):
+        assert said in table
+
+
+def test_sides_that_train_something_else_end_it(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = iter((100, 101, 100))
+    monkeypatch.setattr(bench, "write_checkpoint", lambda case, folder, small: folder.mkdir())
+    monkeypatch.setattr(bench, "in_own_process", lambda *_: [{"tokens": 1, "trained": next(trained)}])
+    with pytest.raises(SystemExit, match="peft trains 101 numbers, moetune 100"):
+        list(bench.run(["small"], bench.argparse.Namespace(small=True)))
