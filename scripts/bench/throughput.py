@@ -320,8 +320,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             continue
         share = f"{row['flops'] / row['seconds'] / row['ceiling']:.0%}" if "flops" in row else "–"
         peak = f"{row['allocated'] / GiB:.1f} GiB" if "allocated" in row else "–"
-        our = ours.get((row["model"], row["layers"], row["tokens"]))
-        times = "" if our is None or our is row else f"{our['tokens_per_second'] / row['tokens_per_second']:.2f}×"
+        our = None if row["side"] == "moetune" else ours.get((row["model"], row["layers"], row["tokens"]))
+        times = "" if our is None else f"{our['tokens_per_second'] / row['tokens_per_second']:.2f}×"
         cells += [f"{row['tokens_per_second']:,.0f}", share, peak, f"{row['loss']:.3f}", times]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
