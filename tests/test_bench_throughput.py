@@ -26,7 +26,12 @@ def rows(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[di
     folder = tmp_path_factory.mktemp("throughput") / "model"
     ours, peft, _ = bench.PARTS["small"]
     bench.write_checkpoint(ours, folder, True)
-    return [row for case in (ours, peft) for row in bench.run_case(case, folder, [32, 64], 1, 60)]
+    options = asked(bench, 32, 64)
+    return [row for case in (ours, peft) for row in bench.run_case(case, folder, options)]
+
+
+def asked(bench: ModuleType, *tokens: int, seconds: float = 60) -> Any:
+    return bench.argparse.Namespace(tokens=list(tokens), repetitions=1, seconds=seconds, small=True)
 
 
 def test_sides_train_the_same_and_begin_alike(bench: ModuleType, rows: list[dict[str, Any]]) -> None:
@@ -54,17 +59,27 @@ def test_what_does_not_run_is_a_row(
         return {"seconds": 1.0, "tokens_per_second": 32.0, "loss": 1.0}
 
     monkeypatch.setattr(bench, "timed", out_of_memory)
-    found = list(bench.run_case(case, tmp_path / "model", [32, 64], 1, 60))
+    found = list(bench.run_case(case, tmp_path / "model", asked(bench, 32, 64)))
     assert ["out_of_memory" in row for row in found] == [False, True]
-    late = list(bench.run_case(case, tmp_path / "model", [32], 1, 0))
+    late = list(bench.run_case(case, tmp_path / "model", asked(bench, 32, seconds=0)))
     table = bench.table([*found, *late, {"model": "m", "layers": 2, "way": "lora", "side": "s", "failed": "no answer"}])
     for said in ("| out of memory |", "| 0 s were over |", "| no answer |"):
         assert said in table
 
 
-def test_sides_that_train_something_else_end_it(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = iter((100, 101, 100))
+def test_what_cannot_be_loaded_is_a_row(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(bench, "moetune", full)
+    (row,) = bench.run_case(bench.PARTS["small"][0], tmp_path, asked(bench, 32))
+    assert row["out_of_memory"] == "while it is loaded: CUDA out of memory"
+
+
+def test_a_side_that_trains_something_else_has_failed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that did not run is no measure of the others."""
+    found = iter(({"failed": "no answer"}, {"trained": 100}, {"trained": 101}))
     monkeypatch.setattr(bench, "write_checkpoint", lambda case, folder, small: folder.mkdir())
-    monkeypatch.setattr(bench, "in_own_process", lambda *_: [{"tokens": 1, "trained": next(trained)}])
-    with pytest.raises(SystemExit, match="peft trains 101 numbers, moetune 100"):
-        list(bench.run(["small"], bench.argparse.Namespace(small=True)))
+    monkeypatch.setattr(bench, "in_own_process", lambda *_: [next(found)])
+    rows = list(bench.run(["small"], bench.argparse.Namespace(small=True)))
+    assert [row.get("failed") for row in rows] == ["no answer", None, "trains 101 numbers, the side before 100"]

@@ -15,7 +15,8 @@ trace of it counts (recomputation included), over what a large product reaches o
 - experts4bit-qlora, if it is installed: experts in NF4 as its loader packs them, its own factors.
 
 Unsloth is no side: it could not be run where this was written. The losses of the first step are in the table; factors
-start at zero there, so that sides differ by how weights are stored. Sides must train as many numbers, or it ends.
+start at zero there, so that sides differ by how weights are stored. A side that trains another number of weights has
+failed.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from moetune.adapt.build import build
 from moetune.catalog import find_model
 from moetune.catalog.gpus import find_gpu
 from moetune.config import OptimizerConfig, RunConfig
-from moetune.errors import UserError
 from moetune.memory.profile import large_product
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import batches_of
+from moetune.memory.verify import catalog_name
 from moetune.optim.optimizers import make_optimizer, optimizer_over
 from moetune.run.resolve import resolve
 from moetune.step.batch import Batch
@@ -104,9 +105,12 @@ class Side:
 # --- The sides ------------------------------------------------------------------------------------------------
 
 
-def moetune(case: Case, model: str, device: torch.device, length: int, small: bool) -> Side:
+def moetune(case: Case, model: str, device: torch.device, length: int, dtype: torch.dtype) -> Side:
     """A run file's way. gpt-oss has its published MXFP4, eager attention and no packing."""
-    about_model = {"dtype": "fp32" if small else "bf16", "weights": "random" if model == case.model else "pretrained"}
+    about_model = {
+        "dtype": "fp32" if dtype == torch.float32 else "bf16",
+        "weights": "random" if model == case.model else "pretrained",
+    }
     sections: dict[str, Any] = {"model": about_model}
     if case.model.startswith("gpt-oss"):
         about_model |= {"base": "mxfp4", "attention": "eager"}
@@ -131,10 +135,10 @@ def moetune(case: Case, model: str, device: torch.device, length: int, small: bo
     return Side(adapted.model, step, updater(optimizer), batch, config)
 
 
-def peft(folder: Path, device: torch.device, length: int, small: bool) -> Side:
+def peft(folder: Path, device: torch.device, length: int, dtype: torch.dtype) -> Side:
     from peft import LoraConfig, get_peft_model
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if small else torch.bfloat16).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
     config = LoraConfig(
         r=LORA_16["lora"]["rank"],
         lora_alpha=LORA_16["lora"]["alpha"],
@@ -145,10 +149,10 @@ def peft(folder: Path, device: torch.device, length: int, small: bool) -> Side:
     return plain(get_peft_model(model, config), length)
 
 
-def experts4bit(folder: Path, device: torch.device, length: int, small: bool) -> Side:
+def experts4bit(folder: Path, device: torch.device, length: int, dtype: torch.dtype) -> Side:
     import experts4bit_qlora as theirs
 
-    lora, dtype = LORA_16["lora"], torch.float32 if small else torch.bfloat16
+    lora = LORA_16["lora"]
     model, _ = theirs.load_moe_4bit_streaming(str(folder), str(device), dtype, r=lora["rank"], alpha=lora["alpha"])
     theirs.verify_moe_4bit(model, strict=True)
     theirs.lora.add_attention_lora(model, lora["rank"], lora["alpha"], dtype)
@@ -213,30 +217,37 @@ def model_config(case: Case, small: bool) -> PretrainedConfig:
     return AutoConfig.for_model(**config)
 
 
-def run_case(case: Case, folder: Path | None, tokens: list[int], repetitions: int, seconds: float) -> Iterator[Any]:
-    """Its rows, one for each number of tokens; ends early where they have taken so many seconds."""
-    small, began = tokens[-1] < TOKENS[0], time.perf_counter()
+def run_case(case: Case, folder: Path | None, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Its rows, one for each number of tokens; ends early where they have taken too long, loading aside."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    length = min(LENGTH, tokens[-1])
-    if case.side == "moetune":
-        side = moetune(case, case.model if folder is None else str(folder), device, length, small)
-    else:
-        assert folder is not None
-        side = SIDES[case.side](folder, device, length, small)
-    ceiling = large_product(device, torch.float32 if small else torch.bfloat16)
-    for count in tokens:
+    length, small = min(LENGTH, options.tokens[-1]), options.small
+    dtype = torch.float32 if small else torch.bfloat16
+    try:
+        if case.side == "moetune":
+            side = moetune(case, case.model if folder is None else str(folder), device, length, dtype)
+        else:
+            assert folder is not None
+            side = SIDES[case.side](folder, device, length, dtype)
+    except torch.OutOfMemoryError as error:
+        yield {**asdict(case), "out_of_memory": f"while it is loaded: {first_of(error)}"}
+        return
+    began, ceiling = time.perf_counter(), large_product(device, dtype)
+    for count in options.tokens:
         row: dict[str, Any] = {**asdict(case), "tokens": count, "trained": side.trained, "ceiling": ceiling}
-        if time.perf_counter() - began > seconds:
-            yield row | {"left_out": f"{seconds:.0f} s were over"}
+        if time.perf_counter() - began > options.seconds:
+            yield row | {"left_out": f"{options.seconds:.0f} s were over"}
             continue
         try:
-            yield row | timed(side, count, device, repetitions) | counted(side, count, device, ceiling)
+            yield row | timed(side, count, device, options.repetitions) | counted(side, count, device)
         except torch.OutOfMemoryError as error:
-            yield row | {"out_of_memory": str(error).split(". ")[0]}
+            yield row | {"out_of_memory": first_of(error)}
             side.model.zero_grad(set_to_none=True)
-            del error
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def first_of(error: Exception) -> str:
+    return str(error).split(". ")[0]
 
 
 def timed(side: Side, tokens: int, device: torch.device, repetitions: int) -> dict[str, Any]:
@@ -261,15 +272,11 @@ def timed(side: Side, tokens: int, device: torch.device, repetitions: int) -> di
     )
 
 
-def counted(side: Side, tokens: int, device: torch.device, ceiling: float) -> dict[str, Any]:
+def counted(side: Side, tokens: int, device: torch.device) -> dict[str, Any]:
     """Operations of a step of ours, by a trace; a peer's are not known."""
     if side.config is None or device.type != "cuda":
         return {}
-    try:
-        card = find_gpu(torch.cuda.get_device_name(device))
-    except UserError:
-        return {}
-    work = trace(resolve(side.config(tokens), "cuda"), gpu=card).work.values()
+    work = trace(resolve(side.config(tokens), "cuda"), gpu=find_gpu(catalog_name(device))).work.values()
     return {"flops": sum(part.flops + part.flops32 for part in work)}
 
 
@@ -281,6 +288,7 @@ def in_own_process(case: Case, folder: Path | None, options: argparse.Namespace)
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--repetitions", str(options.repetitions)]
     command += ["--seconds", str(options.seconds), "--tokens", *map(str, options.tokens)]
     command += [] if folder is None else ["--folder", str(folder)]
+    command += ["--small"] * options.small
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"model"')]
     if done.returncode == 0:
@@ -291,7 +299,8 @@ def in_own_process(case: Case, folder: Path | None, options: argparse.Namespace)
 
 
 def run(names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of all cases. Sides that train the same layers read one checkpoint, and must train as many numbers."""
+    """Rows of all cases. Sides that train the same layers read one checkpoint; one that trains more or fewer numbers
+    than the first has failed."""
     for name in names:
         with tempfile.TemporaryDirectory() as parent:
             trained: dict[tuple[str, int | None], int] = {}
@@ -300,10 +309,11 @@ def run(names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any
                 if folder is not None and not folder.is_dir():
                     write_checkpoint(case, folder, options.small)
                 for row in in_own_process(case, folder, options):
+                    if folder is not None and "trained" in row:
+                        first = trained.setdefault((case.model, case.layers), row["trained"])
+                        if row["trained"] != first:
+                            row = row | {"failed": f"trains {row['trained']:,} numbers, the side before {first:,}"}
                     yield row
-                    first = trained.setdefault((case.model, case.layers), row.get("trained", 0))
-                    if folder is not None and "trained" in row and row["trained"] != first:
-                        raise SystemExit(f"{case.side} trains {row['trained']:,} numbers, moetune {first:,}")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -313,10 +323,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         cells = [row["model"], row["layers"] or "all", row["way"], row["side"], row.get("tokens", "")]
-        if "seconds" not in row:
-            lines.append(
-                f"| {' | '.join(map(str, cells))} | {row.get('failed') or row.get('left_out') or 'out of memory'} |||||"
-            )
+        if "failed" in row or "seconds" not in row:
+            said = row.get("failed") or row.get("left_out") or "out of memory"
+            lines.append(f"| {' | '.join(map(str, cells))} | {said} |||||")
             continue
         share = f"{row['flops'] / row['seconds'] / row['ceiling']:.0%}" if "flops" in row else "–"
         peak = f"{row['allocated'] / GiB:.1f} GiB" if "allocated" in row else "–"
@@ -351,9 +360,7 @@ def main() -> None:
     options = parse()
     if options.case is not None:
         with answering():
-            for row in run_case(
-                Case(**options.case), options.folder, options.tokens, options.repetitions, options.seconds
-            ):
+            for row in run_case(Case(**options.case), options.folder, options):
                 print(json.dumps(row), flush=True)
         return
     rows = list(run(options.names, options))
