@@ -84,8 +84,8 @@ def test_on_a_base_in_float32(model_type: str, tmp_path: Path) -> None:
 
 @every_type
 def test_on_a_packed_base(model_type: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """The exports belong to the unpacked base, so they differ by what packing changes, and by little more: training makes
-    some tokens of a random model choose other experts too."""
+    """The exports belong to the unpacked base, so they differ by what packing changes, and by little more: training
+    makes some tokens of a random model choose other experts too."""
     base = write_base(tmp_path / "base", model_type)
     with small_linears_are_packed():
         run = write_run(tmp_path / "run", base, adapt_of(model_type), storage="nf4")
