@@ -17,12 +17,14 @@ stamp=.venv/installed-${extras:-run}
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   echo "==> installing into .venv (a minute or two; longer if the packages must be downloaded)"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
     --constraint scripts/constraints.txt --editable ".${extras:+[$extras]}"
   if [ "$extras" = dev ]; then
     # Its build asks for the torch that is there by now, and compiles nothing if it is told so.
     DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-      --constraint scripts/constraints.txt --editable ".[deepspeed]"
+      --no-compile --constraint scripts/constraints.txt --editable ".[deepspeed]"
   fi
+  # pip would compile on one core. A file that is not for this version of Python does not compile, and is not imported.
+  .venv/bin/python -m compileall -qq -j 0 .venv/lib moetune tests || true
   echo "$wanted" >"$stamp"
 fi

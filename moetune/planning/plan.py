@@ -175,6 +175,7 @@ def plan(
     tried: list[Way] = []
     candidates: list[Candidate] = []
     notes: list[str] = []
+    refused: dict[tuple[Goal, str], list[str]] = {}  # by goal and reason
     with Workers(search, processes) as workers:
         for goal in goals:
             if goal != "lora" and not search.layers:
@@ -185,9 +186,10 @@ def plan(
                 some = [way for way in possible if _is_slow(way) is is_slow]
                 for way, one in workers.answers("largest", some, lambda way: say(f"{way.goal}: {way.words}")):
                     if isinstance(one, UserError):
-                        notes.append(f"{goal}, {way.words}: {one_line(one)}")
+                        refused.setdefault((goal, one_line(one)), []).append(way.words)
                     elif one is not None and host is not None and one.report.fullest.host_bytes > host:
-                        notes.append(f"{goal}, {way.words}: wants more than {host:,} bytes of host memory")
+                        why = f"wants more than {host:,} bytes of host memory"
+                        refused.setdefault((goal, why), []).append(way.words)
                     elif one is not None:
                         found.append(one)
                         if search.is_all(one):  # all other ways give up more, for nothing
@@ -203,6 +205,7 @@ def plan(
                 candidates.append(_candidate(sure, search.needs, tokens))
             else:
                 notes.append(f"{one.way.goal}, {one.way.words}: fits by closed form and not by trace; left out")
+    notes = [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()] + notes
     notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
     miss = None if candidates else _nearest(search, tried, say)
     return Plan(model, gpu, search.usable, tuple(candidates), miss, tuple(notes), tokens)

@@ -173,8 +173,10 @@ class Search:
             layers = 1 + last_that_fits(end, lambda number: headroom(number + 1, each), max(3, depth // 3))  # noqa: B023
             if layers and (layers * each > amount or (is_tie and layers * each == amount)):
                 best = layers, each
+            if not layers and best is None and headroom(1, 1) < 0:
+                return None
             if each >= first:
-                on_line = min(on_line, self._end_of_line(reports, each, on_line))
+                on_line = min(on_line, self._end_of_line(reports, each, on_line) if layers else each - 1)
         if best is None:
             return None
         layers, each = best

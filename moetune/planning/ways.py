@@ -28,7 +28,8 @@ class Way:
 
     @property
     def words(self) -> str:
-        return ", ".join(str(value) for key, value in self.settings.items() if key.startswith(("model", "optimizer")))
+        chosen = ((key, value) for key, value in self.settings.items() if key.startswith(("model", "optimizer")))
+        return ", ".join(key.partition(".")[2] if value is True else str(value) for key, value in chosen)
 
     @property
     def on_host(self) -> bool:
@@ -37,7 +38,9 @@ class Way:
 
 _MICRO_STEPS = 8
 _STATES_8BIT = "states in 8 bits, weights rounded stochastically"
-_OPTIMIZERS: dict[Goal, tuple[tuple[dict[str, Any], tuple[str, ...]], ...]] = {
+_Choices = tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
+"""Settings, and what they give up."""
+_OPTIMIZERS: dict[Goal, _Choices] = {
     "experts": (
         ({"optimizer.name": "adamw", "optimizer.master_weights": "fp32"}, ()),
         ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "stochastic"}, (_STATES_8BIT,)),
@@ -53,18 +56,27 @@ _OPTIMIZERS: dict[Goal, tuple[tuple[dict[str, Any], tuple[str, ...]], ...]] = {
     "lora": (({"optimizer.name": "adamw"}, ()), ({"optimizer.name": "adamw8bit"}, ("states in 8 bits",))),
     "router": (({"optimizer.name": "adamw"}, ()),),
 }
-_BASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+_OVER_RANKS: _Choices = (
+    ({"optimizer.name": "adamw", "optimizer.master_weights": "fp32"}, ()),
+    ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "fp32"}, ("states in 8 bits",)),
+    (
+        {"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"},
+        ("states in 8 bits, updates too small for a weight's 16",),
+    ),
+)
+"""Of experts on several cards: those that work with a share of a weight (`run.refusals.of_unshared`)."""
+_BASES: _Choices = (
     ({"model.base": "bf16"}, ()),
     ({"model.base": "int8"}, ("the base in 8 bits",)),
     ({"model.base": "nf4"}, ("the base in 4 bits",)),
     ({"model.base": "nf4", "model.experts_on": "host"}, ("the base in 4 bits", "speed: experts come from the host")),
 )
-_AS_PUBLISHED: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+_AS_PUBLISHED: _Choices = (
     ({"model.base": "mxfp4"}, ()),
     ({"model.base": "mxfp4", "model.experts_on": "host"}, ("speed: experts come from the host",)),
 )
 """Of models that are published in MXFP4: in more bits they are the same weights."""
-_CHECKPOINTING: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+_CHECKPOINTING: _Choices = (
     ({"train.checkpointing": "full"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 )
@@ -77,9 +89,10 @@ def ways(goal: Goal, anatomy: Anatomy, count: int, published: Storage | None = N
         published: the storage that keeps the model as it is published.
     """
     order = 0
+    optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
     for layout in layouts(anatomy, count):
         for base, lost in _AS_PUBLISHED if published == "mxfp4" else _BASES:
-            for optimizer, lost_too in _OPTIMIZERS[goal]:
+            for optimizer, lost_too in optimizers:
                 for checkpointing, lost_as_well in _CHECKPOINTING:
                     settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}
                     yield Way(goal, settings, (*lost, *lost_too, *lost_as_well), order)

@@ -9,11 +9,13 @@ import pytest
 
 from moetune.catalog import recipes
 from moetune.config import RunConfig
+from moetune.errors import UserError
 from moetune.planning.needs import Needs
 from moetune.planning.plan import plan
 from moetune.planning.search import Found, Search
 from moetune.planning.solve import solve
 from moetune.planning.ways import Goal, Way, ways
+from moetune.run import refusals
 from moetune.run_file import load_run_config
 from tests.cli.test_commands import ROOT
 from tests.thinned import thinned
@@ -103,3 +105,20 @@ def test_several_processes_find_what_one_finds(small_model: Path) -> None:
     one, several = (plan(str(small_model), "600MiB", length=64, processes=number) for number in (1, 2))
     assert several == one
     assert one.candidates
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_way_is_tried_that_so_many_cards_refuse(count: int, small_model: Path) -> None:
+    search = search_of(small_model, "44GiB", 64)
+    for goal in MODELS:
+        for way in ways(goal, search.anatomy, count):
+            assert not [*refusals.of_unshared(search.smallest(way))], way.words
+
+
+def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(search: Search, way: Way) -> None:
+        raise UserError("no such way today")
+
+    monkeypatch.setattr(Search, "largest", refuse)
+    refused = plan(str(small_model), "600MiB", goals=("router",), length=64)
+    assert refused.notes == ("router, bf16, adamw; int8, adamw; nf4, adamw; nf4, host, adamw: no such way today",)
