@@ -21,6 +21,7 @@ from moetune.memory.report import LoadPeaks, PartName
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace.alike import Unit, groups, kinds_of
 from moetune.memory.trace.tracing import can_be_shortened
+from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 
 _WHERE = ("targets", "layers", "ids")
@@ -41,7 +42,7 @@ class Depths:
             NoClosedForm: as `ClosedForm.at`.
         """
         form, config = ClosedForm(run, rank, gpu), run.config
-        if config.parallel.ranks > 1 or config.model.weights != "pretrained" or not can_be_shortened(config):
+        if config.model.weights != "pretrained" or not can_be_shortened(config):
             return form.at(config, routing)
         key, units = _shortened(form)
         if key not in self._known:
@@ -64,7 +65,8 @@ class Depths:
 def _shortened(form: ClosedForm) -> tuple[Hashable, Sequence[Unit]]:
     """What the step of the shortened model depends on, and what its layers stand for."""
     run, kind = form.run, kind_of(form.run)
-    kinds = kinds_of(run, {})
+    at = Coordinates.of(run.config.parallel, form.rank)
+    kinds = kinds_of(run, {layer: of_ranks[at.ep] for layer, of_ranks in run.placement.items()})
     kept, units = groups(kinds)
     starts = {unit.layers[0]: len(unit.layers) for unit in units}
     outside = {part.name for part in run.anatomy.parts if part.layer is None}
@@ -73,6 +75,7 @@ def _shortened(form: ClosedForm) -> tuple[Hashable, Sequence[Unit]]:
     key = (
         json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
         form.gpu and form.gpu.capability,
+        at,
         run.selection.full & outside,
         frozenset(linears.intersection(run.selection.lora_linears)),
         tuple((kinds[layer], starts.get(layer, 0)) for layer in kept),

@@ -27,6 +27,34 @@ ADAPT: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "adamw", "offload": True},
         "train": {"accumulate": 1, "checkpointing": "offload"},
     },
+    "two ranks": {
+        "model": PRETRAINED,
+        "optimizer": {"name": "adamw", "master_weights": "fp32"},
+        "train": {"accumulate": 4},
+        "hardware": {"count": 2},
+        "parallel": {"fsdp": 2, "ep": 2},
+    },
+    "two shards": {
+        "model": {**PRETRAINED, "base": "nf4"},
+        "optimizer": {"name": "adamw8bit", "master_weights": "none"},
+        "train": {"accumulate": 2},
+        "hardware": {"count": 2},
+        "parallel": {"fsdp": 2},
+    },
+    "four ranks": {
+        "model": PRETRAINED,
+        "optimizer": {"name": "adamw", "master_weights": "fp32"},
+        "train": {"accumulate": 1},
+        "hardware": {"count": 4},
+        "parallel": {"fsdp": 2, "tp": 2, "ep": 2},
+    },
+    "uneven shards": {
+        "model": PRETRAINED,
+        "optimizer": {"name": "sgd", "momentum": 0.9, "master_weights": "none"},
+        "train": {"accumulate": 3},
+        "hardware": {"count": 6},
+        "parallel": {"replicate": 2, "fsdp": 3},
+    },
 }
 
 
@@ -41,16 +69,18 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
         return record(*arguments)
 
     monkeypatch.setattr(form, "record", counted)
-    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=12)
+    ranks = ADAPT[how].get("hardware", {}).get("count", 1)
+    toy = write_toy(tmp_path, "mixtral", experts=2 * ranks, num_hidden_layers=12)
     depths = Depths()
     for layers in (5, 7):
-        adapt = {"router": "all", "experts": {"layers": f"0-{layers - 1}", "ids": [1]}}
+        adapt = {"router": "all", "experts": {"layers": f"0-{layers - 1}", "ids": list(range(1, 1 + ranks))}}
         run = resolve(toy_run(toy, "mixtral", adapt, **ADAPT[how]))
-        before = recorded
-        found = depths.at(run)
-        assert recorded - before == (layers == 5)
-        own = ClosedForm(run).at(run.config)
-        assert (found.parts, found.peak.host, found.load) == (own.parts, own.peak.host, own.load)
+        for rank in range(ranks):
+            before = recorded
+            found = depths.at(run, rank)
+            assert recorded - before == (layers == 5)
+            own = ClosedForm(run, rank).at(run.config)
+            assert (found.parts, found.peak.host, found.load) == (own.parts, own.peak.host, own.load)
 
 
 @pytest.mark.full
