@@ -26,6 +26,10 @@ from moetune.experts.grouped import library, product_of_groups
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
+MX_BLOCK = 32  # weights that share one MXFP4 scale
+MXFP4_AT_ONCE = 1 << 24  # weights whose bytes are looked up at once: 32 MiB of indices
+INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once, to int8 or MXFP4: 16 MiB
+_PER_STEP = 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
 TWINS: dict[str, Callable[..., Any]] = {}
 """By operator what computes the same with torch's operations."""
 
@@ -111,6 +115,53 @@ def dequantize_nf4(
 def _joined(parts: Iterable[Tensor]) -> Tensor:
     first, *others = parts
     return torch.cat([first, *others]) if others else first
+
+
+def int8_slices(shape: Sequence[int]) -> list[slice]:
+    """Rows [R, C] of an int8 matrix that are scaled at once: at most `INT8_AT_ONCE` weights, one row at least."""
+    rows = max(1, INT8_AT_ONCE // shape[1])
+    return [slice(first, first + rows) for first in range(0, shape[0], rows)]
+
+
+@_operator(
+    "(Tensor data, Tensor absmax, ScalarType dtype) -> Tensor",
+    lambda data, absmax, dtype: torch.empty_like(data, dtype=dtype),
+)
+def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n, C] with a scale each [n]: bitsandbytes' `int8_vectorwise_dequant` in `dtype`, bit for bit. With torch's
+    operations at most 16 MiB are beside the result; its own takes 8 bytes a weight."""
+    out = torch.empty_like(data, dtype=dtype)
+    if dtype == torch.float32:
+        return torch.mul(data, absmax[:, None], out=out).mul_(_PER_STEP)
+    slices = int8_slices(data.shape)
+    wide = torch.empty_like(out[slices[0]], dtype=torch.float32)
+    for rows in slices:
+        part = out[rows]
+        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(_PER_STEP))
+    return out
+
+
+@_operator(
+    "(Tensor data, Tensor scales, Tensor pairs, ScalarType dtype) -> Tensor",
+    lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype),
+)
+def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks of 32 weights, 16 bytes each, with the exponent of each block: [weights]. `pairs` [256, 2] are the two
+    values of each byte. transformers' `convert_moe_packed_tensors`, bit for bit, without its transposition.
+
+    With torch's operations two weights are looked up at once, by their byte, and at most 2 bytes a weight of
+    `MXFP4_AT_ONCE` weights are beside the result."""
+    as_one = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
+    pair = pairs.to(dtype).view(as_one).flatten()
+    out = torch.empty(2 * len(data), dtype=dtype, device=data.device)
+    of_pairs, of_blocks = out.view(as_one), out.view(-1, MX_BLOCK)
+    exponents = scales.to(torch.int32).sub_(127)[:, None]
+    for first in range(0, len(data), MXFP4_AT_ONCE // 2):
+        bytes_ = slice(first, first + MXFP4_AT_ONCE // 2)
+        torch.index_select(pair, 0, data[bytes_].to(torch.int32), out=of_pairs[bytes_])
+        blocks = slice(2 * first // MX_BLOCK, 2 * bytes_.stop // MX_BLOCK)
+        torch.ldexp(of_blocks[blocks], exponents[blocks], out=of_blocks[blocks])
+    return out
 
 
 @_operator(

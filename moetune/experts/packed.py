@@ -6,7 +6,7 @@ Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import bitsandbytes.functional as bnb
@@ -16,13 +16,9 @@ from torch import Tensor, nn
 from moetune.config import Storage
 from moetune.experts import kernels
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
-from moetune.experts.kernels import BLOCK, NESTED_BLOCK
+from moetune.experts.kernels import BLOCK, MX_BLOCK, NESTED_BLOCK
 from moetune.run.dtypes import DTYPES
 
-MX_BLOCK = 32  # weights that share one MXFP4 scale
-MXFP4_AT_ONCE = 1 << 24  # weights whose bytes are looked up at once: 32 MiB of indices
-INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once, to int8 or MXFP4: 16 MiB
-_PER_STEP = 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -130,7 +126,7 @@ class PackedStack(nn.Module):
                         self.offset[row].copy_(state.offset)
             case "int8":
                 # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
-                for rows in _int8_slices(self.shape):
+                for rows in kernels.int8_slices(self.shape):
                     packed, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
                     self.data[index, rows].copy_(packed)
                     self.absmax[index, rows].copy_(scale)
@@ -162,16 +158,17 @@ class PackedStack(nn.Module):
         data = buffers["data"][which]
         match self.storage:
             case "nf4":
-                scales = [buffers["absmax"][which], None, None, None]
+                of_blocks = [buffers["absmax"][which], None, None, None]
                 if self.double_quant:
-                    scales[1:] = buffers["nested_absmax"][which], buffers["nested_code"], buffers["offset"][which]
+                    of_blocks[1:] = buffers["nested_absmax"][which], buffers["nested_code"], buffers["offset"][which]
                 of_piece = math.prod(self.shape) // self.pieces
-                return kernels.dequantize_nf4(data, *scales, of_piece, dtype).view(-1, *self.shape)
+                return kernels.dequantize_nf4(data, *of_blocks, of_piece, dtype).view(-1, *self.shape)
             case "int8":
                 absmax = buffers["absmax"][which]
-                return _dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
+                return kernels.dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
             case "mxfp4":
-                weights = _unpack_mxfp4(data.flatten(), buffers["scales"][which].flatten(), buffers["pairs"], dtype)
+                scales = buffers["scales"][which].flatten()
+                weights = kernels.dequantize_mxfp4(data.flatten(), scales, buffers["pairs"], dtype)
                 rows, columns = self.shape
                 return weights.view(len(data), -1)[:, : rows * columns].reshape(-1, rows, columns)
             case _:
@@ -185,38 +182,14 @@ class PackedStack(nn.Module):
         return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}{', on the host' if self.on_host else ''}"
 
 
-def int8_at_once(weights: int, columns: int) -> int:
-    """How many weights of an int8 matrix are scaled at once: whole rows of so many columns, at most `INT8_AT_ONCE`."""
-    return min(weights, max(1, INT8_AT_ONCE // columns) * columns)
-
-
-def _int8_slices(shape: Sequence[int]) -> list[slice]:
-    rows = int8_at_once(shape[0] * shape[1], shape[1]) // shape[1]
-    return [slice(first, first + rows) for first in range(0, shape[0], rows)]
-
-
-def _dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """bitsandbytes' `int8_vectorwise_dequant` in `dtype`, bit for bit, with at most 16 MiB beside the result; its own
-    takes 8 bytes a weight."""
-    out = torch.empty(data.shape, dtype=dtype, device=data.device)
-    if dtype == torch.float32:
-        return torch.mul(data, absmax[:, None], out=out).mul_(_PER_STEP)
-    slices = _int8_slices(data.shape)
-    wide = torch.empty_like(out[slices[0]], dtype=torch.float32)
-    for rows in slices:
-        part = out[rows]
-        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(_PER_STEP))
-    return out
-
-
 def _pack_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
     """Rounds to the nearest, ties to even. The scale of a block is the power of two that brings its largest weight to
     4 or more and below 8; what then is above 6 becomes 6 (OCP Microscaling Formats 1.0, section 6.3)."""
     levels = weights.new_tensor(_E2M1, dtype=torch.float32)
     middles = (levels[:-1] + levels[1:]) / 2
     middles[1::2] = torch.nextafter(middles[1::2], levels[:-1][1::2])  # up to the even one
-    for first in range(0, len(weights), INT8_AT_ONCE):
-        part = weights[first : first + INT8_AT_ONCE].float()
+    for first in range(0, len(weights), kernels.INT8_AT_ONCE):
+        part = weights[first : first + kernels.INT8_AT_ONCE].float()
         if lacking := -len(part) % MX_BLOCK:
             part = nn.functional.pad(part, (0, lacking))
         blocks = part.view(-1, MX_BLOCK)
@@ -227,22 +200,6 @@ def _pack_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
         low, high = codes.view(-1, 2).unbind(1)
         data[first // 2 :][: len(low)].copy_(low | high << 4)
         scales[first // MX_BLOCK :][: len(blocks)].copy_(exponents + 127)
-
-
-def _unpack_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """transformers' `convert_moe_packed_tensors`, bit for bit, without its transposition, and with at most 2 bytes a
-    weight of `MXFP4_AT_ONCE` weights beside the result: two weights are looked up at once, by their byte."""
-    as_one = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
-    pair = pairs.to(dtype).view(as_one).flatten()
-    out = torch.empty(2 * len(data), dtype=dtype, device=data.device)
-    of_pairs, of_blocks = out.view(as_one), out.view(-1, MX_BLOCK)
-    exponents = scales.to(torch.int32).sub_(127)[:, None]
-    for first in range(0, len(data), MXFP4_AT_ONCE // 2):
-        bytes_ = slice(first, first + MXFP4_AT_ONCE // 2)
-        torch.index_select(pair, 0, data[bytes_].to(torch.int32), out=of_pairs[bytes_])
-        blocks = slice(2 * first // MX_BLOCK, 2 * bytes_.stop // MX_BLOCK)
-        torch.ldexp(of_blocks[blocks], exponents[blocks], out=of_blocks[blocks])
-    return out
 
 
 class PackedLinear(nn.Linear):

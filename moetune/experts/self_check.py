@@ -27,7 +27,7 @@ def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, toke
             off = float(
                 torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max()
             )  # NaN, if one is
-            if not off <= (0 if name == "dequantize_nf4" else TOLERANCE[dtype]):
+            if not off <= (0 if name.startswith("dequantize") else TOLERANCE[dtype]):
                 found.append(f"{name} (off by {off:.1e} of the largest)")
     return found
 
@@ -57,6 +57,15 @@ def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tu
         buffers: Mapping[str, Tensor] = {name: buffer.to(device) for name, buffer in stack.named_buffers()}
         nested = [buffers[name] if double_quant else None for name in ("nested_absmax", "nested_code", "offset")]
         yield "dequantize_nf4", [buffers["data"], buffers["absmax"], *nested, HIDDEN * 64, dtype]
+
+    int8, mxfp4 = (PackedStack(2, (HIDDEN, 96), storage) for storage in ("int8", "mxfp4"))
+    for number in range(2):
+        for stack in (int8, mxfp4):
+            stack.pack_(number, torch.randn(HIDDEN, 96, generator=generator))
+    of_rows = int8.data.flatten(0, 1), int8.absmax.flatten()
+    yield "dequantize_int8", [*(tensor.to(device) for tensor in of_rows), dtype]
+    of_blocks = mxfp4.data.flatten(), mxfp4.scales.flatten(), mxfp4.pairs
+    yield "dequantize_mxfp4", [*(tensor.to(device) for tensor in of_blocks), dtype]
 
     chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:TOP_K] for _ in range(tokens)]).flatten()
     counts = torch.bincount(chosen, minlength=EXPERTS).tolist()

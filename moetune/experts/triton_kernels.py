@@ -95,6 +95,63 @@ def dequantize_nf4(
     return out
 
 
+# --- int8 and MXFP4 -----------------------------------------------------------------------------------------------
+
+
+@kernel()
+def _dequantize_int8(data, absmax, out, size, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < size
+    level = tl.load(data + row * size + column, mask=inside, other=0).to(tl.float32)
+    value = level * tl.load(absmax + row) * 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
+    tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(data, dtype=dtype)
+    rows, size = data.shape
+    columns = min(4 * COLUMNS, _next(size))
+    if rows:
+        _dequantize_int8[(rows, _ratio(size, columns))](data, absmax, out, size, COLUMNS=columns)
+    return out
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2 to an exponent from -126 to 127, by its bits."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1(code):
+    """Of 4 bits their value: a sign, two of exponent, one of mantissa (OCP Microscaling Formats 1.0, section 5.3.3)."""
+    exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
+    value = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * _power_of_two(exponent - 1))
+    return tl.where((code & 8) == 8, -value, value)
+
+
+@kernel()
+def _dequantize_mxfp4(data, scales, out, bytes_, BYTES: tl.constexpr):
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    inside = byte < bytes_
+    pair = tl.load(data + byte, mask=inside, other=0).to(tl.int32)
+    exponent = tl.load(scales + byte // 16, mask=inside, other=127).to(tl.int32) - 127
+    half = _power_of_two(exponent >> 1)  # of both halves the power is a normal number
+    rest = _power_of_two(exponent - (exponent >> 1))
+    low, high = _e2m1(pair & 15) * half * rest, _e2m1(pair >> 4) * half * rest
+    value = tl.reshape(tl.join(low, high), (2 * BYTES,)).to(out.dtype.element_ty)
+    at = tl.program_id(0).to(tl.int64) * 2 * BYTES + tl.arange(0, 2 * BYTES)
+    tl.store(out + at, value, mask=at < 2 * bytes_)
+
+
+def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    out = data.new_empty(2 * len(data), dtype=dtype)
+    if len(data):
+        _dequantize_mxfp4[(_ratio(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
+    return out
+
+
 # --- Gates --------------------------------------------------------------------------------------------------------
 
 

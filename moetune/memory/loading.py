@@ -8,7 +8,7 @@ from moetune.adapt.quantizer import merges_experts
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.moe import ExpertShape, MoeLayer
 from moetune.config import RunConfig
-from moetune.experts.packed import BLOCK, INT8_AT_ONCE
+from moetune.experts.kernels import BLOCK, INT8_AT_ONCE
 from moetune.memory.report import LoadPeaks
 from moetune.run.published import Published
 

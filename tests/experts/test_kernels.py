@@ -100,6 +100,25 @@ def test_nf4(interpreted: ModuleType, shape: tuple[int, int], double_quant: bool
     assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.parametrize("shape", [(24, 20), (15, 9), (3, 160)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8(interpreted: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    stack = PackedStack(1, shape, "int8")
+    stack.pack_(0, random(*shape))
+    found, expected = both(interpreted, "dequantize_int8", stack.data[0], stack.absmax[0], dtype)
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4(interpreted: ModuleType, dtype: torch.dtype) -> None:
+    """Every byte, at exponents that the dtype has a normal number for."""
+    stack, near = PackedStack(1, (64, 64), "mxfp4"), 120 if dtype == torch.float32 else 12
+    exponents = torch.arange(127 - near, 128 + near, dtype=torch.uint8)
+    data, scales = torch.arange(256, dtype=torch.uint8).repeat(len(exponents)), exponents.repeat_interleave(16)
+    found, expected = both(interpreted, "dequantize_mxfp4", data, scales, stack.pairs, dtype)
+    assert torch.equal(found[0], expected[0])
+
+
 GATES = [(False, 1.0, 0.0), (True, 1.0, 0.0), (True, 1.702, 1.5), (False, 1.702, 1.5)]
 
 
@@ -237,8 +256,8 @@ def test_a_kernel_that_is_wrong_is_found_and_no_other(interpreted: ModuleType, m
 # --- Compiled -----------------------------------------------------------------------------------------------------
 
 TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
-    torch.int64: "*i64",
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int8: "*i8",
+    torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 SHARED = {86: 101376, 89: 101376, 90: 232448}  # bytes of shared memory that a block may have
 
@@ -284,6 +303,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         stack.data, stack.absmax, stack.nested_absmax, stack.nested_code, stack.offset, 64 * 256, dtype
     )
     module.dequantize_nf4(stack.data, stack.absmax.float(), None, None, None, 64 * 256, dtype)
+    int8, mxfp4 = PackedStack(1, (64, 2048), "int8"), PackedStack(1, (64, 2048), "mxfp4")
+    module.dequantize_int8(int8.data[0], int8.absmax[0], dtype)
+    module.dequantize_mxfp4(mxfp4.data[0], mxfp4.scales[0], mxfp4.pairs, dtype)
     gate_up, act, order, weights = (
         torch.zeros(64, 1536, dtype=dtype), torch.zeros(64, 768, dtype=dtype), torch.arange(64), torch.zeros(64),
     )  # fmt: skip

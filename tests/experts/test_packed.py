@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moetune.experts import packed as packed_module
+from moetune.experts import kernels
 from moetune.experts.packed import PackedLinear, PackedStack, Storage
 from moetune.run.dtypes import DTYPES
 
@@ -73,11 +73,11 @@ def test_an_nf4_slice_is_what_bitsandbytes_makes_of_that_matrix(shape: tuple[int
 
 
 @every_shape
-@pytest.mark.parametrize("at_once", [packed_module.INT8_AT_ONCE, 24])
+@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 24])
 def test_an_int8_slice_is_what_bitsandbytes_makes_of_that_matrix(
     shape: tuple[int, int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_module, "INT8_AT_ONCE", at_once)
+    monkeypatch.setattr(kernels, "INT8_AT_ONCE", at_once)
     weights = matrices(shape)
     stack = packed("int8", False, weights)
     for index, weight in enumerate(weights):
@@ -88,12 +88,12 @@ def test_an_int8_slice_is_what_bitsandbytes_makes_of_that_matrix(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("at_once", [packed_module.MXFP4_AT_ONCE, 96])
+@pytest.mark.parametrize("at_once", [kernels.MXFP4_AT_ONCE, 96])
 def test_mxfp4_is_unpacked_as_transformers_does(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every byte and every scale, to the bit: zeros keep their sign, and what is infinite or none stays so."""
-    monkeypatch.setattr(packed_module, "MXFP4_AT_ONCE", at_once)
+    monkeypatch.setattr(kernels, "MXFP4_AT_ONCE", at_once)
     blocks = torch.arange(256, dtype=torch.uint8).repeat(256).view(2, 32, 64, 16)
     scales = torch.arange(256, dtype=torch.uint8).repeat(16).view(2, 32, 64)
     blocks = blocks[..., torch.randperm(16)]
