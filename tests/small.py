@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def run_file(model: Path, data: Path, output: Path, adapt: str = "router", /, **
     """A run file as a mapping: two micro-batches of two rows a step. `sections` are merged into it."""
     run: dict[str, Any] = {
         "model": {"path": str(model)},
-        "adapt": ADAPT[adapt],
+        "adapt": deepcopy(ADAPT[adapt]),  # fuzz tests change what they are given
         "optimizer": {"name": "adamw", "lr": 1.0e-2},
         "train": {"micro_batch": 2, "accumulate": 2, "sequence_length": 64, "steps": 3},
         "data": {"train": str(data), "packing": False},

@@ -114,7 +114,7 @@ def test_signals_at_random_moments(
     seconds = time.perf_counter() - begun
     draw = random.Random(command)
     interrupted = 0
-    turns = {"two ranks": 2, "train": 8}.get(command, 8 if pytestconfig.getoption("--all") else 1)
+    turns = {"two ranks": 1, "train": 6}.get(command, 8 if pytestconfig.getoption("--all") else 1)
     rounds = [(number, turn) for turn in range(turns) for number in SIGNALS]
     for index, (number, _) in enumerate(rounds):
         out = tmp_path / f"try-{index}" / "out"

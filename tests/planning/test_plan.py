@@ -71,7 +71,7 @@ def check(search: Search, way: Way) -> Found | None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(50))
+@pytest.mark.parametrize("number", range(30))
 def test_a_drawn_question(number: int) -> None:
     check(*question(number))
 

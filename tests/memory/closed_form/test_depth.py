@@ -75,7 +75,7 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
     for layers in (5, 7):
         adapt = {"router": "all", "experts": {"layers": f"0-{layers - 1}", "ids": list(range(1, 1 + ranks))}}
         run = resolve(toy_run(toy, "mixtral", adapt, **ADAPT[how]))
-        for rank in range(ranks):
+        for rank in range(min(ranks, 3)):
             before = recorded
             found = depths.at(run, rank)
             assert recorded - before == (layers == 5)
