@@ -61,7 +61,7 @@ _OVER_RANKS: _Choices = (
     ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "fp32"}, ("states in 8 bits",)),
     (
         {"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"},
-        ("states in 8 bits, updates too small for a weight's 16",),
+        ("states in 8 bits", "updates so small that 16-bit weights round them away"),
     ),
 )
 """Of experts on several cards: those that work with a share of a weight (`run.refusals.of_unshared`)."""
