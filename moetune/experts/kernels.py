@@ -29,7 +29,7 @@ NESTED_BLOCK = 256  # scales that share one second-level scale, under double qua
 MX_BLOCK = 32  # weights that share one MXFP4 scale
 MXFP4_AT_ONCE = 1 << 24  # weights whose bytes are looked up at once: 32 MiB of indices
 INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once, to int8 or MXFP4: 16 MiB
-_PER_STEP = 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
+PER_STEP = 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
 TWINS: dict[str, Callable[..., Any]] = {}
 """By operator what computes the same with torch's operations."""
 
@@ -132,12 +132,12 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     operations at most 16 MiB are beside the result; its own takes 8 bytes a weight."""
     out = torch.empty_like(data, dtype=dtype)
     if dtype == torch.float32:
-        return torch.mul(data, absmax[:, None], out=out).mul_(_PER_STEP)
+        return torch.mul(data, absmax[:, None], out=out).mul_(PER_STEP)
     slices = int8_slices(data.shape)
     wide = torch.empty_like(out[slices[0]], dtype=torch.float32)
     for rows in slices:
         part = out[rows]
-        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(_PER_STEP))
+        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(PER_STEP))
     return out
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moetune.experts.kernels import PER_STEP
 from moetune.experts.launch import kernel
 
 BLOCKS_OF_64 = 64  # of NF4, a program
@@ -99,12 +100,12 @@ def dequantize_nf4(
 
 
 @kernel()
-def _dequantize_int8(data, absmax, out, size, COLUMNS: tl.constexpr):
+def _dequantize_int8(data, absmax, out, size, per_step, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size
     level = tl.load(data + row * size + column, mask=inside, other=0).to(tl.float32)
-    value = level * tl.load(absmax + row) * 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
+    value = level * tl.load(absmax + row) * per_step
     tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -113,7 +114,7 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     rows, size = data.shape
     columns = min(4 * COLUMNS, _next(size))
     if rows:
-        _dequantize_int8[(rows, _ratio(size, columns))](data, absmax, out, size, COLUMNS=columns)
+        _dequantize_int8[(rows, _ratio(size, columns))](data, absmax, out, size, PER_STEP, COLUMNS=columns)
     return out
 
 

@@ -66,7 +66,7 @@ def _shortened(form: ClosedForm) -> tuple[Hashable, Sequence[Unit]]:
     """What the step of the shortened model depends on, and what its layers stand for."""
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
-    kinds = kinds_of(run, {layer: of_ranks[at.ep] for layer, of_ranks in run.placement.items()})
+    kinds = kinds_of(run, at.ep)
     kept, units = groups(kinds)
     starts = {unit.layers[0]: len(unit.layers) for unit in units}
     outside = {part.name for part in run.anatomy.parts if part.layer is None}

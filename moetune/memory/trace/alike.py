@@ -7,7 +7,7 @@ its own kind on both sides, stands for all that are left out (repeat.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -52,8 +52,7 @@ class Shortened:
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
     """Leaves out what other layers can stand for."""
-    held = {layer: of_ranks[ranks.coordinates.ep] for layer, of_ranks in run.placement.items()}
-    kinds = kinds_of(run, held)
+    kinds = kinds_of(run, ranks.coordinates.ep)
     kept, units = groups(kinds)
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
 
@@ -92,13 +91,9 @@ def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
     return times if len(group) == size else 0
 
 
-def kinds_of(run: ResolvedRun, held: Mapping[int, Collection[int]]) -> list[Hashable]:
-    """By decoder layer, what its memory depends on.
-
-    Args:
-        held: the experts of each layer that are on this rank; empty if all are.
-    """
-    selection = run.selection
+def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
+    """By decoder layer, what its memory depends on, on one of the `ep` ranks."""
+    selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.anatomy.parts if part.layer is None}
     checkpointing = run.config.train.checkpointing
     # Whether gradients have to go through the layer, whatever trains in it; under checkpointing they always do.
@@ -112,7 +107,7 @@ def kinds_of(run: ResolvedRun, held: Mapping[int, Collection[int]]) -> list[Hash
             selection.lora_experts.get(number, ()),
         )
         stays = checkpointing == "offload" and number == 0  # its input, if it is that of a frozen embedding
-        kinds.append((arrive, stays, trains, tuple(held.get(number, ())), *_make(layer)))
+        kinds.append((arrive, stays, trains, held.get(number, ()), *_make(layer)))
         arrive = arrive or any(trains)
     return kinds
 
