@@ -36,7 +36,7 @@ Every fifth run of U+0000 to U+1FFF is held out: the same scripts, no common cha
 `scripts/make_demo_data.py` from Unicode 3.2, which every Python carries.
 
 The names are from the Unicode Character Database, under the
-[Unicode License](https://www.unicode.org/license.txt).
+[Unicode License v3](https://www.unicode.org/license.txt) (`LICENSES/Unicode-3.0.txt`).
 """
 
 
