@@ -137,11 +137,11 @@ def test_isolation_is_proved_of_borders_and_a_kernel_that_ignores_them_is_refuse
 ) -> None:
     model = with_attention(toy_model("qwen3_moe"), VARLEN)
     monkeypatch.setattr(attention, "within_documents", document_by_document)
-    refuse_leaky_packing(model, rows)
+    refuse_leaky_packing(model, rows, 12)
 
     def leaky(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any) -> Tensor:
         return document_by_document(q, k, v, starts[[0, -1]], len(q), *more[1:])
 
     monkeypatch.setattr(attention, "within_documents", leaky)
     with pytest.raises(UserError, match="lets one packed document see another"):
-        refuse_leaky_packing(model, rows)
+        refuse_leaky_packing(model, rows, 12)

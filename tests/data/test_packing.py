@@ -162,7 +162,7 @@ def test_models_that_isolate_documents_pass_and_are_left_as_they_were(model_type
     model = toy_model(model_type, attention).train()
     state = torch.get_rng_state()
     for micro_batch in (1, 3):
-        refuse_leaky_packing(model, micro_batch)
+        refuse_leaky_packing(model, micro_batch, 16)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -173,7 +173,9 @@ def test_models_that_mix_documents_are_refused():
     decoder = model.model.forward
     # What gpt_oss does in transformers 5.23: its mask never hears of the positions.
     model.model.forward = lambda position_ids, **inputs: decoder(**inputs)
-    with pytest.raises(UserError, match="mixtral with attention sdpa and 2 sequences a batch lets one packed doc"):
-        refuse_leaky_packing(model, 2)
+    with pytest.raises(
+        UserError, match="mixtral with attention sdpa and 2 sequences of 16 tokens a batch lets one packed doc"
+    ):
+        refuse_leaky_packing(model, 2, 16)
     model.model.forward = decoder
-    refuse_leaky_packing(model, 2)
+    refuse_leaky_packing(model, 2, 16)
