@@ -12,6 +12,7 @@ from moetune.data.packing import packed, separate
 from moetune.errors import UserError
 from moetune.step.batch import collate
 from moetune.training.isolation import refuse_leaky_packing
+from tests import toys
 
 PAD = 0
 TOY = {
@@ -179,3 +180,26 @@ def test_models_that_mix_documents_are_refused():
         refuse_leaky_packing(model, 2, 16)
     model.model.forward = decoder
     refuse_leaky_packing(model, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        (
+            "minimax_m3_vl_text",
+            {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["minimax_m3_sparse"] * 4},
+        ),
+        ("deepseek_v4", {}),
+        ("jamba", {}),
+    ],
+)
+def test_models_whose_choices_or_blocks_mix_documents_are_refused_at_the_length_that_trains(model_type, sizes):
+    model = toys.toy_model(model_type, **sizes)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    with pytest.raises(UserError, match="64 tokens a batch lets one packed document see another"):
+        refuse_leaky_packing(model, 1, 64)
+
+
+def test_an_indexer_whose_choice_sees_the_mask_passes():
+    refuse_leaky_packing(toys.toy_model("deepseek_v32", index_topk=8, index_n_heads=64), 1, 64)
