@@ -84,7 +84,7 @@ _SINKS_AND_CAPS = ("s_aux", "softcap", "dropout", "indices")
 
 
 def _told_as_masked(plain: PreTrainedModel) -> int:
-    """The largest size of heads, if each layer's attention is told of borders, and of the window that its mask has; else
+    """The largest size of heads, if each layer's attention is told of borders and of the window that its mask has; else
     one that no kernel has. A copy without storage is asked, which hands every mask on as the function that it is of."""
     model = copy.deepcopy(plain).train()  # dropout is told in training only
     windows: dict[int, int | None] = {}
@@ -108,7 +108,7 @@ def _told_as_masked(plain: PreTrainedModel) -> int:
     for module in model.modules():
         never_ask_for_the_length(module)
         if isinstance(getattr(module, "config", None), PretrainedConfig):
-            module.config._attn_implementation = _ASKED  # type: ignore[union-attr]
+            module.config._attn_implementation = _ASKED
     for path in [path for path, module in model.named_modules() if is_experts(module)]:
         model.set_submodule(path, _NoExperts())
     ran: list[nn.Module] = []
