@@ -41,7 +41,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), TOP_K),
     **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hc_lowrank", "router_hidden_size"), 16),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "o_groups"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(("max_position_embeddings", "max_seq_len", "n_positions", "index_topk"), 128),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
@@ -59,6 +59,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
+    },
+    "deepseek_v4": {
+        "o_groups": 2,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {

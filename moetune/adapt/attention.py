@@ -10,6 +10,7 @@ Shapes: B rows of S tokens, T = B·S; h heads, h_kv of keys and values; d of que
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from moetune.anatomy.moe import is_experts
+from moetune.anatomy.stack import decoder_layers, decoder_stack
 from moetune.config import RunConfig
+from moetune.patches.transformers import never_ask_for_the_length
 
 VARLEN = "varlen"
 """Our name among transformers' attention functions. No mask function has it, so transformers makes no mask."""
@@ -33,22 +37,21 @@ Capability = tuple[int, int]
 
 def attention_for(
     config: RunConfig,
-    settings: PretrainedConfig,
-    model_class: type[PreTrainedModel],
+    plain: PreTrainedModel,
     device: torch.device,
     capability: Capability | None,
 ) -> str:
     """The name of the attention that a model is built with.
 
     Args:
-        settings: the model's configuration, its `dtype` set.
+        plain: the model on the meta device.
         capability: of the GPU that the model runs on; None for a CPU.
     """
     if config.model.attention == "flash_attention_2" and device.type == "meta":
         return VARLEN  # the package's kernels are those that torch has, and its borders come the same way
     if config.model.attention != "sdpa" or capability is None or not packs(config):
         return config.model.attention
-    return VARLEN if takes_borders(settings, model_class, capability) else "sdpa"
+    return VARLEN if takes_borders(plain, capability) else "sdpa"
 
 
 def packs(config: RunConfig) -> bool:
@@ -56,52 +59,93 @@ def packs(config: RunConfig) -> bool:
     return config.data is None or config.data.packing
 
 
-def takes_borders(settings: PretrainedConfig, model_class: type[PreTrainedModel], capability: Capability) -> bool:
-    """Whether every layer of a model can keep documents apart by their borders, on this GPU.
+def takes_borders(plain: PreTrainedModel, capability: Capability) -> bool:
+    """Whether every layer of a model, on the meta device, can keep documents apart by their borders, on this GPU.
 
     Its attention has to be transformers' interface, without what the kernel does not do: sinks, soft-capping, sparse
     choices, dropout, heads of more than 256, or heads that need more shared memory than the card has.
     """
-    text = settings.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    size = _head_size(text)
     return (
         capability >= (8, 0)
-        and settings.dtype in (torch.float16, torch.bfloat16)
-        and model_class._supports_flash_attn
-        and model_class._supports_attention_backend
-        and model_class._compatible_flash_implementations is None  # sinks, which need a kernel of their own
-        and text.model_type not in _BY_MASK_ALONE
-        and not hasattr(text, "attention_probs_dropout_prob")  # encoders, which see both ways
-        and kinds <= {"full_attention", "sliding_attention"}
-        and not any(getattr(text, name, None) for name in _NOT_DONE)
-        and size is not None
-        and size <= 256
+        and plain.dtype in (torch.float16, torch.bfloat16)
+        and plain._supports_flash_attn
+        and plain._supports_attention_backend
+        and plain._compatible_flash_implementations is None  # sinks, which need a kernel of their own
+        and (size := _told_as_masked(plain)) <= 256
         and not (has_little_shared_memory(capability) and 192 < size <= 224)
     )
 
 
-_NOT_DONE = ("attn_logit_softcapping", "attention_dropout", "index_topk", "attention_chunk_size")
-_BY_MASK_ALONE = ("afmoe", "nemotron", "opt", "phimoe")
-"""Model types whose code does not tell attention of borders or windows but by the mask."""
+_ASKED = "asked"
+"""The name of an attention that computes nothing, and is given a mask."""
+_NO = 1 << 30
+"""A size of heads that no kernel has."""
+_SINKS_AND_CAPS = ("s_aux", "softcap", "dropout", "indices")
+
+
+def _told_as_masked(plain: PreTrainedModel) -> int:
+    """The largest size of heads, if each layer's attention is told of borders and of the window that its mask has; else
+    one that no kernel has. A copy without storage is asked, which hands every mask on as the function that it is of."""
+    model = copy.deepcopy(plain).train()  # dropout is told in training only
+    windows: dict[int, int | None] = {}
+    calls: list[tuple[nn.Module, int, bool]] = []
+
+    def mask(*args: Any, mask_function: Any, **kwargs: Any) -> Tensor:
+        made = torch.empty(1, 1, _ROW, _ROW, device="meta", dtype=torch.bool)
+        keep.append(made)
+        windows[id(made)] = _window_of(mask_function)
+        return made
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any, **told: Any) -> Any:
+        window = windows.get(id(given))
+        is_told = "cu_seq_lens_q" in told and window is not None and window == (told.get("sliding_window") or 0)
+        calls.append((module, query.shape[-1], is_told and not any(told.get(name) for name in _SINKS_AND_CAPS)))
+        return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    keep: list[Tensor] = []
+    AttentionInterface.register(_ASKED, attention)
+    AttentionMaskInterface.register(_ASKED, mask)
+    for module in model.modules():
+        never_ask_for_the_length(module)
+        if isinstance(getattr(module, "config", None), PretrainedConfig):
+            module.config._attn_implementation = _ASKED
+    for path in [path for path, module in model.named_modules() if is_experts(module)]:
+        model.set_submodule(path, _NoExperts())
+    ran: list[nn.Module] = []
+    for layer in decoder_layers(model).values():
+        layer.register_forward_hook(lambda layer, args, output: ran.append(layer))
+    ids = torch.zeros(1, _ROW, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad():
+            decoder_stack(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **borders([_ROW]))
+    except Exception:  # code that asks for values, which a copy without storage does not have
+        return _NO
+    asked = {module for module, _, _ in calls}
+    told = all(is_told for _, _, is_told in calls) and all(asked & {*layer.modules()} for layer in ran)
+    return max((size for _, size, _ in calls), default=_NO) if told else _NO
+
+
+_ROW = 8
+
+
+def _window_of(mask_function: Any) -> int | None:
+    """The window of a causal mask, 0 if it has none; None for a mask of another kind."""
+    far = 1 << 22
+    at = torch.arange(far)
+    seen = torch.as_tensor(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(far - 1), at)).expand(far)
+    window = int(seen.sum())
+    is_causal = not torch.as_tensor(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(3), torch.tensor(4)))
+    return (0 if window == far else window) if is_causal and bool(seen[far - window :].all()) else None
+
+
+class _NoExperts(nn.Module):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
 
 
 def has_little_shared_memory(capability: Capability) -> bool:
     """99 KiB a block instead of 163 or more: consumer cards, and those made of the same chips."""
     return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-
-
-def _head_size(text: PretrainedConfig) -> int | None:
-    """d, of which values have at most as much; None if the configuration does not say."""
-    if text.is_heterogeneous:  # it varies from layer to layer
-        return None
-    latent = [getattr(text, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    if None not in latent:
-        return sum(size for size in latent if size is not None)
-    if getattr(text, "head_dim", None) is not None:
-        return text.head_dim
-    heads = getattr(text, "num_attention_heads", None)
-    return text.hidden_size // heads if isinstance(heads, int) else None
 
 
 # --- Borders ------------------------------------------------------------------------------------------------------

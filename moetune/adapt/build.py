@@ -115,7 +115,7 @@ def build(
     config, anatomy, selection = run.config, run.anatomy, run.selection
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    attention = attention_for(config, run.model.settings, type(run.model.plain), device, capability)
+    attention = attention_for(config, run.model.plain, device, capability)
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
     links = bank_links(

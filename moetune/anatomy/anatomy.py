@@ -43,22 +43,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter. `layer` is the decoder layer it sits in; None for embeddings, head and final norm."""
+    """One parameter. `layer` is the decoder layer it sits in; None for embeddings, head and final norm.
+
+    Attributes:
+        has_gradient: False if it only chooses, among tokens or experts, by comparison: no loss reaches it.
+    """
 
     name: str
     component: Component
     layer: int | None
     numel: int
     shape: tuple[int, ...]
+    has_gradient: bool = True
 
 
 class LinearPart(NamedTuple):
-    """One `nn.Linear`: what LoRA can be put on and what can be stored in 4 bits."""
+    """One `nn.Linear`, which maps in_features to out_features: it can be stored in 4 bits, and LoRA can be put on it if
+    it `has_gradient`."""
 
     in_features: int
     out_features: int
     component: Component
     layer: int | None
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True)
@@ -150,16 +157,18 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
             tied[name] = first
             continue
         component, layer = landmarks.component_of(name), landmarks.layer_of(name)
-        parts.append(Part(name, component, layer, parameter.numel(), tuple(parameter.shape)))
+        reached = parameter.requires_grad and not landmarks.is_chooser(name)
+        parts.append(Part(name, component, layer, parameter.numel(), tuple(parameter.shape), reached))
     linears = {
         name: LinearPart(
             module.in_features,
             module.out_features,
             landmarks.component_of(f"{name}.weight"),
             landmarks.layer_of(name),
+            not landmarks.is_chooser(name),
         )
         for name, module in landmarks.modules.items()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and _is_one_product(module)
     }
     return Anatomy(model_type, landmarks.num_layers, moe_layers, tuple(parts), tied, linears)
 
@@ -203,6 +212,19 @@ def _mark(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str,
             if parameter.shape[-1:] == (layer.shape.num_experts,):
                 marked[f"{layer.block}.{key}"] = "router"
     return marked
+
+
+def _is_one_product(linear: nn.Linear) -> bool:
+    """Whether it gives out_features for in_features: DeepSeek-V4's o_a_proj is a product for each group of heads."""
+    if type(linear).forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            x = linear.weight.new_empty(2, 3, linear.in_features, device="meta")
+            out = copy.deepcopy(linear).to("meta")(x)
+    except RuntimeError:
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (2, 3, linear.out_features)
 
 
 def _one_line(error: Exception) -> str:

@@ -54,6 +54,10 @@ class Landmarks:
                 return int(name[len(stack) :].partition(".")[0])
         return None
 
+    def is_chooser(self, name: str) -> bool:
+        """Whether it lies in an indexer, whose scores are compared only, to choose the keys that a query sees."""
+        return any(type(self.modules[path]).__name__.endswith("Indexer") for path in _ancestors(name))
+
     def component_of(self, name: str) -> Component:
         """Component of a parameter, by its full name (`model.layers.0.self_attn.q_proj.weight`).
 

@@ -25,6 +25,7 @@ class Selection:
         lora_experts: frozen experts with low-rank factors, by layer. An expert that trains whole needs none.
         lora_linears: paths of linear modules with low-rank factors.
         lora: rank, alpha and factoring of those.
+        left_out: linear modules of the components that LoRA is put on which cannot have it.
     """
 
     full: frozenset[str]
@@ -32,6 +33,7 @@ class Selection:
     lora_experts: ExpertIds
     lora_linears: tuple[str, ...]
     lora: LoraConfig | None
+    left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], anatomy: Anatomy) -> Selection:
         """The same but for what is in these decoder layers."""
@@ -62,9 +64,13 @@ def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
     return selection
 
 
-def examine_selection(adapt: AdaptConfig, anatomy: Anatomy) -> tuple[Selection, list[str]]:
-    """What there is of what `adapt` chooses, and every problem with it."""
-    resolver = _Resolver(anatomy)
+def examine_selection(adapt: AdaptConfig, anatomy: Anatomy, inert: Collection[str] = ()) -> tuple[Selection, list[str]]:
+    """What there is of what `adapt` chooses, and every problem with it.
+
+    Args:
+        inert: linear modules on which LoRA would have no effect: a component is taken without them.
+    """
+    resolver = _Resolver(anatomy, inert)
     full = resolver.routers(adapt.router)
     experts = resolver.experts(adapt.experts)
     for index, target in enumerate(adapt.also):
@@ -77,20 +83,25 @@ def examine_selection(adapt: AdaptConfig, anatomy: Anatomy) -> tuple[Selection, 
         resolver.problems.append(f"adapt: {_some(both)} would train in full and with LoRA; choose one for each")
     if not (full or experts or lora_linears or lora_experts or resolver.problems):
         resolver.problems.append("adapt: nothing trains; set router, experts, lora or also")
-    return Selection(frozenset(full), experts, lora_experts, lora_linears, adapt.lora), resolver.problems
+    left_out = tuple(resolver.left_out)
+    return Selection(frozenset(full), experts, lora_experts, lora_linears, adapt.lora, left_out), resolver.problems
+
+
+_UNREACHED = "only chooses among tokens or experts, by comparison, so no gradient reaches it"
 
 
 class _Resolver:
     """Looks names and numbers up in an anatomy and collects every problem it meets."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
-        self.anatomy = anatomy
+    def __init__(self, anatomy: Anatomy, inert: Collection[str]) -> None:
+        self.anatomy, self.inert = anatomy, inert
+        self.left_out: dict[str, None] = {}
         self.moe_layers = {layer.index: layer for layer in anatomy.moe_layers}
         self.problems: list[str] = []
 
     def routers(self, layers: IdSet) -> set[str]:
         chosen = set(self._layers("adapt.router", layers, self.moe_layers, "has no router"))
-        return {part.name for part in self.anatomy.parts_of("router") if part.layer in chosen}
+        return {part.name for part in self.anatomy.parts_of("router") if part.layer in chosen and part.has_gradient}
 
     def experts(self, config: ExpertsOrChoice | None) -> dict[int, tuple[int, ...]]:
         if config is None or isinstance(config, ChoiceConfig):  # a choice that could not be made is reported as such
@@ -105,7 +116,9 @@ class _Resolver:
             matched = tuple(part for part in self.anatomy.parts if fnmatchcase(part.name, target))
         if not matched:
             self.problems.append(f"{where}: {target!r} matches no parameter.{self._hint(target)}")
-        names = {part.name for part in matched}
+        elif not any(part.has_gradient for part in matched):
+            self.problems.append(f"{where}: {target!r} {_UNREACHED} ({matched[0].name}); leave it out")
+        names = {part.name for part in matched if part.has_gradient}
         layers = {}
         for layer in self.anatomy.moe_layers:
             stacks = {part.name for part in self.anatomy.parts_of("experts") if part.layer == layer.index}
@@ -154,6 +167,13 @@ class _Resolver:
             ]
             if not found:
                 self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
+            unreached = [path for path in found if not self.anatomy.linears()[path].has_gradient]
+            if target in COMPONENTS:
+                cannot = {*unreached, *self.inert}
+                self.left_out |= dict.fromkeys(path for path in found if path in cannot)
+                found = [path for path in found if path not in cannot]
+            elif unreached:
+                self.problems.append(f"{where}: {target!r} {_UNREACHED} ({unreached[0]}); leave it out")
             linears |= dict.fromkeys(found)
         return tuple(linears), experts
 

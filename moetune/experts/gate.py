@@ -5,7 +5,8 @@
 | SwiGLU | silu(gate) · up |
 | gpt-oss | g = min(gate, limit); g · σ(alpha·g) · (clamp(up, ±limit) + 1) |
 
-A model's own function is taken for one of them if it gives the same numbers. Any other runs as it is, with autograd.
+Which one a model has, its experts module says by its `alpha` and `limit`; its own function has to give the same numbers
+over the range of float32. Any other function runs as it is, with autograd.
 """
 
 from __future__ import annotations
@@ -36,21 +37,19 @@ class Gate:
 
     @classmethod
     def of(cls, activation: Callable[[Tensor], Tensor], shape: ExpertShape) -> Gate | None:
-        """The one that a model's function is, if it is one."""
+        """The one that a model's function is, if it is one: what its module says, confirmed by its numbers."""
         if not shape.has_gate:
             return None
-        of_model = getattr(activation, "__self__", None)
-        alpha, limit = getattr(of_model, "alpha", None), getattr(of_model, "limit", None)
-        gates = [cls(not shape.is_concatenated)]
-        if isinstance(alpha, float) and isinstance(limit, float) and limit > 0:
-            gates.append(cls(not shape.is_concatenated, alpha, limit))
+        said: dict[str, float] = {}
+        for name in ("alpha", "limit"):
+            for key in (name, f"swiglu_{name}"):
+                if (value := getattr(getattr(activation, "__self__", None), key, None)) is not None:
+                    said[name] = float(value)
+        gate = cls(not shape.is_concatenated, **said)
         with unset_fake_temporarily(), torch.no_grad(), torch.device("cpu"):
-            up, gate = torch.meshgrid(
-                torch.linspace(-12, 12, 10), torch.linspace(-12, 12, shape.intermediate), indexing="ij"
-            )
-            rows = torch.stack([gate, up], 2 if gates[0].interleaved else 1).flatten(1)
-            given = activation(rows.clone())
-            return next((one for one in gates if _are_close(one.forward(rows), given)), None)
+            pairs = _over_the_range(shape.intermediate)
+            rows = pairs.transpose(-1, -2).flatten(1) if gate.interleaved else pairs.flatten(1)
+            return gate if _are_close(gate.forward(rows), activation(rows.clone())) else None
 
     def forward(self, gate_up_NO: Tensor) -> Tensor:
         """act rows [N, I]"""
@@ -59,6 +58,15 @@ class Gate:
     def backward_(self, gate_up_NO: Tensor, dact_NI: Tensor, weighted: Weighted, dweights: Tensor | None) -> None:
         """gate_up becomes its weighted gradient, and dact act; `dweights` [T·K] gets ⟨dact, act⟩."""
         kernels.gated_backward_(gate_up_NO, dact_NI, *weighted, dweights, self.interleaved, self.alpha, self.limit)
+
+
+def _over_the_range(intermediate: int) -> Tensor:
+    """Pairs of gate and up of every magnitude that float32 has, so that no limit lies beyond them: [N, 2, I]."""
+    sizes = 2.0 ** torch.arange(-8, 128, 3)
+    values = torch.cat([-sizes, torch.zeros(1), sizes])
+    pairs = torch.cartesian_prod(values, values)
+    pairs = torch.cat([pairs, pairs.new_zeros(-len(pairs) % intermediate, 2)])
+    return pairs.view(-1, intermediate, 2).mT
 
 
 def _are_close(found: Tensor, given: Tensor) -> bool:

@@ -76,6 +76,11 @@ def of_experts(plain: PreTrainedModel, anatomy: Anatomy) -> Iterator[str]:
             return
 
 
+def inert_linears(plain: PreTrainedModel, anatomy: Anatomy) -> list[str]:
+    """Linear layers whose weight the model reads without calling them, so that LoRA there would have no effect."""
+    return [path for path in anatomy.linears() if read_directly(plain, path)]
+
+
 def of_lora(plain: PreTrainedModel, selection: Selection) -> Iterator[str]:
     inert = [path for path in selection.lora_linears if read_directly(plain, path)]
     if inert:

@@ -179,7 +179,7 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
     try:
         config = config.model_copy(update={"adapt": settle(config.adapt, anatomy)})
-        selection, wrong = examine_selection(config.adapt, anatomy)
+        selection, wrong = examine_selection(config.adapt, anatomy, refusals.inert_linears(plain, anatomy))
     except UserError as error:
         selection, wrong = NOTHING, [str(error)]
     if config.train.router_aux_loss == "auto":

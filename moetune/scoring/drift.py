@@ -115,7 +115,7 @@ def drift(
     if start is not None:
         start.load(adapted, base)
     if packs(config):
-        refuse_leaky_packing(adapted.model, config.train.micro_batch)
+        refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
     passes = []
     for trained in (False, True):
         if trained:

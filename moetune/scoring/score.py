@@ -138,7 +138,7 @@ def score(
     for note in start.load(adapted, base) if start is not None else ():
         console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
     if packs(config):
-        refuse_leaky_packing(adapted.model, config.train.micro_batch)
+        refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
     content = None if base is None else base.fingerprint.content
     about = _about(config)
     begun = _Begun(out, {"base": content, "data": [source.digest for source in sources], "run": about})

@@ -66,8 +66,8 @@ class RouterWatch:
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._current is not None:
-                ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-                self._current.load[layer.index] = _tokens(ids.detach(), layer.shape.num_experts, self._current.mask)
+                _, ids, weights = (value.detach() for value in (*args, *kwargs.values()))
+                self._current.load[layer.index] = _tokens(ids, weights, layer.shape.num_experts, self._current.mask)
 
         bank = model.get_submodule(layer.experts)
         self._hooks.append(
@@ -126,13 +126,13 @@ class RouterWatch:
         return torch.stack(balance).mean(), torch.stack(z).mean()
 
 
-def _tokens(ids_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
-    """How many tokens that count chose each expert."""
+def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
+    """How many tokens that count chose each expert. A choice of weight 0 is none: ZAYA's tokens skip experts so."""
     ids_TK = ids_TK.reshape(-1, ids_TK.shape[-1])
     weight_T = torch.ones_like(ids_TK[:, 0]) if mask is None else mask.flatten()
     counts = torch.zeros(num_experts, device=ids_TK.device)
-    weights = weight_T.to(counts.dtype).repeat_interleave(ids_TK.shape[-1])
-    return counts.index_add_(0, ids_TK.flatten(), weights)
+    counted = weight_T.to(counts.dtype).repeat_interleave(ids_TK.shape[-1]) * (weights_TK.flatten() != 0)
+    return counts.index_add_(0, ids_TK.flatten(), counted)
 
 
 def refuse_silent_routers(adapted: Adapted) -> None:

@@ -2,69 +2,93 @@
 
 transformers turns `position_ids` into a block-diagonal mask only if the model's code hands them to the mask
 builder (gpt_oss does not), attention is all that mixes tokens (not so in Mamba, linear-attention or
-convolution layers) and, with flash attention, the batch has one row. So the model itself is asked, by way of
-gradients.
+convolution layers), every choice among tokens sees that mask (not so where an indexer picks the best keys, or
+blocks of a row are scored or compressed) and, with flash attention, the batch has one row. So the model itself is
+asked, at the length that it trains with: what only longer rows would show does not happen in the run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from moetune.adapt.attention import borders, wants_borders
+from moetune.anatomy.moe import is_experts
+from moetune.anatomy.stack import decoder_stack
 from moetune.errors import UserError
+from moetune.experts.bank import ExpertBank
 from moetune.training.notices import refuse_broken_weights
 
-DOCUMENT_TOKENS = 6
-CUDA_DOCUMENT_TOKENS = 64
-"""CUDA's kernels work in blocks of so many tokens: the probe shall run what training runs."""
 
+@torch.no_grad()
+def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> None:
+    """Compares a document's hidden states after two documents of other tokens, bit by bit.
 
-def refuse_leaky_packing(model: torch.nn.Module, micro_batch: int) -> None:
-    """Differentiates a packed document's logits by the embeddings of the document before it.
-
-    Masked attention makes that gradient exactly zero, so there is no tolerance to choose. Parameters get no
-    gradient, and no hook on them fires.
+    What a mask hides counts exactly zero, so there is no tolerance to choose. The experts, which give a token's rows
+    back, are left out: other tokens would change the sizes of their products, and so the rounding. That leaves less
+    than a forward pass of one micro-step, twice.
 
     Args:
         model: a transformers causal LM, or PEFT's wrapper of one, with its weights, as it will train.
         micro_batch: rows a batch has in training or evaluation, whichever is more.
+        length: tokens of a row.
 
     Raises:
         UserError: the first document reaches the second.
     """
     wrapped: Any = model
     embedding = wrapped.get_input_embeddings()
-    device = embedding.weight.device
-    length = CUDA_DOCUMENT_TOKENS if device.type == "cuda" else DOCUMENT_TOKENS
-    tokens = 2 * length
-    ids = torch.arange(tokens, device=device).remainder(embedding.weight.shape[0]).expand(micro_batch, tokens)
-    positions = torch.arange(length, device=device).repeat(micro_batch, 2)
-    documents = borders([length] * (2 * micro_batch)) if wants_borders(wrapped) else {}
+    device, rows = embedding.weight.device, min(micro_batch, 2)
+    border = length // 2 | 1  # odd: no block of a power of two ends there
+    if length <= border:
+        return
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(embedding.weight.shape[0], (2, rows, length), generator=generator)
+    ids[1, :, border:] = ids[0, :, border:]
+    positions = torch.cat([torch.arange(border), torch.arange(length - border)]).expand(rows, length).to(device)
+    documents = borders([border, length - border] * rows) if wants_borders(wrapped) else {}
     documents = {name: value.to(device) if torch.is_tensor(value) else value for name, value in documents.items()}
-    was_training = model.training
-    embedded: list[torch.Tensor] = []
-
-    def keep(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
-
+    stack, was_training = decoder_stack(wrapped), model.training
     model.eval()  # dropout and router jitter would draw from the random state
-    hook = embedding.register_forward_hook(keep)
     try:
-        with torch.enable_grad():
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False, **documents).logits
-            second = logits[:, length:].float().logsumexp(-1).sum()
-            (gradient,) = torch.autograd.grad(second, embedded[0])
+        with _without_experts(model):
+            one, other = (
+                stack(input_ids=of.to(device), position_ids=positions, use_cache=False, **documents)[0][:, border:]
+                for of in ids
+            )
     finally:
-        hook.remove()
         model.train(was_training)
-    if not gradient.isfinite().all():
+    if not (one.isfinite().all() and other.isfinite().all()):
         refuse_broken_weights(model)
-    elif gradient[:, :length].any():
+    elif not one.equal(other):
         config = wrapped.config
         raise UserError(
             f"data.packing: true, but {config.model_type} with attention {config._attn_implementation} and "
-            f"{micro_batch} sequences a batch lets one packed document see another; set data.packing: false"
+            f"{micro_batch} sequences of {length} tokens a batch lets one packed document see another; set "
+            "data.packing: false"
         )
+
+
+class _Scaling(nn.Module):
+    """In place of experts: each multiplies its rows by a number of its own, so that choices and weights still show."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states * (top_k_weights / (1 + top_k_index)).sum(-1, keepdim=True).to(hidden_states.dtype)
+
+
+@contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    experts = {
+        path: module for path, module in model.named_modules() if isinstance(module, ExpertBank) or is_experts(module)
+    }
+    for path in experts:
+        model.set_submodule(path, _Scaling())
+    try:
+        yield
+    finally:
+        for path, module in experts.items():
+            model.set_submodule(path, module)

@@ -48,7 +48,13 @@ class Notices:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Positions that the model was not made for."""
+        """Positions that the model was not made for; and what LoRA was asked for and cannot be on."""
+        if left_out := self.adapted.run.selection.left_out:
+            self.say(
+                "LoRA left out",
+                f"no LoRA on {len(left_out)} linear layers of adapt.lora.targets ({', '.join(left_out[:3])}, …): the "
+                "model reads their weights without calling them, or no gradient reaches them",
+            )
         most = getattr(self.adapted.run.model.settings.get_text_config(), "max_position_embeddings", None)
         longest = min(int(data.counts.lengths.max()), self.adapted.run.config.train.sequence_length)
         if isinstance(most, int) and longest > most:

@@ -174,7 +174,7 @@ def _train(
     folder.refuse_full_disk(_checkpoint_bytes(adapted) * (2 if checkpoint is None else 1))
     if packing:
         rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
-        refuse_leaky_packing(adapted.model, rows)
+        refuse_leaky_packing(adapted.model, rows, config.train.sequence_length)
     if config.train.router_aux_loss or config.train.router_z_loss:
         refuse_silent_routers(adapted)
     folder.lock()

@@ -8,36 +8,45 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moetune.adapt import attention
 from moetune.adapt.attention import VARLEN, attention_for, borders, borders_of, takes_borders
+from moetune.anatomy.anatomy import meta_model
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.step.batch import collate
 from moetune.training.isolation import refuse_leaky_packing
 from tests.thinned import thinned
-from tests.toys import VOCAB, causal_lm_types, toy_config, toy_model
+from tests.toys import VOCAB, expert_model_types, toy_config, toy_model
 
 L40S, T4 = (8, 9), (7, 5)
-NOT_BUILT = {"dbrx", "longcat_flash", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "xmod"}
-NOT_BUILT |= {"musicgen", "musicgen_melody"}
 
 
-def settings_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
+def plain_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> PreTrainedModel:
     config = toy_config(model_type, **sizes)
     config.dtype = dtype
-    return config
+    return meta_model(config)
 
 
 def accepts(model_type: str, capability: Any = L40S, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> bool:
-    config = settings_of(model_type, dtype, **sizes)
-    return takes_borders(config, AutoModelForCausalLM._model_mapping[type(config)], capability)
+    return takes_borders(plain_of(model_type, dtype, **sizes), capability)
 
 
 def accepted_types() -> list[str]:
-    """Every architecture that is built and takes borders."""
-    return [name for name in causal_lm_types() if name not in NOT_BUILT and accepts(name)]
+    """Every mixture of experts, and the usual dense models, that are built and take borders."""
+    usual = ["llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3"]
+    return [name for name in (*expert_model_types(), *usual) if accepts(name)]
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+
+
+def test_a_window_that_attention_is_not_told_of_is_left_to_the_mask() -> None:
+    windowed = {"layer_types": ["sliding_attention"] * 4} | WINDOWS
+    assert accepts("qwen2_moe")
+    assert not accepts("qwen2_moe", **windowed)
+    assert accepts("qwen3_moe", **windowed)
 
 
 def document_by_document(
@@ -104,12 +113,11 @@ def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not(
 
 
 def test_only_packed_runs_on_a_gpu_take_them() -> None:
-    config = settings_of("mixtral")
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    plain = plain_of("mixtral")
 
     def chosen(capability: Any, **sections: Any) -> str:
         run = RunConfig.model_validate({"model": {"path": "unread"}, "adapt": {}} | sections)
-        return attention_for(run, config, model_class, torch.device("cuda"), capability)
+        return attention_for(run, plain, torch.device("cuda"), capability)
 
     assert chosen(L40S) == chosen(L40S, data={"train": "unread"}) == VARLEN
     assert chosen(None) == "sdpa"
@@ -137,11 +145,11 @@ def test_isolation_is_proved_of_borders_and_a_kernel_that_ignores_them_is_refuse
 ) -> None:
     model = with_attention(toy_model("qwen3_moe"), VARLEN)
     monkeypatch.setattr(attention, "within_documents", document_by_document)
-    refuse_leaky_packing(model, rows)
+    refuse_leaky_packing(model, rows, 12)
 
     def leaky(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any) -> Tensor:
         return document_by_document(q, k, v, starts[[0, -1]], len(q), *more[1:])
 
     monkeypatch.setattr(attention, "within_documents", leaky)
     with pytest.raises(UserError, match="lets one packed document see another"):
-        refuse_leaky_packing(model, rows)
+        refuse_leaky_packing(model, rows, 12)

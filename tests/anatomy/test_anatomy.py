@@ -50,7 +50,7 @@ def test_linears_give_size_and_place_and_leave_the_router_out_where_it_is_no_lin
     expected = {f"model.layers.{layer}.self_attn.{name}" for layer in range(LAYERS) for name in names}
     assert set(anatomy.linears()) == expected | {"lm_head"}
     assert set(anatomy.linears("attention")) == expected
-    assert anatomy.linears("attention")["model.layers.2.self_attn.k_proj"] == (HIDDEN, 16, "attention", 2)
+    assert anatomy.linears("attention")["model.layers.2.self_attn.k_proj"] == (HIDDEN, 16, "attention", 2, True)
     assert anatomy.linears("experts") == {}
 
 

@@ -176,6 +176,21 @@ def test_an_activation_is_known_by_the_numbers_that_it_gives() -> None:
     assert Gate.of(lambda rows: nn.functional.silu(rows.chunk(2, 1)[1]) * rows.chunk(2, 1)[0], shape) is None
 
 
+@pytest.mark.parametrize("limit", [11.9, 12.0, 30_000.0])
+def test_a_limit_holds_at_any_value(limit: float) -> None:
+    class Limited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.limit = limit
+
+        def act(self, rows: torch.Tensor) -> torch.Tensor:
+            gate, up = rows.chunk(2, 1)
+            return nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+    shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
+    assert Gate.of(Limited().act, shape) is None
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_factors_have_the_promised_size_and_start_without_effect(split: bool) -> None:
     shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)

@@ -136,7 +136,7 @@ def by_logits(logits_E: Tensor, top_k: int, correction: Tensor | None) -> list[i
 def packs(adapted: Adapted) -> bool:
     """Whether documents may be packed; where they would see each other, moetune score refuses."""
     try:
-        refuse_leaky_packing(adapted.model, 1)
+        refuse_leaky_packing(adapted.model, 1, 16)
     except UserError:
         return False
     return True
