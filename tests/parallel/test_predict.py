@@ -64,7 +64,7 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
     assert len(set(kinds_of_ranks(config_of(small_model, "router", fsdp=3), by_expert=False))) == 3  # 64 / 3
 
 
-@pytest.mark.parametrize("more", [{"zero": 2}, {"reshard": False}])
+@pytest.mark.parametrize("more", [{"zero": 2}, pytest.param({"reshard": False}, marks=pytest.mark.full)])
 def test_weights_that_stay_gathered_have_a_closed_form(more: dict[str, Any], small_model: Path) -> None:
     """It records a step again after an evaluation, which leaves them gathered."""
     config = config_of(small_model, "lora", 2, fsdp=2, **more)
