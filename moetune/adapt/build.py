@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,13 @@ class Adapted:
         """Which part of the run file belongs to what is learned."""
         return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter, of what trains."""
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """Name -> parameter, of what trains: those that the optimizer updates, also while FSDP2 has gathered weights in
+        their place."""
+        return self._trainable
+
+    @cached_property
+    def _trainable(self) -> dict[str, nn.Parameter]:  # first asked for when the model is distributed
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def router_biases(self) -> dict[str, Tensor]:
@@ -177,14 +182,14 @@ def build(
             model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
     if config.train.dense_router_gradient:
         links.dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in anatomy.moe_layers})
-    adapted = Adapted(run, model, ranks, links)
-    assert adapted.trainable().keys() <= run.parts.keys(), "something trains that the run does not know of"
-    assert not ranks.is_single or len(adapted.trainable()) == len(run.parts), "something of the run does not train"
+    trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
+    assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what packing took
     if device.type != "meta":
         distribute(model, anatomy, ranks)
-    return adapted
+    return Adapted(run, model, ranks, links)
 
 
 def _pack(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -156,9 +157,10 @@ def _named(adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> Iter
         return
     labels, trained = labels_of(adapted), adapted.trainable()
     of_trained = {id(local_tensor(parameter).untyped_storage()) for parameter in trained.values()}
-    for tensor in tensors_of(adapted.model):
+    for tensor in chain(tensors_of(adapted.model), map(local_tensor, trained.values())):
         storage = id(tensor.untyped_storage())
-        yield tensor, "trainable_weights" if storage in of_trained else "frozen_weights", labels.get(storage, "other")
+        trains = storage in of_trained or tensor.requires_grad  # gathered, it is beside the shards
+        yield tensor, "trainable_weights" if trains else "frozen_weights", labels.get(storage, "other")
     for name, parameter in trained.items():
         if parameter.grad is not None:
             yield local_tensor(parameter.grad), "gradients", f"gradients: {adapted.part_of(name)}"

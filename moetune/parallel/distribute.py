@@ -113,3 +113,10 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
                 module.set_requires_gradient_sync(last, recurse=False)
             else:
                 module.set_requires_all_reduce(last, recurse=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the weights that FSDP2 has left gathered after a forward pass without a backward one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -62,3 +62,11 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
     assert len(set(kinds_of_ranks(config, by_expert=True))) == 4  # a full expert is on one of them
     assert len(predict(config, method="trace", routing=Routing("skew:3", 3.0)).ranks) == 4
     assert len(set(kinds_of_ranks(config_of(small_model, "router", fsdp=3), by_expert=False))) == 3  # 64 / 3
+
+
+@pytest.mark.parametrize("more", [{"zero": 2}, pytest.param({"reshard": False}, marks=pytest.mark.full)])
+def test_weights_that_stay_gathered_have_a_closed_form(more: dict[str, Any], small_model: Path) -> None:
+    """It records a step again after an evaluation, which leaves them gathered."""
+    config = config_of(small_model, "lora", 2, fsdp=2, **more)
+    formula, traced = (predict(config, method=method).ranks[0].parts for method in ("formula", "trace"))
+    assert formula == traced

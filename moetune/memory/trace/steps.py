@@ -25,6 +25,7 @@ from moetune.memory.trace.watched import Watched
 from moetune.optim.offload import HostUpdater
 from moetune.optim.optimizers import make_optimizer
 from moetune.optim.updater import Updater
+from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import local_tensor
 from moetune.patches.bitsandbytes import paged
 from moetune.step.batch import Batch, collate, random_rows
@@ -194,6 +195,7 @@ class Steps(Watched):
             self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
         tracker.stop()
+        reshard(self.adapted.model)  # the next record begins as this one did
         return tracker.log
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
