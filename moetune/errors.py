@@ -56,7 +56,9 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
 
 def printable(text: str) -> str:
     """The text with control characters and halves of characters written out: a terminal would obey them."""
-    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return (
+        text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    )
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

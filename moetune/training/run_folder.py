@@ -27,6 +27,7 @@ from moetune.errors import UserError
 from moetune.files import WriterLock, aside_of, expanded, lock, settle, sync, write_whole
 from moetune.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.records import MetricsLine, parse_metrics
 from moetune.run_file import refuse_existing_run
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, write_manifest
@@ -333,8 +334,8 @@ class RunFolder:
             with suppress(OSError):
                 write_whole(self.path / OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out.
+    def metrics(self) -> list[MetricsLine]:
+        """Every whole line of `metrics.jsonl`; raises `UserError` as `parse_metrics`.
 
         A file that does not begin as the newest checkpoint has it was damaged: then the lines are the checkpoint's.
         """
@@ -343,13 +344,7 @@ class RunFolder:
             known = checkpoint / self.metrics_file.name
             if known.is_file() and not text.startswith(whole := known.read_bytes()):
                 text = whole
-        lines = []
-        for line in text.splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-        return lines
+        return parse_metrics(text, self.metrics_file)
 
     def _is_occupied(self) -> bool:
         """Whether anything is in the folder, beyond what a run leaves that was killed in its first instant."""
