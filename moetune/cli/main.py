@@ -147,7 +147,7 @@ def _bad_input(error: BaseException) -> UserError | None:
     if isinstance(error, UnicodeError):
         return UserError(f"a text is not UTF-8: {one_line(error)}")
     if isinstance(error, OSError):
-        file = "" if error.filename is None else f"{shown(str(error.filename), 300)}: "
+        file = "stdout or another stream: " if error.filename is None else f"{shown(str(error.filename), 300)}: "
         return UserError(f"{file}{one_line(error)}")
     return None
 

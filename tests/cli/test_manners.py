@@ -69,7 +69,7 @@ def test_every_command_has_an_example_that_is_its_own(moetune: Callable[..., Any
 @pytest.mark.parametrize(
     ("shell", "code", "said"),
     [
-        ("models > /dev/full", 2, "stdout cannot be written: No space left on device"),
+        ("models > /dev/full", 2, "No space left on device"),
         ("models >&-", 0, ""),
         ("count tiny-mixtral --set a=b", 2, "give one with --run"),
     ],
