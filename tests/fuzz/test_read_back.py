@@ -1,4 +1,4 @@
-"""Every JSON or YAML file that a command reads back × every kind of value at every key × every command that reads it."""
+"""Every JSON or YAML file that is read back × every kind of value at every key × every command that reads it."""
 
 from __future__ import annotations
 
