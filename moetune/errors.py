@@ -17,7 +17,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in message)
+        text = printable(message)
         written = text.encode()
         if len(written) > _MOST_BYTES:
             kept = written[: _MOST_BYTES - 50].decode(errors="ignore")
@@ -33,7 +33,7 @@ class DoesNotFit(Exception):
     """
 
     def __init__(self, message: str, found: dict[str, Any]) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.found = found
 
 
@@ -52,6 +52,13 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # Ctrl-C
         raise UserError(f"{what} cannot be read: {one_line(error)}{remedy and '; '}{remedy}") from error
+
+
+def printable(text: str) -> str:
+    """The text with control characters and halves of characters written out: a terminal would obey them."""
+    return (
+        text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    )
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -61,6 +61,8 @@ def parse_expert_ids(value: object) -> object:
         parsed = parse_ids(ids)
         if not isinstance(parsed, tuple):
             raise ValueError(f"layer {layer}: {ids!r} does not list experts; write {{{layer}: [0, 1]}}")
+        if int(layer) in by_layer:
+            raise ValueError(f"layer {int(layer)} is written twice")
         by_layer[int(layer)] = parsed
     if not by_layer:
         raise ValueError("no layer is listed; write none to choose nothing")

@@ -56,18 +56,18 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # refused by what is called below
-            if key in seen:
+            if (text := str(key)) in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {shown(key)} is written twice", key_node.start_mark
                 )
-            seen.add(key)
+            seen.add(text)
         return super().construct_mapping(node, deep)
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from moetune.adapt.packed_base import is_packed_base, read_manifest
+from moetune.adapt.packed_base import is_packed_base
 from moetune.anatomy.source import ModelSource
 from moetune.errors import UserError
 from moetune.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint, taking_fingerprint
 from moetune.hub.snapshot import download, downloaded
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.published import read_packed
 from moetune.run.resolve import ResolvedModel
 
 
@@ -25,7 +26,7 @@ def checkpoint_of(source: ModelSource) -> Path:
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights that could be loaded")
     if is_packed_base(source.folder):
-        original = read_manifest(Path(source.folder)).source
+        original = read_packed(Path(source.folder)).source
         if not original.is_dir():
             raise UserError(
                 f"model.path: {source.folder!r} is a packed base; an export needs the checkpoint that was packed, and "
@@ -47,7 +48,7 @@ def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Ca
         yield lambda: None
         return
     if is_packed_base(source.folder):
-        packed = read_manifest(Path(str(source.folder))).packed
+        packed = read_packed(Path(str(source.folder))).packed
         yield lambda: packed
         return
     before = folder_of(source)
@@ -82,7 +83,7 @@ def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> Non
     source = model.source
     difference = None
     if is_packed_base(source.folder):
-        difference = made_for.fingerprint.difference(read_manifest(Path(str(source.folder))).packed.fingerprint)
+        difference = made_for.fingerprint.difference(read_packed(Path(str(source.folder))).packed.fingerprint)
     elif (folder := folder_of(source)) is not None:
         difference = made_for.fingerprint.difference_of_tensors(headers(folder))
     if difference is not None:

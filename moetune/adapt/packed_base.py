@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,16 +23,17 @@ from moetune.adapt.materialize import realize
 from moetune.adapt.pack import fill_bank, make_bank, pack_linear, put_4bit
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig
+from moetune.documents import read_json
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
 from moetune.experts.links import BankLinks
-from moetune.files import WriterLock, aside_of, check_path, settle, write_whole
-from moetune.hub.fingerprint import Base, Fingerprint, digesting
+from moetune.files import WriterLock, aside_of, settle, write_whole
+from moetune.hub.fingerprint import Fingerprint, digesting
 from moetune.hub.snapshot import PACKED_MANIFEST as MANIFEST
 from moetune.hub.snapshot import copy_small_file, small_files
-from moetune.hub.tensor_files import is_name_of_weights
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.published import PackedManifest, read_packed
 from moetune.run.resolve import ResolvedModel, ResolvedRun
 
 REST = "rest.safetensors"
@@ -53,40 +53,6 @@ def is_packed_base(folder: str | None) -> bool:
     if (Path(folder) / _BEGUN).is_file():
         raise UserError(f"{folder!r} is not a complete packed base; run moetune quantize again to finish it")
     return False
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `packed.json` says.
-
-    Attributes:
-        source: the folder of the checkpoint that was packed.
-        packed: that checkpoint.
-        files: name -> bytes and SHA-256.
-    """
-
-    base: str
-    double_quant: bool
-    source: Path
-    packed: Base
-    files: dict[str, tuple[int, str]]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Raises `UserError` if the manifest is damaged or of an earlier version."""
-    file = folder / MANIFEST
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
-        fingerprint = Fingerprint.from_json(raw["fingerprint"])
-        if outside := [name for name in files if not is_name_of_weights(name)]:
-            raise ValueError(f"{outside[0]} is no file of the folder")
-        source = check_path(raw["source"])
-        return Manifest(raw["base"], raw["double_quant"], source, Base(source.name, fingerprint), files)
-    except Exception as error:
-        raise UserError(
-            f"{str(file)!r} is damaged, or of an earlier version of moetune; pack the base anew with moetune quantize"
-        ) from error
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------
@@ -159,16 +125,7 @@ def finish(folder: Path, packed: Fingerprint) -> dict[str, int]:
 
 def _read_begun(folder: Path) -> dict[str, Any]:
     file = folder / _BEGUN
-    try:
-        plan = json.loads(file.read_text(encoding="utf-8"))
-    except Exception:  # whatever is wrong with it
-        plan = None
-    if not isinstance(plan, dict):
-        raise UserError(
-            f"{str(file)!r} cannot be read, so nobody knows what was begun in {str(folder)!r}; delete that folder and "
-            "run moetune quantize again"
-        )
-    return plan
+    return read_json(file, dict[str, Any], remedy=f"delete {str(folder)!r} and run moetune quantize again")
 
 
 def _rest(model: PreTrainedModel, experts: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -193,19 +150,19 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
-def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> Manifest:
-    """The manifest of a folder that serves this run; its files have their sizes, and their bytes are still unread.
+def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> PackedManifest:
+    """The manifest of a packed base that serves this run; its files have their sizes, and their bytes are still unread.
 
     Raises:
         UserError: it does not.
     """
-    manifest = read_manifest(folder)
+    manifest = read_packed(folder)
     for key in ("base", "double_quant"):
         wanted, stored = getattr(config, key), getattr(manifest, key)
         if wanted != stored and not (key == "double_quant" and config.base != "nf4"):
             raise UserError(f"model.{key}: {wanted}, but {str(folder)!r} is packed with {stored}; set it, or pack anew")
-    for name, (size, _) in manifest.files.items():
-        file = folder / name
+    for name, expected in manifest.files.items():
+        file, size = folder / name, expected.bytes
         if not file.is_file() or file.stat().st_size != size:
             found = f"has {file.stat().st_size:,} bytes, not {size:,}" if file.is_file() else "is missing"
             raise UserError(f"{str(file)!r} {found}: the packed base is damaged; write it again with moetune quantize")
@@ -245,7 +202,7 @@ def read(
         _fill(model, folder, manifest, dtype, device, on_read)
         found = digests()
     for name in mine:
-        if found[name] != manifest.files[name][1]:
+        if found[name] != manifest.files[name].sha256:
             raise UserError(
                 f"{str(folder / name)!r} was changed after it was written: the packed base is damaged; write it again "
                 "with moetune quantize"
@@ -255,7 +212,7 @@ def read(
 def _fill(
     model: PreTrainedModel,
     folder: Path,
-    manifest: Manifest,
+    manifest: PackedManifest,
     dtype: torch.dtype,
     device: torch.device,
     on_read: Callable[[float], None] | None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.anatomy.anatomy import require_causal_lm
 from moetune.catalog import CatalogModel, find_model, model_names
-from moetune.errors import UserError, reading, shown, suggest
+from moetune.documents import read_json
+from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.hub.reach import hub_is_reachable
 
@@ -78,14 +78,13 @@ def _from_folder(path: str) -> ModelSource:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
-    with reading(f"model {path!r}: config.json"):
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        layers = max(_layers_in(raw), default=0)
+    raw = read_json(file, dict[str, Any], f"model {path!r}: config.json")
+    layers = max(_layers_in(raw), default=0)
     if layers > _MOST_LAYERS:
         raise UserError(
             f"model {path!r}: config.json says {shown(layers)} layers, and no model has more than {_MOST_LAYERS:,}"
         )
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+    if not isinstance(raw.get("model_type"), str):
         raise UserError(f"model {path!r}: config.json has no model_type")
     if raw["model_type"] not in CONFIG_MAPPING:
         hint = suggest(raw["model_type"], CONFIG_MAPPING.keys())

@@ -7,16 +7,20 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, KeepPacked, Opens
+from moetune.cli.options import Json, KeepPacked, Opens, checked_temperature, checked_text
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; higher ones draw.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the likeliest token; higher ones draw.", callback=checked_temperature)
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of what is drawn.")]
 
 
 def generate(
     model: Opens,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="What to go on from.", show_default=False, callback=checked_text)
+    ],
     chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a message for the chat template.")] = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -43,7 +47,9 @@ def generate(
 
 def chat(
     model: Opens,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the model is told first.", callback=checked_text)
+    ] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
     seed: Seed = 0,
@@ -63,7 +69,7 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline().strip()
+        line = checked_text(sys.stdin.readline()).strip()
         if not line:
             return
         messages.append({"role": "user", "content": line})

@@ -1,4 +1,4 @@
-"""`moetune`: one command a file. This module wires them up and turns a `UserError` into a message and exit code 2."""
+"""`moetune`: one command a file. This module wires them up, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 # torch reads this when it is imported: growing segments keep fragmentation low at no cost.
@@ -38,6 +37,7 @@ from moetune.errors import DoesNotFit, UserError, one_line, shown
 from moetune.report.console import quieten
 
 _debug = False  # as the last command was told
+_INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 
 
 def _show_version(asked: bool) -> None:
@@ -92,34 +92,63 @@ for command, example in _EXAMPLES.items():
 
 
 def main() -> None:
-    """Runs a command. Exit code 0: done; 1: it ran and the answer is no; 2: bad input; 130: interrupted."""
-    quieten()
+    """Runs a command. Exit code 0: done; 1: it ran and the answer is no; 2: bad input, or the system has not what it
+    takes; 70: an error of moetune itself; 130: interrupted."""
+    code = _run()
     try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python has still to write at its end
+        code = code if code == _INTERNAL else _fail(UserError(f"stdout cannot be written: {one_line(error)}"))
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Runs the command, writes the message of an error, and returns the exit code."""
+    try:
+        quieten()
         app()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, OSError):  # typer's answer to a pipe that nobody reads
+            return _fail(UserError(f"stdout cannot be written: {one_line(ended.__context__)}"))
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 2
     except DoesNotFit as error:
-        if not _note_failure(str(error)):
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        _say(str(error))
+        return 1
     except Exception as error:
-        bad = _bad_input(error)
-        if bad is None:
-            _note_failure(traceback.format_exc())
-            raise
-        if _debug:
-            traceback.print_exc()
-        if not _note_failure(str(bad)):
-            print(f"error: {bad}", file=sys.stderr)
-        sys.exit(2)
+        if (bad := _bad_input(error)) is not None:
+            return _fail(bad)
+        _note_failure(traceback.format_exc())
+        traceback.print_exc()
+        return _INTERNAL
+    return 0
 
 
-def _bad_input(error: Exception) -> UserError | None:
-    """The error, or what the system has against a file that the command line names; None for an error of ours."""
+def _fail(error: UserError) -> int:
+    if _debug:
+        traceback.print_exc()
+    _say(str(error))
+    return 2
+
+
+def _say(message: str) -> None:
+    if not _note_failure(message):
+        print(f"error: {message}", file=sys.stderr)
+
+
+def _bad_input(error: BaseException) -> UserError | None:
+    """The error, or what the system lacks or has against a file; None for an error of ours."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error, OSError) and isinstance(error.filename, str | Path):
-        given = {Path(name) for argument in sys.argv[1:] for name in (argument, argument.partition("=")[2]) if name}
-        if not given.isdisjoint((file := Path(error.filename), *file.parents)):
-            return UserError(f"{shown(str(file))}: {one_line(error)}")
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's is a RuntimeError
+        return UserError("the host has no more memory for this process; free some, or raise its limit (ulimit -v)")
+    if isinstance(error, RecursionError):
+        return UserError("what was given is nested too deeply")
+    if isinstance(error, UnicodeError):
+        return UserError(f"a text is not UTF-8: {one_line(error)}")
+    if isinstance(error, OSError):
+        file = "stdout or another stream: " if error.filename is None else f"{shown(str(error.filename), 300)}: "
+        return UserError(f"{file}{one_line(error)}")
     return None
 
 

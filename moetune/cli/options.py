@@ -12,7 +12,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.config import DataConfig, PackedBase, RunConfig
-from moetune.errors import UserError, suggest
+from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded, names_in
 from moetune.run_file import load_run_config
 
@@ -69,6 +69,22 @@ def in_a_folder(file: Path | None) -> Path | None:
     if not file.parent.is_dir():
         raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
     return file
+
+
+def checked_temperature(value: float) -> float:
+    """Raises `UserError` for one that probabilities cannot be computed with."""
+    if value == 0 or 1e-3 <= value <= 1e3:
+        return value
+    raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")
+
+
+def checked_text(text: str | None) -> str:
+    """Raises `UserError` for bytes that are no text."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
+    return text or ""
 
 
 def checked_base(base: str | None) -> PackedBase | None:

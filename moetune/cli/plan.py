@@ -91,6 +91,7 @@ def plan(
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB")
     if set_:
         raise UserError("--set changes a run file; a plan chooses settings itself")
+    from moetune.run_file import refuse_missing
     from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
     most = None if host is None else parse_size(host)
@@ -107,6 +108,8 @@ def plan(
 
     if figure is not None:
         refuse_unknown_format(figure)
+    if data is not None:
+        refuse_missing([data])
     why: tuple[str, ...] = ()
     if data is not None and tokens is None:
         tokens, why = _tokens_of(data, what, min_sequence)

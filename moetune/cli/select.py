@@ -34,7 +34,7 @@ def select(
         Path | None, typer.Option(metavar="SCORES.json", help="Of general text, for --rule foreground.")
     ] = None,
     layers: Annotated[str, typer.Option(help="Only these, such as 0-5.")] = "all",
-    seed: Annotated[int, typer.Option(help="Of --rule random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of --rule random.")] = 0,
     run: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="The run file that is filled in.")] = None,
     part: Annotated[
         str, typer.Option("--as", metavar="experts|lora", help="Train them whole, or put LoRA on.")
@@ -51,6 +51,8 @@ def select(
 
     if part not in ("experts", "lora"):
         raise UserError(f"--as {part!r}: it is experts or lora")
+    if layers == "none":
+        raise UserError("--layers none chooses no expert; give all, or numbers such as 0-5")
     if set_ and run is None:
         raise UserError("--set changes a run file; give one with --run")
     if out is not None and out.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moetune.adapt.base import checkpoint_of, folder_of
-from moetune.adapt.packed_base import is_packed_base, read_manifest
+from moetune.adapt.packed_base import is_packed_base
 from moetune.anatomy.source import find_model_source
 from moetune.errors import UserError
 from moetune.exporting.base_copy import copy_checkpoint
@@ -18,6 +18,7 @@ from moetune.hub.delta_folder import Delta, read_delta
 from moetune.hub.fingerprint import Base, take_fingerprint
 from moetune.hub.quantized import open_checkpoint
 from moetune.hub.tensor_files import Stored, read_checkpoint
+from moetune.run.published import read_packed
 
 _FORMAT = "applied"
 
@@ -96,9 +97,8 @@ def apply_delta(
             raise UserError(f"{str(to)!r} changed while it was copied: {changed}; run this again when it is at rest")
         for key, tensor in read.tensors.items():
             _write(tensor, read.slices.get(key), new_places[key])
-        about = {key: read.manifest.get(key) for key in ("run", "step", "run_file", "selection")}
         write_manifest(
-            folder, {"format": _FORMAT, **about, "base": Base(name, fingerprint).to_json(), "forced": difference}
+            folder, {"format": _FORMAT, **read.about, "base": Base(name, fingerprint).to_json(), "forced": difference}
         )
     changed_bytes = sum(places[key].nbytes for key in read.tensors)
     return Applied(str(out), len(read.tensors), changed_bytes, difference, tuple(_notes(difference, force, name)))
@@ -144,6 +144,6 @@ def _find_base(to: str) -> tuple[Path, str]:
         return checkpoint_of(source), source.name
     if is_packed_base(str(base)):
         raise UserError(
-            f"--to {to!r} is a packed base; give the checkpoint that was packed: {str(read_manifest(base).source)!r}"
+            f"--to {to!r} is a packed base; give the checkpoint that was packed: {str(read_packed(base).source)!r}"
         )
     return base, base.resolve().name

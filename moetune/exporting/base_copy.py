@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from moetune.errors import reading
+from moetune.documents import read_json
 from moetune.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.hub.quantized import Quantized, open_checkpoint
 from moetune.hub.snapshot import copy_small_file, small_files
@@ -51,8 +52,7 @@ def _unpack(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str,
             "weight_map": {name: tensor.file.name for name, tensor in sorted(written.items())},
         }
         (out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    with reading(f"{str(folder / 'config.json')!r}"):
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json", dict[str, Any])
     config.pop("quantization_config", None)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return written

@@ -138,7 +138,7 @@ def _is_about(error: OSError, out: Path, ours: Path) -> bool:
 def _is_export(out: Path) -> bool:
     """Whether an export wrote the folder: a manifest of ours, or an adapter."""
     manifest = read_manifest(out)
-    return (out / "adapter_config.json").is_file() if manifest is None else manifest.get("format") in _FORMATS
+    return (out / "adapter_config.json").is_file() if manifest is None else str(manifest.get("format")) in _FORMATS
 
 
 def keep_apart(out: Path, doing: str, *kept: Path) -> None:

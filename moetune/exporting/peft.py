@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.packed_base import is_packed_base, read_manifest
+from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.start_from.peft_layout import (
     CONFIG_FILE,
     PREFIX,
@@ -39,6 +39,7 @@ from moetune.hub.fingerprint import take_fingerprint
 from moetune.hub.names import find_homes
 from moetune.hub.quantized import open_checkpoint
 from moetune.run.names import linear_factors
+from moetune.run.published import read_packed
 
 _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 """Names of linear layers that PEFT, on a model with experts, takes for the experts of transformers 4."""
@@ -78,7 +79,7 @@ def _refuse_changed_base(run: FinishedRun) -> None:
     if run.base is None:
         return
     if is_packed_base(source.folder):
-        manifest = read_manifest(Path(str(source.folder)))
+        manifest = read_packed(Path(str(source.folder)))
         confirmed_base(run, Path(str(source.folder)), manifest.packed.fingerprint)
         if not manifest.source.is_dir():
             return

@@ -9,12 +9,13 @@ the rows of some experts, and then `slices` says which.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from moetune.documents import Amount, read_json
 from moetune.errors import UserError
 from moetune.hub.fingerprint import Base, digest
 from moetune.hub.tensor_files import Stored, read_header
@@ -24,11 +25,24 @@ FORMAT = "delta"
 
 
 @dataclass(frozen=True)
+class _Manifest:
+    format: Literal["delta"]
+    base: Base
+    sha256: str
+    slices: dict[str, list[Amount]]
+    run: Any = None
+    step: Any = None
+    run_file: Any = None
+    selection: Any = None
+
+
+@dataclass(frozen=True)
 class Delta:
     """A delta folder, read; no weights yet.
 
     Attributes:
         base: what it was made for.
+        about: where it comes from: `run`, `step`, `run_file`, `selection`.
         slices: tensor -> the experts whose rows it has, for those that have not the rows of all.
     """
 
@@ -36,7 +50,7 @@ class Delta:
     base: Base
     tensors: Mapping[str, Stored]
     slices: Mapping[str, list[int]]
-    manifest: Mapping[str, Any]
+    about: Mapping[str, Any]
 
 
 def read_delta(folder: Path) -> Delta:
@@ -45,36 +59,20 @@ def read_delta(folder: Path) -> Delta:
     Raises:
         UserError: this is no delta, or it is damaged.
     """
-    manifest = read_manifest(folder)
-    if manifest is None or manifest.get("format") != FORMAT:
-        raise UserError(f"{str(folder)!r} is not a delta: no valid {MANIFEST} in it")
-    try:
-        base = Base.from_json(manifest.get("base"))
-    except UserError as error:
-        raise UserError(f"{str(folder / MANIFEST)!r}: {error}; export the delta again") from None
-    tensors, slices = read_header(folder / DELTA_FILE), manifest.pop("slices", None)
-    if not _are_slices(slices, tensors):
-        raise UserError(f"{str(folder / MANIFEST)!r} is damaged: its slices do not fit the tensors")
-    if digest(folder / DELTA_FILE) != manifest.get("sha256"):
-        raise UserError(f"{str(folder / DELTA_FILE)!r} was changed after it was written; export the delta again")
-    return Delta(folder, base, tensors, slices, manifest)
+    what, remedy = f"{str(folder)!r} is not a delta: its {MANIFEST}", "export the delta again"
+    manifest = read_json(folder / MANIFEST, _Manifest, what, remedy)
+    tensors = read_header(folder / DELTA_FILE)
+    for key, ids in manifest.slices.items():
+        if key not in tensors or not len(set(ids)) == len(ids) == tensors[key].num_rows:
+            raise UserError(f"{str(folder / MANIFEST)!r}: slices.{key} does not fit the tensors; {remedy}")
+    if digest(folder / DELTA_FILE) != manifest.sha256:
+        raise UserError(f"{str(folder / DELTA_FILE)!r} was changed after it was written; {remedy}")
+    about = {key: getattr(manifest, key) for key in ("run", "step", "run_file", "selection")}
+    return Delta(folder, manifest.base, tensors, manifest.slices, about)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of an export; None if there is none that could be read."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except Exception:  # whatever is wrong with it
-        return None
-    return manifest if isinstance(manifest, dict) else None
-
-
-def _are_slices(slices: Any, tensors: Mapping[str, Stored]) -> bool:
-    """Whether each names a tensor, and as many different experts as it has rows."""
-    return isinstance(slices, dict) and all(
-        key in tensors
-        and isinstance(ids, list)
-        and all(isinstance(expert, int) and expert >= 0 for expert in ids)
-        and len(set(ids)) == len(ids) == tensors[key].num_rows
-        for key, ids in slices.items()
-    )
+    with suppress(UserError):
+        return read_json(folder / MANIFEST, dict[str, Any])
+    return None

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetune.errors import UserError
+from pydantic import model_validator
+
 from moetune.hub.tensor_files import read_checkpoint, weight_files
 
 _BLOCK = 2**22  # bytes read at a time
@@ -57,16 +58,13 @@ class Fingerprint:
     def to_json(self) -> dict[str, Any]:
         return {"content": self.content, "files": dict(self.files), "tensors": dict(self.tensors)}
 
+    @model_validator(mode="wrap")
     @classmethod
-    def from_json(cls, raw: Any) -> Fingerprint:
-        """Raises `UserError` if this is not what `to_json` gave."""
-        try:
-            made = cls({str(k): str(v) for k, v in raw["tensors"].items()}, dict(raw["files"]))
-            whole = made.content == raw["content"]
-        except Exception:  # whatever is wrong with it
-            whole = False
-        if not whole:
-            raise UserError("its fingerprint of the base is damaged")
+    def _check_content(cls, raw: Any, read: Callable[[Any], Fingerprint]) -> Fingerprint:
+        """Refuses what `to_json` did not give."""
+        made = read(raw)
+        if made.content != raw.get("content"):
+            raise ValueError("the fingerprint of the base is damaged")
         return made
 
 
@@ -79,13 +77,6 @@ class Base:
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "fingerprint": self.fingerprint.to_json()}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> Base:
-        """Raises `UserError` if this is not what `to_json` gave."""
-        if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
-            raise UserError("it does not say which base")
-        return cls(raw["name"], Fingerprint.from_json(raw.get("fingerprint")))
 
 
 def take_fingerprint(

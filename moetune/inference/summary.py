@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from importlib import metadata
 from pathlib import Path
 
 from moetune.adapt.count import count
+from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.report.run import RunFacts
 from moetune.run.dtypes import this_device
+from moetune.run.records import DriftFile, MemoryFile
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.run_file import load_run_config
 from moetune.training.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
@@ -38,10 +39,12 @@ def facts_of(path: Path, run: ResolvedRun) -> RunFacts:
         model=run.config.model.path,
         steps=run.config.train.steps,
         metrics=RunFolder(path).metrics(),
-        memory=json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else None,
+        memory=read_json(memory, MemoryFile, remedy="delete it, and the page goes without")
+        if memory.is_file()
+        else None,
         trainable=counted.trainable,
         parameters=counted.census.total,
         versions={name: metadata.version(name) for name in _PACKAGES},
-        drift=json.loads(drift.read_text(encoding="utf-8")) if drift.is_file() else None,
+        drift=read_json(drift, DriftFile, remedy="write it again with moetune drift") if drift.is_file() else None,
         run_file=(path / RUN_FILE).read_text(encoding="utf-8"),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from moetune.errors import UserError
 from moetune.experts.links import CountRows
 from moetune.files import expanded
-from moetune.run.placement import read_load
+from moetune.run.records import read_load
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ def parse_routing(text: str) -> Routing:
         return Routing(text, skew)
     if not expanded(text).is_file():
         raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
-    return Routing(text, None, tuple(read_load(text, "--routing").items()))
+    return Routing(text, None, tuple(read_load(expanded(text), "--routing").items()))
 
 
 def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:
     """The last experts as full as assumed, K of them if they can hold all rows; the others share the rest."""
     total = tokens * top_k
-    most = tokens if fullest is None else min(tokens, -int(-fullest * total // num_experts))
+    most = tokens if fullest is None else min(tokens, -int(-min(fullest, num_experts) * total // num_experts))
     if fullest is None:
         rows = [tokens]
         for others in reversed(range(num_experts - 1)):  # each of them is to have a row still

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moetune.config import ParallelConfig
 from moetune.errors import UserError
-from moetune.parallel.launch import PARENT
+from moetune.parallel.launch import PARENT, number_in_environment
 from moetune.parallel.ranks import Ranks
 
 _ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
@@ -24,13 +24,13 @@ _ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RA
 
 def check_launch(parallel: ParallelConfig) -> None:
     """Raises `UserError` if as many processes were not started as the run file has ranks, or they cannot have a GPU."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = number_in_environment("WORLD_SIZE", 1)
     if started > 1 and started != parallel.ranks:
         raise UserError(
             f"{started} processes were started, and parallel: in the run file makes {parallel.ranks} ranks; start "
             f"{parallel.ranks}, or change parallel: and hardware.count"
         )
-    on_this = parallel.ranks if started == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    on_this = parallel.ranks if started == 1 else number_in_environment("LOCAL_WORLD_SIZE", started)
     if torch.cuda.is_available() and torch.cuda.device_count() < on_this:
         raise UserError(
             f"parallel: wants {on_this} ranks on this machine, which has {torch.cuda.device_count()} GPUs; each rank "
@@ -53,8 +53,9 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
         yield Ranks()
         return
     _die_with_parent()
-    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = number_in_environment("RANK"), number_in_environment("WORLD_SIZE")
+    local = number_in_environment("LOCAL_RANK", rank)
+    number_in_environment("MASTER_PORT")
     device = None
     if device_type == "cuda":
         device = torch.device("cuda", local)

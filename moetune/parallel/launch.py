@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from moetune.errors import UserError, shown
+
 PARENT = "MOETUNEPARENT"
 """In the environment of a rank: the process that started it."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -22,7 +24,15 @@ _GRACE = 5.0  # seconds in which the other ranks may still say what went wrong w
 
 def was_launched() -> bool:
     """Whether something has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return number_in_environment("WORLD_SIZE", 1) > 1
+
+
+def number_in_environment(name: str, default: int | None = None) -> int:
+    """What a launcher says of this process, `RANK` say; raises `UserError` if it is missing or no number."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UserError(f"{name}={shown(text)} in the environment is no number; unset it, or start with torchrun")
+    return int(text)
 
 
 def note_failure(message: str) -> None:

@@ -9,7 +9,8 @@ import json
 from typing import Any
 
 from moetune.config import ParallelConfig, RunConfig
-from moetune.errors import UserError, reading
+from moetune.documents import read_json
+from moetune.errors import UserError
 from moetune.files import expanded
 
 _BUCKET = 2**26
@@ -158,11 +159,7 @@ def _of_optimizers(config: RunConfig) -> list[str]:
 
 
 def _read(file: str) -> dict[str, Any]:
-    with reading(f"parallel.deepspeed: {file!r}"):
-        given = json.loads(expanded(file).read_text(encoding="utf-8"))
-    if not isinstance(given, dict):
-        raise UserError(f"parallel.deepspeed: {file!r} is not a JSON object")
-    return given
+    return read_json(expanded(file), dict[str, Any], f"parallel.deepspeed: {file!r}")
 
 
 def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = "") -> list[str]:

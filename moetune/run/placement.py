@@ -7,16 +7,13 @@ longest processing time first (Graham, "Bounds on multiprocessing timing anomali
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.selection import Selection
-from moetune.errors import UserError, one_line
-from moetune.files import expanded
+from moetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -72,25 +69,6 @@ def balance_experts(
                 load_so_far[rank] += tokens[expert]
         placement[layer.index] = tuple(tuple(sorted(ids)) for ids in held)
     return placement
-
-
-def read_load(file: str, what: str) -> dict[int, tuple[float, ...]]:
-    """By layer, the tokens that each expert received: `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, as
-    `train` leaves it in `memory.json`.
-
-    Raises:
-        UserError: the file, which `what` names in the message, does not hold that.
-    """
-    try:
-        load = json.loads(expanded(file).read_text(encoding="utf-8"))["expert_load"]
-        parsed = {int(layer): tuple(float(count) for count in counts) for layer, counts in load.items()}
-        if not parsed or not all(min(counts) >= 0 and 0 < sum(counts) < inf for counts in parsed.values()):
-            raise ValueError("a layer's counts are numbers from 0 up, and not all 0")
-    except Exception as error:  # whatever is wrong with it
-        raise UserError(
-            f"{what} {file!r}: does not hold {{'expert_load': {{layer: [tokens of each expert]}}}}: {one_line(error)}"
-        ) from error
-    return parsed
 
 
 def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:

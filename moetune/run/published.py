@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
 
 from moetune.anatomy.source import ModelSource
-from moetune.config import ModelConfig, Storage
+from moetune.config import ModelConfig, PackedBase, Storage
+from moetune.documents import Amount, read_json
+from moetune.files import check_path
+from moetune.hub.fingerprint import Base, Fingerprint
 from moetune.hub.snapshot import PACKED_MANIFEST
+from moetune.hub.tensor_files import is_name_of_weights
 
 _IN_16_BITS: Storage = "nf4"
 """What `auto` is for models that are not kept as they are published."""
@@ -44,12 +48,56 @@ class Published:
         return config.model_copy(update={"base": self.base or _IN_16_BITS, "double_quant": scales})
 
 
+def _check_name(name: str) -> str:
+    if not is_name_of_weights(name):
+        raise ValueError(f"{name} is no file of the folder")
+    return name
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """One file of a packed base."""
+
+    bytes: Amount
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PackedManifest:
+    """`packed.json`, which `moetune quantize` writes.
+
+    Attributes:
+        source: the folder of the checkpoint that was packed.
+        fingerprint: of that checkpoint.
+    """
+
+    base: PackedBase
+    double_quant: bool
+    source: Annotated[Path, BeforeValidator(lambda text: str(check_path(text)) if isinstance(text, str) else text)]
+    fingerprint: Fingerprint
+    files: dict[Annotated[str, AfterValidator(_check_name)], PackedFile]
+    gate_up_apart: bool = False
+
+    @property
+    def packed(self) -> Base:
+        """The checkpoint that was packed."""
+        return Base(self.source.name, self.fingerprint)
+
+
+def read_packed(folder: Path) -> PackedManifest:
+    """Reads the manifest of a packed base; raises `UserError` if it is damaged or of an earlier version."""
+    return read_json(folder / PACKED_MANIFEST, PackedManifest, remedy="pack the base anew with moetune quantize")
+
+
 def published(source: ModelSource) -> Published:
-    """Reads the configuration, or what `moetune quantize` wrote beside it."""
+    """Reads the configuration, or what `moetune quantize` wrote beside it.
+
+    Raises:
+        UserError: that is damaged.
+    """
     if source.folder is not None and (file := Path(source.folder) / PACKED_MANIFEST).is_file():
-        with suppress(Exception):  # one that is damaged is refused when it is opened
-            packed = json.loads(file.read_text(encoding="utf-8"))
-            return Published("moetune", packed["base"], packed["double_quant"], packed.get("gate_up_apart", False))
+        packed = read_packed(file.parent)
+        return Published("moetune", packed.base, packed.double_quant, packed.gate_up_apart)
     raw: Any = getattr(source.config, "quantization_config", None)
     if raw is None:
         return Published()

@@ -17,14 +17,16 @@ from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.anatomy.stack import leave_out
 from moetune.config import ModelConfig, OptimizerConfig, Part, RunConfig
 from moetune.errors import UserError
+from moetune.files import expanded
 from moetune.run import refusals
 from moetune.run.choice import settle
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
 from moetune.run.linears import linears_to_pack
 from moetune.run.names import parts_of
-from moetune.run.placement import EVERYTHING, Placement, balance_experts, read_load
+from moetune.run.placement import EVERYTHING, Placement, balance_experts
 from moetune.run.published import Published, keeps_gate_up_apart, published
+from moetune.run.records import read_load
 from moetune.sizes import parse_size
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
@@ -211,7 +213,7 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
         if parallel.engine == "deepspeed":
             deepspeed_json(config)
         if parallel.ep > 1 and not indivisible:
-            load = None if parallel.load is None else read_load(parallel.load, "parallel.load")
+            load = None if parallel.load is None else read_load(expanded(parallel.load), "parallel.load")
             placement = balance_experts(anatomy, selection, parallel.ep, load)
     except UserError as error:
         problems.append(str(error))

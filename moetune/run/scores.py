@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moetune.anatomy.anatomy import Anatomy
+from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.files import expanded
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 Scope = str
 SCOPES: tuple[Scope, ...] = ("loss", "all")
 """Tokens that carry loss: whose next token is one that trains. And all, padding left out."""
@@ -104,7 +105,7 @@ class Scores(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_: int = Field(default=SCHEMA, alias="schema")
+    schema_: Literal[1] = Field(default=SCHEMA, alias="schema")
     model: str
     base: str | None
     run: dict[str, Any]
@@ -128,19 +129,7 @@ def read_scores(file: str | Path, where: str) -> Scores:
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
-    try:
-        raw = json.loads(expanded(file).read_text(encoding="utf-8"))
-        if not isinstance(raw, dict) or "layers" not in raw:
-            raise ValueError("it holds no layers")
-        if raw.get("schema") != SCHEMA:
-            raise ValueError(f"its schema is {raw.get('schema')!r}, not {SCHEMA}")
-        return Scores.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-    raise UserError(f"{where}: {str(file)!r} is not what moetune score writes: {reason}")
+    return read_json(expanded(file), Scores, f"{where}: {str(file)!r}", "give what moetune score writes")
 
 
 def refuse_other_model(scores: Scores, anatomy: Anatomy, where: str) -> None:

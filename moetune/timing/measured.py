@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.run.records import read_metrics
 
 
 def speed_of(path: str) -> float:
@@ -19,12 +19,9 @@ def speed_of(path: str) -> float:
     file = expanded(path)
     file = file / "metrics.jsonl" if file.is_dir() else file
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        speeds = [float(line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
-    except OSError as error:
-        raise UserError(f"--measured {path!r}: {file} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"--measured {path!r}: {file} is no metrics.jsonl of a run: {error}") from None
+        speeds = [speed for line in read_metrics(file) if (speed := line.get("tokens_per_second"))]
+    except UserError as error:
+        raise UserError(f"--measured {path!r}: {error}") from None
     if not speeds:
         raise UserError(f"--measured {path!r}: no line of {file} has tokens_per_second; give a run that has trained")
     return statistics.median(speeds[1:] or speeds)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from moetune.documents import read_json
 from moetune.report.units import gib
+from moetune.run.records import MemoryFile
 from moetune.training.run_folder import MEMORY_FILE, RunFolder
 
 
@@ -19,10 +20,10 @@ def ending(path: Path) -> Iterator[str]:
         best = min(evaluations, key=lambda line: line["eval_loss"])
         yield f"best held-out loss {best['eval_loss']:.4f}, at step {best['step']}"
     if (path / MEMORY_FILE).is_file():
-        memory = json.loads((path / MEMORY_FILE).read_text(encoding="utf-8"))
-        sizes = [(name, memory[name]["peak_allocated"]) for name in ("predicted", "measured")]
-        if all(size for _, size in sizes):
-            yield "peak memory: " + ", ".join(f"{name} {gib(size)}" for name, size in sizes)
+        memory = read_json(path / MEMORY_FILE, MemoryFile)
+        predicted, measured = memory["predicted"]["peak_allocated"], memory["measured"]["peak_allocated"]
+        if predicted and measured:
+            yield f"peak memory: predicted {gib(predicted)}, measured {gib(measured)}"
     if checkpoints := folder.checkpoints():
         yield f"weights in {checkpoints[-1]}, losses in {folder.metrics_file}"
     run = shlex.quote(str(path))

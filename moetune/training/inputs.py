@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pyarrow.compute as pc
 
 from moetune.data.documents import values
 from moetune.data.load import Datasets
+from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.hub.fingerprint import digest
 from moetune.hub.snapshot import small_files
@@ -52,26 +52,8 @@ class Inputs:
         }
         files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
         config = files.pop(CONFIG_FILE, None)
-        said = {} if config is None else json.loads(config.read_text(encoding="utf-8"))
+        said = {} if config is None else read_json(config, dict[str, Any])
         return cls(secrets.token_hex(16), tokens, said, {name: digest(file) for name, file in files.items()})
-
-    @classmethod
-    def from_json(cls, text: str) -> Inputs:
-        """Raises `UserError` if this is not what `to_json` gave."""
-        try:
-            raw = json.loads(text)
-            made = cls(str(raw["run"]), dict(raw["data"]), dict(raw["config"]), dict(raw["files"]))
-            whole = made.to_json() == text
-        except Exception:  # whatever is wrong with it
-            whole = False
-        if not whole:
-            raise UserError("it was changed after it was written")
-        return made
-
-    def to_json(self) -> str:
-        """With a digest of itself."""
-        body = {"schema": 1, **asdict(self)}
-        return json.dumps({**body, "seal": hashlib.sha256(json.dumps(body).encode()).hexdigest()}, indent=2) + "\n"
 
     def refuse_others(self, now: Inputs, where: str) -> list[str]:
         """What has changed and does no harm to a run that goes on, a line each.
@@ -96,7 +78,7 @@ class Inputs:
 
 
 def _harm(before: Inputs, now: Inputs, files: list[str]) -> Iterator[str]:
-    if before.data["train"] != now.data["train"]:
+    if before.data.get("train") != now.data["train"]:
         because = f" (or what makes tokens of it: {', '.join(files)})" if files else ""
         yield f"data.train has changed since it began{because}: its tokens are others"
     for key in _differing(before.config, now.config) if before.config and now.config else ():

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Any
 
-from moetune.errors import one_line
+from typing_extensions import TypedDict
+
+from moetune.documents import Amount, read_sealed, sealed
+from moetune.errors import UserError, one_line
 
 MANIFEST = "manifest.json"
 _BLOCK = 2**24  # bytes read at a time
+
+
+class _File(TypedDict):
+    bytes: Amount
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    step: Amount
+    files: dict[str, _File]
 
 
 def write_manifest(folder: Path, step: int) -> None:
@@ -20,7 +31,7 @@ def write_manifest(folder: Path, step: int) -> None:
         for file in files_in(folder)
         if file.name != MANIFEST
     }
-    (folder / MANIFEST).write_text(_text(step, files), encoding="utf-8")
+    (folder / MANIFEST).write_text(sealed({"step": step, "files": files}), encoding="utf-8")
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -37,37 +48,27 @@ def damage(folder: Path) -> str | None:
 
 
 def _damage(folder: Path) -> str | None:
-    try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-        manifest: dict[str, Any] = json.loads(text)
-        expected = {str(n): (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
-        if text != _text(manifest["step"], manifest["files"]):
-            return f"{MANIFEST} was changed after it was written"
-        if folder.name != f"step-{manifest['step']}":
-            return f"it is of step {manifest['step']}, and its name says otherwise"
-    except FileNotFoundError:
+    if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
-    except Exception:  # whatever is wrong with it
-        return f"{MANIFEST} cannot be read"
-    for name, (size, digest) in expected.items():
+    try:
+        manifest = read_sealed(folder / MANIFEST, _Manifest, MANIFEST)
+    except UserError as error:
+        return str(error)
+    if folder.name != f"step-{manifest['step']}":
+        return f"it is of step {manifest['step']}, and its name says otherwise"
+    for name, expected in manifest["files"].items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
-        if _digest(file) != digest:
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size:,} bytes, not {expected['bytes']:,}"
+        if _digest(file) != expected["sha256"]:
             return f"{name} was changed after it was written"
-    known = expected.keys() | {MANIFEST}
+    known = manifest["files"].keys() | {MANIFEST}
     # Hidden ones are those of a file manager or a file system: .DS_Store, .nfs0001.
     there = (f for f in files_in(folder) if not f.name.startswith("."))
     unknown = sorted(name for f in there if (name := str(f.relative_to(folder))) not in known)
     return f"{unknown[0]} does not belong there; remove it" if unknown else None
-
-
-def _text(step: int, files: dict[str, Any]) -> str:
-    """The manifest, with a digest of itself."""
-    body = {"schema": 1, "step": step, "files": files}
-    return json.dumps({**body, "seal": hashlib.sha256(json.dumps(body).encode()).hexdigest()}, indent=2) + "\n"
 
 
 def _digest(file: Path) -> str:

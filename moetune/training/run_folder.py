@@ -8,13 +8,13 @@ by them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,10 +22,12 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config import RunConfig
-from moetune.errors import UserError, one_line
+from moetune.documents import read_sealed, sealed
+from moetune.errors import UserError
 from moetune.files import WriterLock, aside_of, expanded, lock, settle, sync, write_whole
 from moetune.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.records import MetricsLine, parse_metrics
 from moetune.run_file import refuse_existing_run
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, write_manifest
@@ -176,7 +178,7 @@ class RunFolder:
         if base is not None:
             self.write_base(base)
         if inputs is not None:
-            write_whole(self.path / INPUTS_FILE, inputs.to_json())
+            write_whole(self.path / INPUTS_FILE, sealed(asdict(inputs)))
         kept = "" if checkpoint is None else (checkpoint / self.metrics_file.name).read_text(encoding="utf-8")
         write_whole(self.metrics_file, kept)
 
@@ -293,7 +295,7 @@ class RunFolder:
 
     def write_base(self, base: Base) -> None:
         """Writes `base.json`: the base's name and fingerprint, and a digest of what the file says."""
-        write_whole(self.path / BASE_FILE, _base_text(base))
+        write_whole(self.path / BASE_FILE, sealed(base.to_json()))
 
     def base(self) -> Base | None:
         """What the run noted of its base; None if the file is missing.
@@ -302,20 +304,12 @@ class RunFolder:
             UserError: the file is damaged.
         """
         file = self.path / BASE_FILE
-        try:
-            text = file.read_text(encoding="utf-8")
-            base = Base.from_json(json.loads(text))
-            if text != _base_text(base):
-                raise UserError("it was changed after it was written")
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # whatever is wrong with it
-            raise UserError(
-                f"{str(file)!r} is damaged: {one_line(error)}. It says what the run was trained on; put back what it "
-                f"was, or, if model.path is that still, delete it: moetune train {self.path / RUN_FILE} --resume auto "
-                "notes it anew"
-            ) from None
-        return base
+        what = f"{str(file)!r}, which says what the run was trained on,"
+        remedy = (
+            "put back what it was, or, if model.path is that still, delete it: moetune train "
+            f"{self.path / RUN_FILE} --resume auto notes it anew"
+        )
+        return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 
     def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
         """What the run noted of its inputs, in its folder or in a checkpoint; None if the file is missing.
@@ -324,12 +318,8 @@ class RunFolder:
             UserError: the file is damaged.
         """
         file = (checkpoint or self.path) / INPUTS_FILE
-        try:
-            return Inputs.from_json(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, UserError) as error:
-            raise UserError(f"{str(file)!r} is damaged: {one_line(error)}; copy it back from a checkpoint") from error
+        remedy = "copy it back from a checkpoint"
+        return read_sealed(file, Inputs, remedy=remedy) if os.path.lexists(file) else None
 
     def write_memory(self, record: dict[str, Any]) -> None:
         """Writes `memory.json`: predicted beside measured, and how many tokens each expert received."""
@@ -344,8 +334,8 @@ class RunFolder:
             with suppress(OSError):
                 write_whole(self.path / OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Every whole line of `metrics.jsonl`; a line that a kill cut short is left out.
+    def metrics(self) -> list[MetricsLine]:
+        """Every whole line of `metrics.jsonl`; raises `UserError` as `parse_metrics`.
 
         A file that does not begin as the newest checkpoint has it was damaged: then the lines are the checkpoint's.
         """
@@ -354,13 +344,7 @@ class RunFolder:
             known = checkpoint / self.metrics_file.name
             if known.is_file() and not text.startswith(whole := known.read_bytes()):
                 text = whole
-        lines = []
-        for line in text.splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-        return lines
+        return parse_metrics(text, self.metrics_file)
 
     def _is_occupied(self) -> bool:
         """Whether anything is in the folder, beyond what a run leaves that was killed in its first instant."""
@@ -423,11 +407,6 @@ class RunFolder:
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def _base_text(base: Base) -> str:
-    body = {"schema": 1, **base.to_json()}
-    return json.dumps({**body, "seal": hashlib.sha256(json.dumps(body).encode()).hexdigest()}, indent=2) + "\n"
 
 
 def _discard(checkpoint: Path) -> None:

@@ -13,6 +13,7 @@ from moetune.adapt import packed_base
 from moetune.anatomy.source import find_model_source
 from moetune.errors import UserError
 from moetune.hub.fingerprint import take_fingerprint
+from moetune.run.published import read_packed
 from tests.adapt.test_quantizer import write
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build, write_packed_base
@@ -69,7 +70,7 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
     assert {file: file.stat().st_mtime_ns for file in first} == first
     write_packed_base(str(tmp_path / "plain"), tmp_path / "at once", "nf4", True)
-    assert packed_base.read_manifest(packed) == packed_base.read_manifest(tmp_path / "at once")
+    assert read_packed(packed) == read_packed(tmp_path / "at once")
     for file in packed.glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "at once" / file.name).read_bytes()
 
@@ -128,13 +129,13 @@ def test_a_manifest_that_lacks_something_is_named(packed: Path, key: str, tmp_pa
     manifest = json.loads((packed / "packed.json").read_text())
     del manifest[key]
     (tmp_path / "packed.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"packed\.json' is damaged, or of an earlier version"):
+    with pytest.raises(UserError, match=r"packed\.json' cannot be read: .*pack the base anew with moetune quantize"):
         states(tmp_path)
 
 
 def test_it_says_what_was_packed(packed: Path) -> None:
     """Also when it was written in two goes, which read only the rest of the source the second time."""
-    manifest = packed_base.read_manifest(packed)
+    manifest = read_packed(packed)
     assert (manifest.source, manifest.packed.name) == ((packed.parent / "plain").resolve(), "plain")
     assert manifest.packed.fingerprint == take_fingerprint(packed.parent / "plain")
 
@@ -165,10 +166,10 @@ def test_the_command(packed: Path, tmp_path: Path, moetune: Run) -> None:
 def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the catalog, or of a model on the hub that is on this machine."""
     assert moetune("quantize", "tiny-mixtral", "--out", tmp_path / "named").code == 0
-    cached = packed_base.read_manifest(tmp_path / "named").source
+    cached = read_packed(tmp_path / "named").source
     monkeypatch.setattr("moetune.adapt.base.downloaded", lambda hub_id: cached)
     monkeypatch.setattr("moetune.adapt.base.download", lambda hub_id: cached)
     settings = find_model_source("tiny-mixtral").config
     monkeypatch.setattr("moetune.anatomy.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
     assert moetune("quantize", "owner/tiny", "--out", tmp_path / "hub").code == 0
-    assert packed_base.read_manifest(tmp_path / "hub") == packed_base.read_manifest(tmp_path / "named")
+    assert read_packed(tmp_path / "hub") == read_packed(tmp_path / "named")

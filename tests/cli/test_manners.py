@@ -64,3 +64,38 @@ def test_every_command_has_an_example_that_is_its_own(moetune: Callable[..., Any
         assert "Example: moetune" in said
         for option in shlex.split(example)[2:]:
             assert not option.startswith("--") or option in said
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ("models > /dev/full", 2, "No space left on device"),
+        ("models >&-", 0, ""),
+        ("count tiny-mixtral --set a=b", 2, "give one with --run"),
+    ],
+)
+def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, said: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"PYTHONIOENCODING=ascii {sys.executable} -m moetune {shell}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "tiny-mixtral", "--prompt", "a", "--temperature", "1e-300"], "--temperature 1e-300"),
+        (["generate", "tiny-mixtral", "--prompt", "a", "--seed", "1" * 23], "--seed"),
+        (["generate", "tiny-mixtral", "--prompt", "a\udcff"], "is not UTF-8"),
+        (["select", "scores.json", "--layers", "none"], "--layers none"),
+        (["plan", "tiny-mixtral", "--gpu", "44GiB", "--data", "nosuch.jsonl"], "no such file: 'nosuch.jsonl'"),
+    ],
+)
+def test_values_that_nothing_can_be_done_with(arguments: list[str], said: str, moetune: Callable[..., Any]) -> None:
+    ended = moetune(*arguments)
+    assert ended.code == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err

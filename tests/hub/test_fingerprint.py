@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moetune.documents import parse_json
 from moetune.errors import UserError
 from moetune.hub import fingerprint
 from moetune.hub.fingerprint import Base, Fingerprint, digesting, headers, take_fingerprint, taking_fingerprint
@@ -44,11 +46,11 @@ def test_a_difference_is_named(changed: dict[str, torch.Tensor], difference: str
 def test_it_comes_back_from_json_whole_or_not_at_all(tmp_path: Path) -> None:
     base = Base("one", take_fingerprint(write(tmp_path / "one")))
     raw = base.to_json()
-    assert Base.from_json(raw) == base
+    assert parse_json(json.dumps(raw).encode(), Base, "it") == base
     raw["fingerprint"]["files"]["model.safetensors"] = "0" * 64
     for broken in (raw, raw | {"fingerprint": None}, {"name": "one"}, [], None):
         with pytest.raises(UserError):
-            Base.from_json(broken)
+            parse_json(json.dumps(broken).encode(), Base, "it")
 
 
 def test_it_is_taken_while_something_else_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

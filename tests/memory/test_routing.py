@@ -109,7 +109,7 @@ def test_neither_a_name_nor_a_file() -> None:
 def test_a_file_without_a_load(tmp_path: Path, content: str) -> None:
     file = tmp_path / "memory.json"
     file.write_text(content)
-    with pytest.raises(UserError, match=r"does not hold \{'expert_load'"):
+    with pytest.raises(UserError, match=r"it holds \{'expert_load'"):
         parse_routing(str(file))
 
 

@@ -96,9 +96,9 @@ def test_a_flipped_byte_is_named(config: RunConfig, tmp_path: Path) -> None:
         data = bytearray(whole)
         data[position] ^= 1
         file.write_bytes(data)
-        with pytest.raises(UserError, match=r"base\.json' is damaged: .* --resume auto notes it anew"):
+        with pytest.raises(UserError, match=r"base\.json'.* --resume auto notes it anew"):
             train(longer(config), resume="auto")
-        with pytest.raises(UserError, match=r"base\.json' is damaged: "):
+        with pytest.raises(UserError, match=r"base\.json', "):
             export(tmp_path / "run", "delta", tmp_path / "out")
 
 
