@@ -305,9 +305,7 @@ def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
     """Raise `UserError` naming what of some tensors does not fit a model, if anything does not."""
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise UserError(
-            f"{what} do{'es' * what.startswith('the adapter')} not fit {model!r}: {'; '.join([*wrong][:10])}{more}"
-        )
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join([*wrong][:10])}{more}")
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
     refuse_misfit(
         {f"missing {name}" for name in places.keys() - tensors.keys()}
         | {f"unexpected {name}" for name in tensors.keys() - places.keys()},
-        f"the adapter in {what!r}",
+        f"the factors in {what!r}",
         base,
     )
     return Opened(what, "adapter", adapted.get_base_model().eval(), source.folder)  # type: ignore[arg-type]

@@ -133,9 +133,8 @@ def refuse_unknown_tokens(
 ) -> None:
     """Raise `UserError` if the tokenizer gives or pads with a token that the model has no embedding for."""
     known = settings.get_text_config().vocab_size
-    largest = max(
-        (int(some.max()) for part in parts if part is not None for some in values(part, "input_ids")), default=0
-    )
+    there = (some for part in parts if part is not None for some in values(part, "input_ids"))
+    largest = max((int(some.max()) for some in there), default=0)
     if max(largest, padding) >= known:
         what = "pads with" if padding >= known else "gives"
         raise UserError(

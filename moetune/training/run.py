@@ -165,6 +165,7 @@ def _train(
     if not inputs.config:  # its folder has come meanwhile
         inputs = _inputs(run, folder, data, checkpoint, console)
     _refuse_different_ranks(adapted, inputs, base)
+    run.refuse_other_scores(None if base is None else base.fingerprint.content)
     if checkpoint is not None and base is not None:
         _refuse_other_base(folder, config, base, console)
     for note in start.load(adapted, base) if start is not None else ():

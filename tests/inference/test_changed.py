@@ -135,7 +135,9 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     "newest checkpoint: a tensor less": (
         sealed(values(TRAINED, lambda t: t.pop(min(t)))), r"self_attn|gate", WEIGHTS,
     ),
-    "newest checkpoint: a tensor more": (sealed(values(TRAINED, lambda t: t.update(more=torch.ones(1)))), "more", WEIGHTS),
+    "newest checkpoint: a tensor more": (
+        sealed(values(TRAINED, lambda t: t.update(more=torch.ones(1)))), "more", WEIGHTS,
+    ),
     "newest checkpoint: another shape": (
         sealed(values(TRAINED, lambda t: t.update({min(t): torch.ones(2, 2)}))), r"self_attn|gate", WEIGHTS,
     ),
@@ -156,7 +158,9 @@ def made(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lora = file | {"adapt": {"lora": ADAPT["lora"]}, "output": str(folder / "lora")}
     train(RunConfig.model_validate(lora), device="cpu")
     export(folder / "lora", "peft", folder / "adapter")
-    (folder / "longer.yaml").write_text(RunConfig.model_validate(file | {"train": file["train"] | {"steps": 3}}).to_yaml())
+    (folder / "longer.yaml").write_text(
+        RunConfig.model_validate(file | {"train": file["train"] | {"steps": 3}}).to_yaml()
+    )
     start = file | {"adapt": {"lora": ADAPT["lora"], "start_from": str(folder / "adapter")}}
     (folder / "start.yaml").write_text(RunConfig.model_validate(start | {"output": str(folder / "new")}).to_yaml())
     return folder
@@ -178,7 +182,6 @@ def answer(
     """How a command takes what there is, and what it wrote to stderr."""
     monkeypatch.setattr("moetune.training.memory_record.predicted_peak", lambda *_: None)
     monkeypatch.setattr("sys.stdin", open(folder / "held.jsonl", encoding="utf-8"))  # noqa: SIM115
-    monkeypatch.setattr("moetune.cli.generate.MaxNewTokens", 2)
     few = ("--max-new-tokens", "2")
     arguments: tuple[str | Path, ...] = {
         "eval": ("eval", folder / what, "--data", folder / "held.jsonl"),
@@ -229,7 +232,7 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
         values(FACTORS, lambda t: [t.update({f"foreign.{k}": t.pop(k)}) for k in list(t)]), "foreign|factors",
     ),
     "no tensors": (values(FACTORS, dict.clear), "holds no tensor"),
-    "half of them": (values(FACTORS, lambda t: [t.pop(k) for k in list(t)[::2]]), "lora_|no factors"),
+    "half of them": (values(FACTORS, lambda t: [t.pop(k) for k in list(t)[: len(t) // 2]]), "lora_|no factors"),
     "other targets": (said("adapter/adapter_config.json", target_modules=["nosuch"]), "nosuch"),
     "a rank of 10,000,000": (said("adapter/adapter_config.json", r=10_000_000), "rank 10000000"),
     "a rank that is a word": (said("adapter/adapter_config.json", r="x"), "rank 'x'"),
@@ -272,10 +275,10 @@ def indexed(metadata: dict[str, Any]) -> Change:
 
 
 MODELS: dict[str, tuple[str, Change, str]] = {
-    **{f"without {part}": ("eval", less(part), part) for part in ("embed_tokens", "norm", "gate", "experts", "lm_head")},
+    **{f"without {x}": ("eval", less(x), x) for x in ("embed_tokens", "norm", "gate", "experts", "lm_head")},
     "bool experts": ("eval", typed(torch.bool), "type BOOL"),
     "int8 experts": ("eval", typed(torch.int8), "type I8"),
-    "more experts a token": ("eval", said("model/config.json", num_experts_per_tok=99), "num_experts_per_tok.*99"),
+    "more experts a token": ("eval", said("model/config.json", num_experts_per_tok=99), "99 experts"),
     "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
     "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
     "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "1000000000"),
@@ -286,7 +289,9 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "an end outside of the vocabulary": (
         "eval", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20",
     ),
-    "the same, scored": ("score", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20"),
+    "the same, scored": (
+        "score", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20",
+    ),
     "beams": ("generate", said("model/generation_config.json", num_beams=10**6), ""),
     "a penalty": ("generate", said("model/generation_config.json", repetition_penalty=0), "repetition_penalty: 0"),
     "a share of tokens": ("generate", said("model/generation_config.json", top_p="x"), "top_p: 'x'"),
@@ -327,3 +332,26 @@ def test_a_pattern_that_never_ends(made: Path, tmp_path: Path, moetune: Any, mon
     monkeypatch.setattr("moetune.errors.time_limit.__wrapped__.__defaults__", (0.5,))
     found, err = answer(moetune, monkeypatch, "eval", folder, "adapter")
     assert (found, "no end after 0.5 s" in err) == (REFUSED, True), err
+
+
+def test_scores_of_another_base(made: Path, tmp_path: Path, moetune: Any) -> None:
+    """Of equal shapes: refused by `train` and by `select`, which name both."""
+    folder = copied(made, tmp_path / "copy")
+    moetune("score", folder / "start.yaml", "--set", "adapt.start_from=null", "--out", folder / "scores.json")
+    choice = (
+        "--set",
+        f"adapt={{experts: {{from: {folder / 'scores.json'}, k: 1}}}}",
+        "--set",
+        f"output={folder / 'new'}",
+    )
+    values(MODEL, lambda t: t["lm_head.weight"].add_(1))(folder)
+    for arguments in (
+        ("train", folder / "longer.yaml", *choice),
+        ("select", folder / "scores.json", "--k", "1", "--run", folder / "longer.yaml"),
+    ):
+        ended = moetune(*arguments)
+        assert ended.code == 2, ended
+        assert re.search(r"the scores are of '.*model' \(base \w+\), and model.path is '.*model' \(base", ended.err), (
+            ended
+        )
+    assert not (folder / "new").exists()

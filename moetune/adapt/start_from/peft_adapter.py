@@ -247,7 +247,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for rank in ranks:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= max(largest, 1):
             raise UserError(
-                f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest}"
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
             )
     return settings, tensors
 
