@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
+
+from moetune.adapt.build import Adapted, build
 from moetune.adapt.packed_base import is_packed_base
 from moetune.anatomy.source import ModelSource
 from moetune.errors import UserError
@@ -13,7 +16,7 @@ from moetune.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint
 from moetune.hub.snapshot import download, downloaded
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.published import read_packed
-from moetune.run.resolve import ResolvedModel
+from moetune.run.resolve import ResolvedModel, ResolvedRun
 
 
 def checkpoint_of(source: ModelSource) -> Path:
@@ -72,6 +75,27 @@ def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Ca
             return Base(source.name, whole(take_fingerprint(folder, part=part)))
 
         yield noted
+
+
+def build_noting(
+    run: ResolvedRun,
+    device: torch.device,
+    on_read: Callable[[float], None] | None = None,
+    ranks: Ranks = SINGLE_RANK,
+) -> tuple[Adapted, Base | None]:
+    """Build the adapted model, and note which base was read for it; None for random weights."""
+    with noting_base(run.model, ranks) as noted:
+        return build(run, device, on_read, ranks), noted()
+
+
+def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) -> None:
+    """Raise `UserError` if the base in `where` is not the one that `what` was trained on."""
+    difference = noted.fingerprint.difference(found)
+    if difference is not None:
+        raise UserError(
+            f"the base in {where!r} has changed since {what} was trained on it: {difference}; put back the checkpoint "
+            "that it was"
+        )
 
 
 def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -41,12 +42,17 @@ from moetune.config import Part
 from moetune.errors import UserError, reading
 from moetune.experts.dense import DenseWeights
 from moetune.experts.links import BankLinks
+from moetune.hub.names import find_homes
+from moetune.hub.quantized import open_checkpoint
 from moetune.hub.snapshot import download
-from moetune.hub.tensor_files import weight_files
+from moetune.hub.tensor_files import INDEX_FILE, SINGLE_FILE
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.placement import Placement
 from moetune.run.resolve import ResolvedModel, ResolvedRun
+
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+"""Types of tensors that are weights, when nothing says that they are quantized."""
 
 
 @dataclass(frozen=True)
@@ -221,34 +227,90 @@ def _pack(
 
 def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.device) -> PreTrainedModel:
     """Reads a checkpoint, packing what is to be packed as it comes (quantizer.py)."""
+    folder = checked_folder(model)
+    tensors = unread_tensors(model, packing.selection, folder, device) if model.published.method else None
+    built = from_pretrained(
+        type(model.plain),
+        model,
+        folder,
+        tensors,
+        config=model.settings,
+        dtype=model.dtype,
+        quantization_config=packing,
+        device_map={"": device},
+    )
+    if tensors is not None and (folder / "generation_config.json").is_file():  # transformers was given no folder
+        with reading(repr(str(folder / "generation_config.json"))):
+            built.generation_config = GenerationConfig.from_pretrained(str(folder))
+    built.hf_quantizer.remove_quantization_config(built)  # to Trainer it is a model like any other
+    return built
+
+
+def checked_folder(model: ResolvedModel) -> Path:
+    """The folder of a model's weights, whose headers fit the model: what is wrong is known before any is read.
+
+    Raises:
+        UserError: they cannot be had, an index cannot be used, or a weight is no floating-point number.
+    """
     source = model.source
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights to load; use model.weights=random")
     folder = Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
-    weight_files(folder)  # an index that names a pickle is refused before anybody opens it
-    with reading(f"the weights of {source.name!r} in {str(folder)!r}"), no_progress_bars():
-        tensors = unread_tensors(model, packing.selection, folder, device) if model.published.method else None
-        loaded: Any = type(model.plain).from_pretrained(
-            str(folder) if tensors is None else None,
-            state_dict=tensors,
-            config=model.settings,
-            dtype=model.dtype,
-            quantization_config=packing,
-            device_map={"": device},
+    stored = open_checkpoint(folder)
+    index = folder / INDEX_FILE
+    if not (folder / SINGLE_FILE).is_file():  # transformers notes there which tensors it read
+        with reading(repr(str(index))):
+            if not isinstance(json.loads(index.read_text(encoding="utf-8")).get("metadata"), dict):
+                raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
+    state, homes = model.plain.state_dict(), find_homes(model.plain, stored)
+    wrong = []
+    for name, home in homes.items():
+        if (there := state.get(name)) is None:
+            continue
+        keys = home.every_key()
+        if there.is_floating_point():
+            wrong += [f"{k} is of type {stored[k].dtype}, no weight" for k in keys if stored[k].dtype not in _WEIGHTS]
+        if (found := sum(stored[key].numel for key in keys)) != there.numel():
+            shape = [*stored[keys[0]].shape] if len(keys) == 1 else f"{found:,} values in {len(keys)} tensors"
+            wrong.append(f"{name} is {shape}, not {[*there.shape]}")
+    refuse_misfit(wrong, f"the weights in {source.folder!r}", source.name)
+    described, held = sum(part.numel for part in model.anatomy.parts), sum(tensor.numel for tensor in stored.values())
+    if described > 2 * held:
+        raise UserError(
+            f"the weights in {source.folder!r} do not fit {source.name!r}: config.json describes {described:,} "
+            f"parameters, and there are {held:,}"
+        )
+    return folder
+
+
+def from_pretrained(kind: Any, model: ResolvedModel, folder: Path, state_dict: Any = None, **how: Any) -> Any:
+    """A model as transformers loads it, from tensors or a folder that was checked; every tensor has its place, and
+    every place a tensor.
+
+    Raises:
+        UserError: it cannot be loaded, or one has not.
+    """
+    with reading(f"the weights of {model.source.name!r} in {str(folder)!r}"), no_progress_bars():
+        built, info = kind.from_pretrained(
+            str(folder) if state_dict is None else None,
+            state_dict=state_dict,
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
+            **how,
         )
-    built, info = loaded
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
     wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
-    if wrong:
-        raise UserError(f"the weights in {source.folder!r} do not fit {source.name!r}: {'; '.join(wrong[:10])}")
-    if tensors is not None and (folder / "generation_config.json").is_file():  # transformers was given no folder
-        built.generation_config = GenerationConfig.from_pretrained(str(folder))
-    built.hf_quantizer.remove_quantization_config(built)  # to Trainer it is a model like any other
+    refuse_misfit(wrong, f"the weights in {model.source.folder!r}", model.source.name)
     return built
+
+
+def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
+    """Raise `UserError` naming what of some tensors does not fit a model, if anything does not."""
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join([*wrong][:10])}{more}")
 
 
 @contextmanager

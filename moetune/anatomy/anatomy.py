@@ -193,6 +193,11 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
                 f"model type {model_type!r}: neither {router} nor the configuration says how many experts a "
                 "token uses; set num_experts_per_tok in config.json"
             )
+        if top_k > shape.num_experts:
+            raise UserError(
+                f"model type {model_type!r}: a token uses {top_k} experts (num_experts_per_tok in config.json), and "
+                f"{path} has {shape.num_experts}"
+            )
         layers[index] = MoeLayer(index, block, path, router, top_k, shape)
     return tuple(layers[index] for index in sorted(layers))
 

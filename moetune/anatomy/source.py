@@ -60,6 +60,8 @@ def find_model_source(path: str) -> ModelSource:
         raise UserError(
             f"model {path!r}: neither a catalog name, nor a folder that exists, nor a hub id (owner/name).{hint}"
         )
+    source.config.return_dict = True  # how outputs come is ours to say
+    source.config.output_attentions = source.config.output_hidden_states = False
     try:
         require_causal_lm(source.config)
     except UserError as error:

@@ -26,18 +26,19 @@ def eval_(
     """Held-out loss, perplexity and tokens of a run, an adapter, a merged checkpoint or a base: comparable numbers."""
     import json
 
-    from moetune.cli.options import checked_base, checked_format
+    from moetune.cli.options import checked_base, checked_format, opened
 
     checked_format(format_)
-    packed = checked_base(base)
+    checked_base(base)
     refuse_missing([] if data is None else [data])
     with heavy_imports():
         from moetune.inference.evaluate import evaluate
-        from moetune.inference.opened import open_model
 
-    found = evaluate(open_model(model, base=packed), data, sequence_length, format_)
+    found = evaluate(opened(model, base), data, sequence_length, format_)
     if json_:
         print(json.dumps(found.to_json()))
         return
-    print(f"held-out loss {found.loss:.4f}, perplexity {found.perplexity:.4g}")
-    print(f"{found.tokens:,} predicted tokens in {found.records:,} sequences of {found.data}")
+    which = ", which the run trained on" if found.held_out is False else ""
+    kind = "held-out loss" if found.held_out else "loss"
+    print(f"{kind} {found.loss:.4f}, perplexity {found.perplexity:.4g}")
+    print(f"{found.tokens:,} predicted tokens in {found.records:,} sequences of {found.data}{which}")

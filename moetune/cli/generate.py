@@ -31,16 +31,15 @@ def generate(
     """Let a run, an adapter, a merged checkpoint or a base go on from a prompt. A run needs no merge."""
     import json
 
-    from moetune.cli.options import checked_base
+    from moetune.cli.options import checked_base, opened
 
-    checked = checked_base(base)
+    checked_base(base)
     with heavy_imports():
         from moetune.inference.generate import generate as go_on
-        from moetune.inference.opened import open_model
 
     asked = [{"role": "user", "content": prompt}] if chat else prompt
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    text = go_on(open_model(model, base=checked), asked, stream=not json_, **how)  # type: ignore[arg-type]
+    text = go_on(opened(model, base), asked, stream=not json_, **how)  # type: ignore[arg-type]
     if json_:
         print(json.dumps({"schema": 1, "model": model, "prompt": prompt, "text": text}))
 
@@ -58,14 +57,13 @@ def chat(
     """Talk with a run, an adapter, a merged checkpoint or a base. An empty line or Ctrl-D ends it."""
     import sys
 
-    from moetune.cli.options import checked_base
+    from moetune.cli.options import checked_base, opened
 
-    checked = checked_base(base)
+    checked_base(base)
     with heavy_imports():
         from moetune.inference.generate import generate as go_on
-        from moetune.inference.opened import open_model
 
-    opened = open_model(model, base=checked)
+    model_ = opened(model, base)
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
@@ -73,5 +71,5 @@ def chat(
         if not line:
             return
         messages.append({"role": "user", "content": line})
-        text = go_on(opened, messages, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True)
+        text = go_on(model_, messages, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True)
         messages.append({"role": "assistant", "content": text})

@@ -6,7 +6,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -15,6 +15,9 @@ from moetune.config import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded, names_in
 from moetune.run_file import load_run_config
+
+if TYPE_CHECKING:
+    from moetune.inference.opened import Opened
 
 Overrides = Annotated[
     list[str] | None,
@@ -92,6 +95,17 @@ def checked_base(base: str | None) -> PackedBase | None:
     if base is None or base in typing.get_args(PackedBase):
         return cast("PackedBase | None", base)
     raise UserError(f"--base {base!r}: it is nf4, int8 or mxfp4, or left out for the checkpoint as it is")
+
+
+def opened(model: str, base: str | None) -> Opened:
+    """The model of an argument; what a user should know of it is said."""
+    packed = checked_base(base)
+    with heavy_imports():
+        from moetune.inference.opened import open_model
+    found = open_model(model, base=packed)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return found
 
 
 def checked_format(format: str | None) -> None:

@@ -61,6 +61,7 @@ def select(
     import json
 
     with heavy_imports():
+        from moetune.adapt.base import folder_of, noting_base
         from moetune.config import ChoiceConfig
         from moetune.report.console import terminal
         from moetune.run.choice import coverage
@@ -77,7 +78,13 @@ def select(
     if isinstance(choice.budget, str) and run is None:
         raise UserError(f"--budget {budget}: give --run RUN.yaml, whose memory it is")
     config = with_choice(None if run is None else read_run(run, set_), read.model, choice, part)
-    adapt: Any = resolve(within_budget(config), this_device()).config.adapt
+    resolved = resolve(within_budget(config), this_device())
+    folder = folder_of(resolved.model.source) if run is not None and config.model.weights == "pretrained" else None
+    if folder is not None:
+        with noting_base(resolved.model) as noted:
+            base = noted()
+        resolved.refuse_other_scores(None if base is None else base.fingerprint.content)
+    adapt: Any = resolved.config.adapt
     chosen: Chosen = adapt.lora.ids if part == "lora" else adapt.experts.ids
     covers = coverage(chosen, read)
     text = _yaml(config.model_copy(update={"adapt": adapt}), part, chosen)

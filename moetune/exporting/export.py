@@ -74,7 +74,7 @@ def export(
         exported.step,
         exported.tensors,
         exported.bytes,
-        (*(f"skipped damaged {reason}" for reason in run.damaged), *exported.notes),
+        (*run.notes, *exported.notes),
     )
 
 

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moetune.adapt.base import checkpoint_of
+import torch
+
+from moetune.adapt.base import checkpoint_of, folder_of, refuse_changed_base
 from moetune.adapt.build import Adapted, build
 from moetune.config import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base, Fingerprint, headers
-from moetune.hub.tensor_files import DTYPES, Held, Stored, read_header
-from moetune.run.resolve import resolve
+from moetune.hub.tensor_files import DTYPES, Held, Stored, read_header, refuse_not_finite
+from moetune.run.resolve import ResolvedModel, resolve
 from moetune.run_file import load_run_config
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
+from moetune.training.inputs import beside_weights
 from moetune.training.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
 
 
@@ -30,6 +33,7 @@ class FinishedRun:
         adapted: the trained model, of a run folder on the meta device: its parts, its names, what was selected.
         trained: name in a checkpoint -> the tensor that trained.
         base: what training noted of the checkpoint that it started from; None where nothing was noted.
+        notes: what a user should know: checkpoints that were passed over, files beside the base that have changed.
         folder: keeps a run that goes on from removing the checkpoint.
     """
 
@@ -39,12 +43,8 @@ class FinishedRun:
     adapted: Adapted
     trained: Mapping[str, Stored | Held]
     base: Base | None
+    notes: tuple[str, ...] = ()
     folder: RunFolder | None = None
-
-    @property
-    def damaged(self) -> tuple[str, ...]:
-        """Checkpoints that were passed over, each with what is wrong with it."""
-        return () if self.folder is None else tuple(self.folder.damaged)
 
     def __str__(self) -> str:
         return "the model" if self.path is None else f"the run in {str(self.path)!r}"
@@ -69,13 +69,9 @@ def open_run(path: Path) -> FinishedRun:
     Raises:
         UserError: no such folder, no run or no checkpoint in it, or a checkpoint that is damaged or of another run.
     """
-    path = expanded(path)
-    if not path.is_dir():
-        raise UserError(f"run folder {str(path)!r} does not exist")
-    if not (path / RUN_FILE).is_file():
-        raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
-    config = load_run_config(path / RUN_FILE)
+    config = config_of(path)
     folder = RunFolder(path)
+    path = folder.path
     checkpoint = folder.newest_whole(hold=True)
     if checkpoint is None:
         raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
@@ -89,6 +85,7 @@ def open_run(path: Path) -> FinishedRun:
     # Which ranks shared the work does not matter any more, nor what they read to divide it.
     alone = config.model_copy(update={"parallel": ParallelConfig(), "hardware": HardwareConfig()})
     adapted = build(resolve(alone), "meta")
+    notes = refuse_other_model(folder, adapted.run.model)
     expected = {
         part.name: tuple(parameter.shape if part.row is None else parameter.shape[1:])
         for parameter, parts in parts_of(adapted).items()
@@ -104,7 +101,41 @@ def open_run(path: Path) -> FinishedRun:
             )
         if trained[name].dtype not in DTYPES:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
-    return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, folder)
+    refuse_not_finite(trained, f"checkpoint {str(checkpoint)!r}")
+    damaged = (f"skipping damaged {reason}" for reason in folder.damaged)
+    return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, (*damaged, *notes), folder)
+
+
+def config_of(path: Path) -> RunConfig:
+    """Read the run file of a run folder; raise `UserError` if it is none."""
+    path = expanded(path)
+    if not path.is_dir():
+        raise UserError(f"run folder {str(path)!r} does not exist")
+    if not (path / RUN_FILE).is_file():
+        raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
+    return load_run_config(path / RUN_FILE)
+
+
+def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
+    """Compare configuration and tokenizer with what the run noted; return what has changed and does no harm.
+
+    Raises:
+        UserError: the model is another one now.
+    """
+    noted = folder.inputs()
+    where = f"the run in {str(folder.path)!r} is of another model"
+    return [] if noted is None else noted.refuse_other_model(*beside_weights(folder_of(model.source)), where)
+
+
+@torch.no_grad()
+def fill_trained(adapted: Adapted, run: FinishedRun) -> None:
+    """Give a model what a run has trained, in the model's own dtypes."""
+    for parameter, parts in parts_of(adapted).items():
+        for part in parts:
+            mine = part.of(parameter)
+            mine.copy_(run.trained[part.name].rows().reshape(mine.shape))
+    for name, bias in adapted.router_biases().items():
+        bias.copy_(run.trained[name].rows())
 
 
 def base_folder(run: FinishedRun) -> Path:
@@ -119,8 +150,10 @@ def base_folder(run: FinishedRun) -> Path:
             "to export for"
         )
     folder = checkpoint_of(run.adapted.run.model.source)
-    if run.base is not None:
-        _refuse(run, folder, run.base.fingerprint.difference_of_tensors(headers(folder)))
+    if run.base is not None:  # names and shapes first: that needs no weights
+        difference = run.base.fingerprint.difference_of_tensors(headers(folder))
+        if difference is not None:
+            raise UserError(f"the base in {str(folder)!r} has changed since {run} was trained on it: {difference}")
     return folder
 
 
@@ -132,16 +165,8 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint) -> Base:
     """
     if run.base is None:
         return Base(run.adapted.run.model.source.name, found)
-    _refuse(run, folder, run.base.fingerprint.difference(found))
+    refuse_changed_base(run.base, found, str(run), str(folder))
     return run.base
-
-
-def _refuse(run: FinishedRun, folder: Path, difference: str | None) -> None:
-    if difference is not None:
-        raise UserError(
-            f"the base in {str(folder)!r} has changed since {run} was trained on it: {difference}; put back the "
-            "checkpoint that it was"
-        )
 
 
 def about(run: FinishedRun) -> dict[str, Any]:

@@ -38,10 +38,10 @@ from moetune.adapt.start_from.peft_layout import (
 from moetune.anatomy.anatomy import MoeLayer
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertLora
-from moetune.exporting.finished_run import FinishedRun, base_folder
+from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Exported
 from moetune.exporting.peft import write_adapter
-from moetune.hub.fingerprint import headers
+from moetune.hub.fingerprint import headers, take_fingerprint
 from moetune.hub.names import Home, find_homes
 from moetune.hub.quantized import weights_of
 from moetune.run.names import linear_factors
@@ -81,6 +81,7 @@ def export_vllm(run: FinishedRun, out: Path) -> Exported:
         what = min(adapted.selection.full) if adapted.selection.full else "whole experts"
         raise UserError(f"{run} trains {what} beside LoRA, and vLLM's adapters hold factors only; use --format merged")
     folder = base_folder(run)
+    confirmed_base(run, folder, take_fingerprint(folder))
     homes = find_homes(adapted.run.model.plain, weights_of(headers(folder)))
     trained = {name: stored.rows().float() for name, stored in run.trained.items()}
     tensors: dict[str, Factors] = {}

@@ -182,6 +182,14 @@ def read_header(file: Path) -> dict[str, Stored]:
         }
 
 
+def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
+    """Raise `UserError` naming the first tensor of `what` with a value that is no finite number."""
+    for name, tensor in tensors.items():
+        for start, stop in tensor.blocks():
+            if not tensor.rows(start, stop).isfinite().all():
+                raise UserError(f"{what}: {name} holds values that are not finite; take an earlier checkpoint")
+
+
 def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:
     """Writes a file with these tensors, all zero until `Stored.write` fills them, and gives their places."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -42,7 +42,7 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
     found, of, pad = _rows(trained, rows)
     expected, tokens = mean_loss(trained.model, found, pad)
     del trained
-    loss, _ = mean_loss(open_model(str(exported), device="cpu", dtype="fp32").model, found, pad)
+    loss, _ = mean_loss(open_model(str(exported), device="cpu", dtype="fp32", stock=True).model, found, pad)
     return LossCheck(len(found), of, tokens, expected, loss)
 
 

@@ -6,25 +6,34 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from transformers import PreTrainedModel
 
-from moetune.config import DataConfig, TrainConfig
+from moetune.config import DataConfig, RunConfig, TrainConfig
 from moetune.data.load import load_data, pad_token_id
 from moetune.errors import UserError
+from moetune.files import expanded
 from moetune.inference.opened import Opened
 from moetune.step.batch import Row, collate
 from moetune.step.step import held_out_loss
+from moetune.training.inputs import refuse_unknown_tokens
 
 _ROWS = 4
+_MOST_LOSS = 700.0  # nats: beyond, a perplexity is no number
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss over every predicted token, in nats, and of how many."""
+    """The mean loss over every predicted token, in nats, and of how many.
+
+    Attributes:
+        step: of the checkpoint, of a run.
+        held_out: whether the run kept these data apart; False if it trained on them, None where neither is known.
+    """
 
     model: str
     kind: str
@@ -32,6 +41,8 @@ class Evaluation:
     records: int
     tokens: int
     loss: float
+    step: int | None = None
+    held_out: bool | None = None
 
     @property
     def perplexity(self) -> float:
@@ -56,7 +67,26 @@ def evaluate(
     """
     rows, name = rows_of(opened, data, sequence_length, format)
     loss, tokens = mean_loss(opened.model, rows, pad_token_id(opened.tokenizer))
-    return Evaluation(opened.name, opened.kind, name, len(rows), tokens, loss)
+    if not loss < _MOST_LOSS:
+        raise UserError(f"the loss of {opened.name!r} is {loss}: its weights or config.json give none")
+    return Evaluation(
+        opened.name, opened.kind, name, len(rows), tokens, loss, opened.step, _is_held_out(opened.config, data)
+    )
+
+
+def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
+    if data is None:
+        return True
+    given = None if config is None else config.data
+    if given is None:
+        return None
+
+    def files(part: Any) -> set[Path]:
+        specs = [] if part is None else [part] if isinstance(part, str) else part
+        return {expanded(one if isinstance(one, str) else one.path).resolve() for one in specs}
+
+    asked = expanded(data).resolve()
+    return False if asked in files(given.train) else True if asked in files(given.eval) else None
 
 
 def rows_of(
@@ -74,12 +104,18 @@ def rows_of(
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
         settings = settings.model_copy(update={"train": data, "eval": None, "validation": None})
-        return load_data(settings, opened.tokenizer, train).train, data
+        return _known(opened, load_data(settings, opened.tokenizer, train).train), data
     if given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
     held_out = load_data(settings, opened.tokenizer, train).eval
     assert held_out is not None
-    return held_out, "what the run held out"
+    return _known(opened, held_out), "what the run held out"
+
+
+def _known(opened: Opened, rows: datasets.Dataset) -> datasets.Dataset:
+    """The rows; raises `UserError` if the model has no embedding for a token of theirs."""
+    refuse_unknown_tokens(opened.model.config, opened.name, pad_token_id(opened.tokenizer), rows)
+    return rows
 
 
 @torch.no_grad()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from transformers import TextStreamer
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
+from transformers import GenerationConfig, TextStreamer
 
 from moetune.data.load import pad_token_id
-from moetune.errors import UserError
+from moetune.errors import UserError, shown
 from moetune.inference.opened import Opened
 
 Message = dict[str, str]
@@ -51,6 +52,14 @@ def generate(
     if not ids.numel():
         raise UserError("the prompt has no token to go on from")
     model: Any = opened.model
+    pad = pad_token_id(tokenizer)
+    known = model.config.get_text_config().vocab_size
+    if (largest := max(int(ids.max()), pad)) >= known:
+        raise UserError(
+            f"the tokenizer of {opened.name!r} has token {largest}; the model has embeddings for {known} only. Its "
+            "tokenizer_config.json says which tokens there are"
+        )
+    model.generation_config = _sampling(opened)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
         if ids.shape[1] >= positions:
@@ -63,9 +72,32 @@ def generate(
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=pad_token_id(tokenizer),
+        pad_token_id=pad,
         use_cache=True,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
         **how,
     )
     return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+class _Sampling(BaseModel):
+    """Of a model's generation settings, those that say how a token is drawn; the others are not ours to follow."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    top_k: NonNegativeInt | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
+
+
+def _sampling(opened: Opened) -> GenerationConfig:
+    """Raises `UserError` for a value of generation_config.json that cannot be drawn by."""
+    try:
+        found = _Sampling.model_validate(opened.model.generation_config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"generation_config.json of {opened.name!r}: {key}: {shown(first['input'])}: {first['msg']}"
+        ) from None
+    return GenerationConfig(**found.model_dump(exclude_none=True))

@@ -13,23 +13,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from moetune.adapt.base import refuse_other_headers
-from moetune.adapt.build import Adapted, build, no_progress_bars
+from moetune.adapt.base import build_noting, refuse_changed_base
+from moetune.adapt.build import Adapted, build, checked_folder, from_pretrained, refuse_misfit
+from moetune.adapt.start_from.peft_adapter import read_adapter
+from moetune.adapt.start_from.peft_layout import CONFIG_FILE
 from moetune.anatomy.source import ModelSource, find_model_source
 from moetune.config import AdaptConfig, HardwareConfig, ModelConfig, PackedBase, ParallelConfig, RunConfig
 from moetune.data.load import chat_template, tokenizer_of
-from moetune.errors import UserError, one_line
-from moetune.exporting.finished_run import FinishedRun, open_run
+from moetune.errors import UserError, reading, time_limit
+from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
+from moetune.hub.fingerprint import Base
 from moetune.run import refusals
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.published import published
-from moetune.run.resolve import resolve
-from moetune.training.checkpoint import parts_of
+from moetune.run.resolve import resolve, resolve_model
 from moetune.training.run_folder import RUN_FILE
 
 
@@ -41,6 +42,8 @@ class Opened:
         kind: what it was opened as.
         folder: where its tokenizer is.
         config: the run file of a run.
+        step: of the checkpoint that a run was opened at.
+        notes: what a user should know.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Opened:
     model: PreTrainedModel
     folder: str | None
     config: RunConfig | None = None
+    step: int | None = None
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -63,7 +68,12 @@ class Opened:
 
 
 def open_model(
-    what: str, *, base: PackedBase | None = None, device: DeviceType | None = None, dtype: str | None = None
+    what: str,
+    *,
+    base: PackedBase | None = None,
+    device: DeviceType | None = None,
+    dtype: str | None = None,
+    stock: bool = False,
 ) -> Opened:
     """Opens a run folder, a folder with a PEFT adapter, or a model.
 
@@ -71,9 +81,10 @@ def open_model(
         base: keep a model packed like this; a run is packed as it was trained, and a checkpoint that is published in
             MXFP4 or NF4 stays so.
         dtype: of compute; by default a run's own, else bfloat16 on a GPU and float32 on a CPU.
+        stock: let transformers alone read a checkpoint, because that is what is asked.
 
     Raises:
-        UserError: it is none of these, or its weights cannot be read.
+        UserError: it is none of these, its weights cannot be read, or a run's base has changed.
     """
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
@@ -89,11 +100,15 @@ def open_model(
     source = find_model_source(what)
     if source.folder is None:
         raise UserError(f"model {what!r} has no weights that could be loaded")
-    if base is None and published(source).base is None:
-        return Opened(what, "checkpoint", _stock(source.folder, device, dtype), source.folder)
-    model = ModelConfig.model_validate({"path": what, "base": base or "auto"} | _attention(source))
-    packed = RunConfig(model=model, adapt=AdaptConfig(also=("norm",)))
-    return Opened(what, "packed", _built(packed, device, dtype).model, source.folder)
+    dtype = dtype or dtype_on(device)
+    if stock:
+        return Opened(what, "checkpoint", _stock(what, device, dtype), source.folder)
+    as_it_is = base is None and published(source).base is None
+    settings = {"path": what, "base": dtype if as_it_is else base or "auto", "dtype": dtype}
+    model = ModelConfig.model_validate(settings | _attention(source))
+    run = RunConfig(model=model, adapt=AdaptConfig(also=("norm",)))
+    adapted, _ = _built(run, device, dtype)
+    return Opened(what, "checkpoint" if as_it_is else "packed", adapted.model, source.folder)
 
 
 def _attention(source: ModelSource) -> dict[str, str]:
@@ -102,19 +117,17 @@ def _attention(source: ModelSource) -> dict[str, str]:
 
 
 def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:
-    adapted = _built(run.config, device, dtype)
-    if run.base is not None:
-        refuse_other_headers(run.base, adapted.run.model, f"the run in {what!r}")
-    with torch.no_grad():
-        for parameter, parts in parts_of(adapted).items():
-            for part in parts:
-                mine = part.of(parameter)
-                mine.copy_(run.trained[part.name].rows().reshape(mine.shape))
-    return Opened(what, "run", adapted.model, adapted.run.model.source.folder, run.config)
+    adapted, base = _built(run.config, device, dtype, notes=run.base is not None)
+    if run.base is not None and base is not None:
+        refuse_changed_base(run.base, base.fingerprint, f"the run in {what!r}", run.config.model.path)
+    fill_trained(adapted, run)
+    return Opened(what, "run", adapted.model, adapted.run.model.source.folder, run.config, run.step, run.notes)
 
 
-def _built(config: RunConfig, device: DeviceType, dtype: str | None) -> Adapted:
-    """The adapted model of a run file, as one process computes with it."""
+def _built(
+    config: RunConfig, device: DeviceType, dtype: str | None, *, notes: bool = False
+) -> tuple[Adapted, Base | None]:
+    """The adapted model of a run file, as one process computes with it; and its base, if that is to be noted."""
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
         settings["attention"] = "sdpa"
@@ -123,41 +136,46 @@ def _built(config: RunConfig, device: DeviceType, dtype: str | None) -> Adapted:
     data = None if config.data is None else config.data.model_copy(update={"packing": False})
     alone = {"parallel": ParallelConfig(), "hardware": HardwareConfig()}
     run = resolve(config.model_copy(update={"model": model, "train": train, "data": data, **alone}), device)
-    adapted = build(run, run.device())
+    adapted, base = build_noting(run, run.device()) if notes else (build(run, run.device()), None)
     adapted.model.eval()
-    return adapted
+    return adapted, base
 
 
 def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Opened:
+    """Stock PEFT on the base that the adapter names; every tensor of the adapter has its place, and every place one."""
+    settings, tensors = read_adapter(path)
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"the adapter in {what!r}: {CONFIG_FILE} names no base; set base_model_name_or_path")
+    source = find_model_source(base)
     try:
-        base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
-        source = find_model_source(str(base))
-        try:
-            plain: Any = _stock(str(source.folder), device, dtype)
-        except UserError as error:
-            if published(source).method != "bitsandbytes":
-                raise
-            raise UserError(
-                f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
-            ) from error
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT still asks transformers by an old name
-            model = PeftModel.from_pretrained(plain, str(path)).get_base_model()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"the adapter in {what!r} cannot be loaded: {one_line(error)}") from error
-    return Opened(what, "adapter", model.eval(), source.folder)  # type: ignore[arg-type]
+        plain: Any = _stock(base, device, dtype or dtype_on(device))
+    except UserError as error:
+        if published(source).method != "bitsandbytes":
+            raise
+        raise UserError(
+            f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
+        ) from error
+    with reading(f"the adapter in {what!r}"), time_limit(f"the patterns in {CONFIG_FILE}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT still asks transformers by an old name
+        adapted = PeftModel.from_pretrained(plain, str(path))
+        places = get_peft_model_state_dict(adapted)
+    refuse_misfit(
+        {f"missing {name}" for name in places.keys() - tensors.keys()}
+        | {f"unexpected {name}" for name in tensors.keys() - places.keys()},
+        f"the factors in {what!r}",
+        base,
+    )
+    return Opened(what, "adapter", adapted.get_base_model().eval(), source.folder)  # type: ignore[arg-type]
 
 
-def _stock(folder: str, device: DeviceType, dtype: str | None) -> PreTrainedModel:
-    try:
-        with no_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=DTYPES[dtype or dtype_on(device)],
-                device_map={"": device},
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"the weights in {folder!r} cannot be loaded: {one_line(error)}") from error
-    return model.eval()
+def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
+    """A checkpoint as transformers alone reads it, checked as one that is trained."""
+    source = find_model_source(what)
+    model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype} | _attention(source)), device)
+    if source.folder is None:
+        raise UserError(f"model {what!r} has no weights that could be loaded")
+    loaded: Any = from_pretrained(
+        AutoModelForCausalLM, model, checked_folder(model), dtype=DTYPES[dtype], device_map={"": device}
+    )
+    return loaded.eval()

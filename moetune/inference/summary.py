@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 
 from moetune.adapt.count import count
 from moetune.documents import read_json
-from moetune.errors import UserError
+from moetune.exporting.finished_run import config_of, refuse_other_model
 from moetune.report.run import RunFacts
 from moetune.run.dtypes import this_device
 from moetune.run.records import DriftFile, MemoryFile
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.run_file import load_run_config
 from moetune.training.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
 
 _PACKAGES = ("moetune", "torch", "transformers", "peft", "bitsandbytes", "datasets")
@@ -24,9 +24,10 @@ def run_of(path: Path) -> ResolvedRun:
     Raises:
         UserError: it is no run folder, or its model is gone.
     """
-    if not (path / RUN_FILE).is_file():
-        raise UserError(f"{str(path)!r} is not a run folder: no {RUN_FILE} in it")
-    return resolve(load_run_config(path / RUN_FILE), this_device())
+    run = resolve(config_of(path), this_device())
+    for note in refuse_other_model(RunFolder(path), run.model):
+        print(f"note: {note}", file=sys.stderr)
+    return run
 
 
 def facts_of(path: Path, run: ResolvedRun) -> RunFacts:

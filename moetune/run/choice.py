@@ -132,6 +132,13 @@ def settle(adapt: AdaptConfig, anatomy: Anatomy) -> AdaptConfig:
     return adapt.model_copy(update={"experts": experts, "lora": lora})
 
 
+def scores_of(adapt: AdaptConfig) -> tuple[tuple[str, Scores], ...]:
+    """The scores that `adapt:` chooses by, each with the key that names them."""
+    lora = None if adapt.lora is None else adapt.lora.ids
+    choices = {"adapt.experts.from": adapt.experts, "adapt.lora.ids.from": lora}
+    return tuple((w, read_scores(c.from_, w)) for w, c in choices.items() if isinstance(c, ChoiceConfig))
+
+
 def parameters_of(layer: MoeLayer, lora: LoraConfig | None) -> int:
     """What trains of one expert: all of it, or its low-rank factors (experts/bank.py, `ExpertLora`)."""
     shape = layer.shape

@@ -19,7 +19,7 @@ from moetune.config import ModelConfig, OptimizerConfig, Part, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.run import refusals
-from moetune.run.choice import settle
+from moetune.run.choice import scores_of, settle
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
 from moetune.run.linears import linears_to_pack
@@ -27,6 +27,7 @@ from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts
 from moetune.run.published import Published, keeps_gate_up_apart, published
 from moetune.run.records import read_load
+from moetune.run.scores import Scores, refuse_other_base
 from moetune.sizes import parse_size
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
@@ -79,6 +80,7 @@ class ResolvedRun:
         placement: layer index -> for each of the `ep` ranks the ids of its experts; empty where they are not spread.
         router_scores: layer index -> the function of its router's logits, under `train.dense_router_gradient`.
         router_biases: layer index -> the buffer that `train.router_bias_rate` updates.
+        scored: the scores that experts were chosen by, each with the key that names them.
         problems: why it can be neither predicted nor trained; empty for what `resolve` returns.
     """
 
@@ -91,6 +93,7 @@ class ResolvedRun:
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     router_scores: Mapping[int, Score] = field(default_factory=dict)
     router_biases: Mapping[int, str] = field(default_factory=dict)
+    scored: tuple[tuple[str, Scores], ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
@@ -148,6 +151,11 @@ class ResolvedRun:
             placement={layer: held for layer, held in self.placement.items() if layer not in layers},
         )
 
+    def refuse_other_scores(self, base: str | None) -> None:
+        """Raise `UserError` if experts were chosen by scores of another checkpoint than that of this digest."""
+        for where, scores in self.scored:
+            refuse_other_base(scores, self.config.model.path, base, where)
+
     def refuse_unpredictable(self) -> None:
         """Raises `UserError` if it can be trained at best."""
         raise_problems(refusals.of_prediction(self.config))
@@ -179,7 +187,9 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     model, problems = _examine_model(config.model, None if like is None else like.model)
     config = config.model_copy(update={"model": model.config})
     anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
+    scored: tuple[tuple[str, Scores], ...] = ()
     try:
+        scored = scores_of(config.adapt)
         config = config.model_copy(update={"adapt": settle(config.adapt, anatomy)})
         selection, wrong = examine_selection(config.adapt, anatomy, refusals.inert_linears(plain, anatomy))
     except UserError as error:
@@ -237,6 +247,7 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
         placement,
         router_scores,
         router_biases,
+        scored,
         tuple(dict.fromkeys(problems)),
     )
 

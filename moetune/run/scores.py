@@ -144,6 +144,17 @@ def refuse_other_model(scores: Scores, anatomy: Anatomy, where: str) -> None:
             )
 
 
+def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) -> None:
+    """Raise `UserError` unless the scores are of the checkpoint whose files have the digest `base`; None is for random
+    weights."""
+    if scores.base != base:
+        there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))
+        raise UserError(
+            f"{where}: the scores are of {scores.model!r} ({there}), and model.path is {model!r} ({here}); record them "
+            "anew with moetune score"
+        )
+
+
 def _lines(value: Any, indent: str = "") -> str:
     """JSON with objects spread over lines and lists on one each."""
     if not isinstance(value, Mapping) or not value:

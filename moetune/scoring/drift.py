@@ -17,11 +17,11 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from moetune.adapt.base import noting_base
+from moetune.adapt.base import build_noting, refuse_changed_base
 from moetune.adapt.build import build
 from moetune.adapt.start_from.start import open_start
 from moetune.errors import UserError
-from moetune.exporting.finished_run import open_run
+from moetune.exporting.finished_run import fill_trained, open_run
 from moetune.files import write_whole
 from moetune.report.console import terminal
 from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
@@ -31,7 +31,6 @@ from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.scoring.recorder import Recorder
 from moetune.scoring.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
-from moetune.training.checkpoint import read_trained
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
 from moetune.training.run_folder import DRIFT_FILE
@@ -92,6 +91,8 @@ def drift(
     """
     console = console or terminal(stderr=True)
     finished = open_run(path)
+    for note in finished.notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
     config = on_one_rank(to_score(finished.config))
     if data is None and (config.data is None or not config.data.evaluates):
         raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
@@ -105,13 +106,10 @@ def drift(
     else:
         (source,), padding = read_sources(run, [data], tokens)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    with noting_base(run.model) as noted, reading(console, weights) as on_read:
-        adapted = build(run, device, on_read)
-        base = noted()
+    with reading(console, weights) as on_read:
+        adapted, base = build_noting(run, device, on_read)
     if finished.base is not None and base is not None:
-        difference = finished.base.fingerprint.difference(base.fingerprint)
-        if difference is not None:
-            raise UserError(f"the base has changed since {finished} was trained on it: {difference}")
+        refuse_changed_base(finished.base, base.fingerprint, str(finished), config.model.path)
     if start is not None:
         start.load(adapted, base)
     if packs(config):
@@ -119,7 +117,7 @@ def drift(
     passes = []
     for trained in (False, True):
         if trained:
-            read_trained(finished.path / "checkpoints" / f"step-{finished.step}", adapted)  # type: ignore[operator]
+            fill_trained(adapted, finished)
         recorder = Recorder(adapted)
         recorder.choices = {}
         record(recorder, adapted, [source], padding, console)

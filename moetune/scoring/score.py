@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moetune.adapt.attention import wants_borders
-from moetune.adapt.base import noting_base
+from moetune.adapt.base import build_noting
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
@@ -43,6 +43,7 @@ from moetune.run.scores import Scored, Scores
 from moetune.scoring.recorder import Recorder, Sums, documents_of
 from moetune.step.batch import Row, collate
 from moetune.step.tail import split
+from moetune.training.inputs import refuse_unknown_tokens
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
 
@@ -132,9 +133,8 @@ def score(
     start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
     sources, padding = read_sources(run, data, tokens)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    with noting_base(run.model, ranks) as noted, reading(console, weights) as on_read:
-        adapted = build(run, device, on_read, ranks)
-        base = noted()
+    with reading(console, weights) as on_read:
+        adapted, base = build_noting(run, device, on_read, ranks)
     for note in start.load(adapted, base) if start is not None else ():
         console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
     if packs(config):
@@ -286,7 +286,7 @@ def read_sources(run: ResolvedRun, data: Sequence[str], tokens: int) -> tuple[li
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
-    return sources, pad_token_id(tokenizer)
+    return sources, _padding(run, tokenizer, sources)
 
 
 def read_source(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Source:
@@ -303,7 +303,15 @@ def held_out_source(run: ResolvedRun, tokens: int) -> tuple[Source, int]:
     assert config.data is not None
     rows = load_data(config.data, tokenizer, config.train).eval
     assert rows is not None
-    return some_of("held-out data", rows, config, tokens), pad_token_id(tokenizer)
+    held_out = some_of("held-out data", rows, config, tokens)
+    return held_out, _padding(run, tokenizer, [held_out])
+
+
+def _padding(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]) -> int:
+    """The token that pads; raises `UserError` if the model does not know it, or one of the data's."""
+    padding = pad_token_id(tokenizer)
+    refuse_unknown_tokens(run.model.settings, run.config.model.path, padding, *(one.rows for one in sources))
+    return padding
 
 
 def some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> Source:

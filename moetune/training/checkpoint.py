@@ -34,6 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
+from moetune.hub.tensor_files import read_header, refuse_not_finite
 from moetune.optim.optimizers import CombinedOptimizer
 from moetune.optim.updater import Updater
 from moetune.optim.zero import ZeroUpdater
@@ -220,6 +221,7 @@ def check(folder: Path) -> None:
     for path in (folder, folder / OPTIMIZER_FOLDER):
         if path.is_dir():
             HuggingFaceStorageReader(str(path)).read_metadata()
+    refuse_not_finite(read_header(folder / TRAINED_FILE), f"checkpoint {str(folder)!r}")
 
 
 def read_trained(folder: Path, adapted: Adapted) -> None:

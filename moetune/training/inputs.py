@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow.compute as pc
+from transformers import PretrainedConfig
 
 from moetune.data.documents import values
 from moetune.data.load import Datasets
@@ -22,6 +23,8 @@ from moetune.hub.snapshot import small_files
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
 """Keys of a config.json that no model is made of."""
+_MAKES_TOKENS = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken")
+"""Files without which no tokenizer gives the same tokens; the others say how it is used."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,7 @@ class Inputs:
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
-        files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
-        config = files.pop(CONFIG_FILE, None)
-        said = {} if config is None else read_json(config, dict[str, Any])
-        return cls(secrets.token_hex(16), tokens, said, {name: digest(file) for name, file in files.items()})
+        return cls(secrets.token_hex(16), tokens, *beside_weights(base))
 
     def refuse_others(self, now: Inputs, where: str) -> list[str]:
         """What has changed and does no harm to a run that goes on, a line each.
@@ -61,30 +61,68 @@ class Inputs:
         Raises:
             UserError: what makes it another run.
         """
-        files = [] if not self.files or not now.files else _differing(self.files, now.files)
-        harm = list(_harm(self, now, files))
-        if harm:
-            lines = "\n  ".join(harm)
-            raise UserError(f"{where} cannot be resumed:\n  {lines}\nPut back what it was, or choose another output")
-        notes = [
-            f"{name} beside the base's weights has changed since the run began; the tokens of the data are the same"
-            for name in files
-        ]
+        files = self._changed(now.files)
+        harm = []
+        if self.data.get("train") != now.data["train"]:
+            because = f" (or what makes tokens of it: {', '.join(files)})" if files else ""
+            harm.append(f"data.train has changed since it began{because}: its tokens are others")
+        notes = self.refuse_other_model(now.config, now.files, f"{where} cannot be resumed", harm)
         if self.data.get("eval") != now.data.get("eval"):
             notes.append(
                 "data.eval has changed since the run began: held-out losses before and after are of other data"
             )
         return notes
 
+    def refuse_other_model(
+        self, config: dict[str, Any], files: dict[str, str], where: str, harm: Sequence[str] = ()
+    ) -> list[str]:
+        """Compare the base's configuration and tokenizer with those of a run; return what has changed and does no harm.
 
-def _harm(before: Inputs, now: Inputs, files: list[str]) -> Iterator[str]:
-    if before.data.get("train") != now.data["train"]:
-        because = f" (or what makes tokens of it: {', '.join(files)})" if files else ""
-        yield f"data.train has changed since it began{because}: its tokens are others"
-    for key in _differing(before.config, now.config) if before.config and now.config else ():
-        if key not in _SAYS_NOTHING:
-            said = (repr(config.get(key, "not there"))[:80] for config in (now.config, before.config))
-            yield "{} of the base: {} is {}, and was {}".format(CONFIG_FILE, key, *said)
+        Args:
+            config, files: as `beside_weights` gives them.
+            harm: what else makes it another run, a line each.
+
+        Raises:
+            UserError: anything does.
+        """
+        changed = self._changed(files)
+        lines = list(harm)
+        for key in _differing(self.config, config) if self.config and config else ():
+            if key not in _SAYS_NOTHING:
+                said = (repr(one.get(key, "not there"))[:80] for one in (config, self.config))
+                lines.append("{} of the base: {} is {}, and was {}".format(CONFIG_FILE, key, *said))
+        beside = "beside the base's weights has changed since the run began"
+        makes_tokens = [name for name in changed if any(Path(name).match(pattern) for pattern in _MAKES_TOKENS)]
+        lines += [f"{name} {beside}, and makes other tokens" for name in makes_tokens]
+        if lines:
+            raise UserError("\n  ".join([f"{where}:", *lines]) + "\nPut back what it was, or choose another output")
+        return [f"{name} {beside}" for name in changed]
+
+    def _changed(self, files: dict[str, str]) -> list[str]:
+        return _differing(self.files, files) if self.files and files else []
+
+
+def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read what lies beside a base's weights: its config.json, and the digests of the other small files by name."""
+    files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
+    config = files.pop(CONFIG_FILE, None)
+    said = {} if config is None else read_json(config, dict[str, Any])
+    return said, {name: digest(file) for name, file in files.items()}
+
+
+def refuse_unknown_tokens(
+    settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
+) -> None:
+    """Raise `UserError` if the tokenizer gives or pads with a token that the model has no embedding for."""
+    known = settings.get_text_config().vocab_size
+    there = (some for part in parts if part is not None for some in values(part, "input_ids"))
+    largest = max((int(some.max()) for some in there), default=0)
+    if max(largest, padding) >= known:
+        what = "pads with" if padding >= known else "gives"
+        raise UserError(
+            f"the tokenizer of {model!r} {what} token {max(largest, padding)}; the model has embeddings for {known} "
+            "only. Its tokenizer_config.json says which tokens there are"
+        )
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -15,13 +15,12 @@ import torch
 from rich.console import Console
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from moetune.adapt.base import folder_of, noting_base
+from moetune.adapt.base import folder_of, noting_base, refuse_changed_base
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
-from moetune.data.documents import values
 from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
 from moetune.data.preview import steps_an_epoch
 from moetune.errors import UserError, suggest
@@ -38,7 +37,7 @@ from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
-from moetune.training.inputs import Inputs
+from moetune.training.inputs import Inputs, refuse_unknown_tokens
 from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.memory_record import MemoryRecord
@@ -166,6 +165,7 @@ def _train(
     if not inputs.config:  # its folder has come meanwhile
         inputs = _inputs(run, folder, data, checkpoint, console)
     _refuse_different_ranks(adapted, inputs, base)
+    run.refuse_other_scores(None if base is None else base.fingerprint.content)
     if checkpoint is not None and base is not None:
         _refuse_other_base(folder, config, base, console)
     for note in start.load(adapted, base) if start is not None else ():
@@ -285,12 +285,7 @@ def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console:
             soft_wrap=True,
         )
         return
-    difference = before.fingerprint.difference(now.fingerprint)
-    if difference is not None:
-        raise UserError(
-            f"the run in {str(folder.path)!r} cannot be resumed: model.path {config.model.path!r} has changed since it "
-            f"began: {difference}. Put back what it was, or choose another output"
-        )
+    refuse_changed_base(before, now.fingerprint, f"the run in {str(folder.path)!r}", config.model.path)
 
 
 def _inputs(run: ResolvedRun, folder: RunFolder, data: Datasets, checkpoint: Path | None, console: Console) -> Inputs:
@@ -352,16 +347,8 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     assert config.data is not None
     tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     data = load_data(config.data, tokenizer, config.train)
-    known = run.model.settings.get_text_config().vocab_size
-    parts = [part for part in (data.train, data.eval) if part is not None]
-    largest = max(int(some.max()) for part in parts for some in values(part, "input_ids"))
     padding = pad_token_id(tokenizer)
-    if max(largest, padding) >= known:
-        what = "pads with" if padding >= known else "gives"
-        raise UserError(
-            f"the tokenizer of {config.model.path!r} {what} token {max(largest, padding)}; the model has embeddings "
-            f"for {known} only. Its tokenizer_config.json says which tokens there are"
-        )
+    refuse_unknown_tokens(run.model.settings, config.model.path, padding, data.train, data.eval)
     return data, padding
 
 

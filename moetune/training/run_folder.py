@@ -342,7 +342,7 @@ class RunFolder:
         text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
         for checkpoint in self.checkpoints()[-1:]:
             known = checkpoint / self.metrics_file.name
-            if known.is_file() and not text.startswith(whole := known.read_bytes()):
+            if known.is_file() and not text.startswith(whole := known.read_bytes()) and damage(checkpoint) is None:
                 text = whole
         return parse_metrics(text, self.metrics_file)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from re import Pattern
+from typing import Any
 
 import torch
 from peft.utils.other import get_pattern_key
@@ -29,7 +30,8 @@ from moetune.adapt.start_from.peft_layout import (
     split_parts,
 )
 from moetune.anatomy.anatomy import MoeLayer
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, reading, shown, time_limit
+from moetune.hub.tensor_files import read_header, refuse_not_finite
 from moetune.run.names import linear_factors
 
 _OF_OTHERS = (
@@ -71,8 +73,9 @@ def check_peft(adapted: Adapted, folder: Path) -> None:
 
 
 def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
-    reading = _Reading(adapted, *_read_adapter(folder))
-    values = reading.values()
+    reading = _Reading(adapted, *_plain_lora(folder))
+    with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
+        values = reading.values()
     if reading.problems:
         shown = reading.problems[:_MOST_PROBLEMS]
         more = len(reading.problems) - len(shown)
@@ -219,13 +222,12 @@ class _Reading:
         return f", with another value; set adapt.{'router' if is_router else 'also'} so that it trains"
 
 
-def _read(file: Path) -> dict[str, Tensor]:
-    with reading(repr(str(file))):
-        return load_file(file)
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Settings and tensors of an adapter folder. A pickle is never opened.
 
-
-def _read_adapter(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
-    """Scales and tensors of an adapter folder. A pickle is never opened."""
+    Raises:
+        UserError: it is none, is damaged, or describes other factors than it holds.
+    """
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
@@ -234,6 +236,25 @@ def _read_adapter(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
         settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
+    refuse_not_finite(read_header(folder / WEIGHTS_FILE), f"adapter {str(folder)!r}")
+    with reading(repr(str(folder / WEIGHTS_FILE))):
+        tensors = load_file(folder / WEIGHTS_FILE)
+    if not tensors:
+        raise UserError(f"adapter {str(folder)!r}: {WEIGHTS_FILE} holds no tensor")
+    largest = max((len(tensor) for name, tensor in tensors.items() if ".lora_A." in name and tensor.ndim), default=0)
+    patterns = settings.get("rank_pattern") or {}
+    ranks = [settings.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
+    for rank in ranks:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= max(largest, 1):
+            raise UserError(
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
+            )
+    return settings, tensors
+
+
+def _plain_lora(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
+    """Scales and tensors of an adapter that is A and B, and no more."""
+    settings, tensors = read_adapter(folder)
     others = [f"{key}: {settings[key]}" for key in _OF_OTHERS if settings.get(key)]
     if settings.get("bias", "none") != "none":
         others.append(f"bias: {settings['bias']}")
@@ -247,4 +268,4 @@ def _read_adapter(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {first['msg']}") from None
-    return scales, _read(folder / WEIGHTS_FILE)
+    return scales, tensors

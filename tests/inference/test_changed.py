@@ -1,0 +1,357 @@
+"""What a run, an adapter or a checkpoint was, and what it is now: every command that opens it answers alike."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moetune.config import RunConfig
+from moetune.exporting.export import export
+from moetune.training.manifest import write_manifest
+from moetune.training.run_folder import RunFolder
+from tests import small
+from tests.resolved import train
+
+Change = Callable[[Path], object]
+ADAPT = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"]}, "router": "all"}
+STEP = "run/checkpoints/step-2"
+REFUSED, SAID, AS_BEFORE = "refused", "said", "as before"
+COMMANDS = ("eval", "generate", "chat", "drift", "export", "report", "train", "score")
+
+
+def values(file: str, change: Callable[[dict[str, Tensor]], object]) -> Change:
+    """Change the tensors of a file."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        change(tensors)
+        save_file(tensors, folder / file, {"format": "pt"})
+
+    return apply
+
+
+def said(file: str, **new: Any) -> Change:
+    """Change keys of a JSON file."""
+
+    def apply(folder: Path) -> None:
+        there = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+        (folder / file).write_text(json.dumps(there | new))
+
+    return apply
+
+
+def text(file: str, old: str, new: str) -> Change:
+    return lambda folder: (folder / file).write_text((folder / file).read_text().replace(old, new))
+
+
+def gone(file: str) -> Change:
+    return lambda folder: (folder / file).unlink()
+
+
+def sealed(change: Change) -> Change:
+    """Change a checkpoint as one would who can seal it again."""
+
+    def apply(folder: Path) -> None:
+        change(folder)
+        write_manifest(folder / STEP, 2)
+
+    return apply
+
+
+def first(tensors: dict[str, Tensor], value: float) -> None:
+    tensors[min(tensors)].view(-1)[0] = value
+
+
+MODEL, TRAINED = "model/model.safetensors", f"{STEP}/trained.safetensors"
+ALL = dict.fromkeys(COMMANDS[:7], REFUSED)
+WEIGHTS = ALL | {"report": AS_BEFORE}
+NOTED = dict.fromkeys(COMMANDS[:7], SAID)
+OLDER = NOTED | {"report": AS_BEFORE}
+
+RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
+    "nothing": (lambda folder: None, "", dict.fromkeys(COMMANDS[:7], AS_BEFORE)),
+    "base: one value": (
+        values(MODEL, lambda t: t["model.embed_tokens.weight"][0].add_(1)), "model.safetensors", WEIGHTS,
+    ),
+    "base: experts replaced": (
+        values(MODEL, lambda t: [t[k].mul_(2) for k in t if "experts" in k]), "model.safetensors", WEIGHTS,
+    ),
+    "base: a tensor more": (values(MODEL, lambda t: t.update(more=torch.ones(1))), "more", WEIGHTS),
+    "base: a tensor less": (values(MODEL, lambda t: t.pop("model.norm.weight")), "model.norm.weight", WEIGHTS),
+    "base: another dtype": (
+        values(MODEL, lambda t: t.update({k: t[k].half() for k in t if "norm" in k})), "norm", WEIGHTS,
+    ),
+    "base: weights gone": (gone(MODEL), "model.safetensors", WEIGHTS),
+    "base: weights cut short": (
+        lambda f: (f / MODEL).write_bytes((f / MODEL).read_bytes()[:-64]), "model.safetensors|'.*model'", WEIGHTS,
+    ),
+    "config: fewer experts a token": (
+        said("model/config.json", num_experts_per_tok=1), "num_experts_per_tok is 1, and was 2", ALL,
+    ),
+    "config: epsilon": (said("model/config.json", rms_norm_eps=0.5), "rms_norm_eps is 0.5", ALL),
+    "config: rope": (
+        said("model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 7.0}), "rope_parameters", ALL,
+    ),
+    "config: a window": (said("model/config.json", sliding_window=3), "sliding_window is 3", ALL),
+    "config: version": (
+        said("model/config.json", transformers_version="9"), "", dict.fromkeys(COMMANDS[:7], AS_BEFORE),
+    ),
+    "config: broken": (lambda f: (f / "model/config.json").write_text("{"), "config.json", ALL),
+    "tokenizer: lower case": (
+        said("model/tokenizer.json", normalizer={"type": "Lowercase"}), "tokenizer.json", ALL,
+    ),
+    "tokenizer: gone": (gone("model/tokenizer.json"), "tokenizer", ALL),
+    "tokenizer: a template": (
+        lambda f: (f / "model/chat_template.jinja").write_text("{{ messages[0].content }}"), "chat_template", NOTED,
+    ),
+    "generation settings": (said("model/generation_config.json", top_k=3), "generation_config.json", NOTED),
+    "data: other tokens": (
+        text("data.jsonl", "router", "retour"), "data.train has changed",
+        dict.fromkeys(COMMANDS[:7], AS_BEFORE) | {"train": REFUSED},
+    ),
+    "run file: other seed": (text("run/run.yaml", "seed: 0", "seed: 1"), "seed", WEIGHTS),
+    "run file: other rank": (text("run/run.yaml", "rank: 2", "rank: 4"), "rank", WEIGHTS),
+    "base.json: edited": (text("run/base.json", '"schema": 1', '"schema": 2'), "base.json", WEIGHTS),
+    "inputs.json: edited": (text("run/inputs.json", '"schema": 1', '"schema": 2'), "inputs.json", ALL),
+    "inputs.json: gone": (gone("run/inputs.json"), "inputs.json", WEIGHTS),
+    "newest checkpoint: a byte": (values(TRAINED, lambda t: first(t, 3.0)), "step-2", OLDER),
+    "newest checkpoint: a file gone": (gone(f"{STEP}/optimizer.json"), "step-2.*optimizer.json is missing", OLDER),
+    "newest checkpoint: no seal": (gone(f"{STEP}/manifest.json"), "step-2.*manifest.json is missing", OLDER),
+    "newest checkpoint: not a number": (
+        sealed(values(TRAINED, lambda t: first(t, float("nan")))), "not finite", WEIGHTS,
+    ),
+    "newest checkpoint: infinite": (
+        sealed(values(TRAINED, lambda t: first(t, float("inf")))), "not finite", WEIGHTS,
+    ),
+    "newest checkpoint: a tensor less": (
+        sealed(values(TRAINED, lambda t: t.pop(min(t)))), r"self_attn|gate", WEIGHTS,
+    ),
+    "newest checkpoint: a tensor more": (
+        sealed(values(TRAINED, lambda t: t.update(more=torch.ones(1)))), "more", WEIGHTS,
+    ),
+    "newest checkpoint: another shape": (
+        sealed(values(TRAINED, lambda t: t.update({min(t): torch.ones(2, 2)}))), r"self_attn|gate", WEIGHTS,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with its base and data, and its adapter."""
+    folder = tmp_path_factory.mktemp("changed")
+    shutil.copytree(small_model, folder / "model")
+    data, held_out = small.write_data(folder / "data.jsonl"), small.write_data(folder / "held.jsonl", small.DATA[:2])
+    file = small.run_file(
+        folder / "model", data, folder / "run", model={"base": "fp32"}, data={"eval": str(held_out)},
+        train={"steps": 2, "save_every": 1, "eval_every": 2},
+    ) | {"adapt": ADAPT}  # fmt: skip
+    train(RunConfig.model_validate(file), device="cpu")
+    lora = file | {"adapt": {"lora": ADAPT["lora"]}, "output": str(folder / "lora")}
+    train(RunConfig.model_validate(lora), device="cpu")
+    export(folder / "lora", "peft", folder / "adapter")
+    (folder / "longer.yaml").write_text(
+        RunConfig.model_validate(file | {"train": file["train"] | {"steps": 3}}).to_yaml()
+    )
+    start = file | {"adapt": {"lora": ADAPT["lora"], "start_from": str(folder / "adapter")}}
+    (folder / "start.yaml").write_text(RunConfig.model_validate(start | {"output": str(folder / "new")}).to_yaml())
+    return folder
+
+
+def copied(made: Path, to: Path) -> Path:
+    """The same elsewhere: what is in it says where."""
+    folder = Path(shutil.copytree(made, to))
+    for file in (*folder.rglob("*.yaml"), folder / "adapter/adapter_config.json"):
+        file.write_text(file.read_text().replace(str(made), str(folder)))
+    for checkpoint in RunFolder(folder / "run").checkpoints():
+        write_manifest(checkpoint, int(checkpoint.name[5:]))
+    return folder
+
+
+def answer(
+    moetune: Any, monkeypatch: pytest.MonkeyPatch, command: str, folder: Path, what: str = "run"
+) -> tuple[str, str]:
+    """How a command takes what there is, and what it wrote to stderr."""
+    monkeypatch.setattr("moetune.training.memory_record.predicted_peak", lambda *_: None)
+    monkeypatch.setattr("sys.stdin", open(folder / "held.jsonl", encoding="utf-8"))  # noqa: SIM115
+    few = ("--max-new-tokens", "2")
+    arguments: tuple[str | Path, ...] = {
+        "eval": ("eval", folder / what, "--data", folder / "held.jsonl"),
+        "generate": ("generate", folder / what, "--prompt", "a router", *few),
+        "chat": ("chat", folder / what, *few),
+        "drift": ("drift", folder / what),
+        "export": ("export", folder / what, "--format", "merged", "--out", folder / "out"),
+        "report": ("report", folder / what, "--no-timeline"),
+        "train": ("train", folder / "longer.yaml", "--resume", "auto"),
+        "score": ("score", folder / "start.yaml", "--out", folder / "scores.json"),
+    }[command]
+    ended = moetune(*arguments)
+    assert "Traceback" not in ended.err
+    assert ended.code in (0, 2), ended
+    return (REFUSED if ended.code else SAID), ended.err
+
+
+def sample(row: int, column: int) -> bool:
+    """On a push each row has one command, and each command several rows."""
+    return row % len(COMMANDS[:7]) == column
+
+
+CELLS = [
+    pytest.param(name, command, marks=() if sample(row, column) else pytest.mark.full, id=f"{name}-{command}")
+    for row, name in enumerate(RUNS)
+    for column, command in enumerate(COMMANDS[:7])
+]
+
+
+@pytest.mark.parametrize(("name", "command"), CELLS)
+def test_a_run_of_which_something_changed(
+    name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(made, tmp_path / "copy")
+    change, message, expected = RUNS[name]
+    change(folder)
+    found, err = answer(moetune, monkeypatch, command, folder)
+    mentions = bool(message) and re.search(message, err) is not None
+    if expected[command] == AS_BEFORE:
+        assert (found, "has changed" in err or "skipping" in err) == (SAID, False), err
+    else:
+        assert (found, mentions) == (expected[command], True), err
+
+
+FACTORS = "adapter/adapter_model.safetensors"
+ADAPTERS: dict[str, tuple[Change, str]] = {
+    "a foreign prefix": (
+        values(FACTORS, lambda t: [t.update({f"foreign.{k}": t.pop(k)}) for k in list(t)]), "foreign|factors",
+    ),
+    "no tensors": (values(FACTORS, dict.clear), "holds no tensor"),
+    "half of them": (values(FACTORS, lambda t: [t.pop(k) for k in list(t)[: len(t) // 2]]), "lora_|no factors"),
+    "other targets": (said("adapter/adapter_config.json", target_modules=["nosuch"]), "nosuch"),
+    "a rank of 10,000,000": (said("adapter/adapter_config.json", r=10_000_000), "rank 10000000"),
+    "a rank that is a word": (said("adapter/adapter_config.json", r="x"), "rank 'x'"),
+    "not a number": (values(FACTORS, lambda t: first(t, float("nan"))), "not finite"),
+    "cut short": (lambda f: (f / FACTORS).write_bytes((f / FACTORS).read_bytes()[:-9]), "adapter_model.safetensors"),
+    "a pickle": (lambda f: (f / FACTORS).rename(f / "adapter/adapter_model.bin"), "is a pickle"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["eval", "score"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_that_matches_in_part(
+    name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(made, tmp_path / "copy")
+    change, message = ADAPTERS[name]
+    change(folder)
+    found, err = answer(moetune, monkeypatch, command, folder, "adapter")
+    if name == "other targets" and command == "score":
+        return  # what is read there is where the run file's targets are
+    assert (found, re.search(message, err) is not None) == (REFUSED, True), err
+
+
+def less(part: str) -> Change:
+    return values(MODEL, lambda t: [t.pop(name) for name in list(t) if part in name])
+
+
+def typed(dtype: torch.dtype) -> Change:
+    return values(MODEL, lambda t: t.update({name: t[name].to(dtype) for name in t if "experts" in name}))
+
+
+def indexed(metadata: dict[str, Any]) -> Change:
+    def apply(folder: Path) -> None:
+        (folder / MODEL).rename(folder / "model/one.safetensors")
+        names = dict.fromkeys(load_file(folder / "model/one.safetensors"), "one.safetensors")
+        index = {"weight_map": names} | metadata
+        (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
+
+    return apply
+
+
+MODELS: dict[str, tuple[str, Change, str]] = {
+    **{f"without {x}": ("eval", less(x), x) for x in ("embed_tokens", "norm", "gate", "experts", "lm_head")},
+    "bool experts": ("eval", typed(torch.bool), "type BOOL"),
+    "int8 experts": ("eval", typed(torch.int8), "type I8"),
+    "more experts a token": ("eval", said("model/config.json", num_experts_per_tok=99), "99 experts"),
+    "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
+    "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
+    "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "1000000000"),
+    "900 layers": ("eval", said("model/config.json", num_hidden_layers=900), "describes"),
+    "an index without metadata": ("eval", indexed({}), "metadata"),
+    "an index with other metadata": ("eval", indexed({"metadata": "x"}), "metadata"),
+    "not a number": ("eval", values(MODEL, lambda t: t["model.norm.weight"].fill_(float("nan"))), "nan"),
+    "an end outside of the vocabulary": (
+        "eval", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20",
+    ),
+    "the same, scored": (
+        "score", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20",
+    ),
+    "beams": ("generate", said("model/generation_config.json", num_beams=10**6), ""),
+    "a penalty": ("generate", said("model/generation_config.json", repetition_penalty=0), "repetition_penalty: 0"),
+    "a share of tokens": ("generate", said("model/generation_config.json", top_p="x"), "top_p: 'x'"),
+    "a tuple": ("generate", said("model/generation_config.json", return_dict_in_generate=True), ""),
+    "generation settings that are a list": (
+        "generate", lambda f: (f / "model/generation_config.json").write_text("[]"), "list|mapping",
+    ),
+    "return_dict": ("eval", said("model/config.json", return_dict={}), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_used(
+    name: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One error that names what is wrong, or, where the value decides nothing, an answer."""
+    folder = copied(made, tmp_path / "copy")
+    command, change, message = MODELS[name]
+    change(folder)
+    found, err = answer(moetune, monkeypatch, command, folder, "model")
+    assert (found, re.search(message, err) is not None) == (REFUSED if message else SAID, True), err
+
+
+def test_eval_says_which_step_and_which_data(made: Path, moetune: Any) -> None:
+    """Its own held-out data, those that it trained on, and others."""
+    own = json.loads(moetune("eval", made / "run", "--json").out)
+    assert (own["step"], own["held_out"]) == (2, True)
+    trained = moetune("eval", made / "run", "--data", made / "data.jsonl").out
+    assert "held-out" not in trained
+    assert "data.jsonl, which the run trained on" in trained
+    other = json.loads(moetune("eval", made / "model", "--data", made / "data.jsonl", "--json").out)
+    assert (other["step"], other["held_out"]) == (None, None)
+
+
+def test_a_pattern_that_never_ends(made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied(made, tmp_path / "copy")
+    said("adapter/adapter_config.json", target_modules="(.+)+(.+)+(.+)+(.+)+!")(folder)
+    monkeypatch.setattr("moetune.errors.time_limit.__wrapped__.__defaults__", (0.5,))
+    found, err = answer(moetune, monkeypatch, "eval", folder, "adapter")
+    assert (found, "no end after 0.5 s" in err) == (REFUSED, True), err
+
+
+def test_scores_of_another_base(made: Path, tmp_path: Path, moetune: Any) -> None:
+    """Of equal shapes: refused by `train` and by `select`, which name both."""
+    folder = copied(made, tmp_path / "copy")
+    moetune("score", folder / "start.yaml", "--set", "adapt.start_from=null", "--out", folder / "scores.json")
+    choice = (
+        "--set",
+        f"adapt={{experts: {{from: {folder / 'scores.json'}, k: 1}}}}",
+        "--set",
+        f"output={folder / 'new'}",
+    )
+    values(MODEL, lambda t: t["lm_head.weight"].add_(1))(folder)
+    for arguments in (
+        ("train", folder / "longer.yaml", *choice),
+        ("select", folder / "scores.json", "--k", "1", "--run", folder / "longer.yaml"),
+    ):
+        ended = moetune(*arguments)
+        assert ended.code == 2, ended
+        assert re.search(r"the scores are of '.*model' \(base \w+\), and model.path is '.*model' \(base", ended.err), (
+            ended
+        )
+    assert not (folder / "new").exists()
