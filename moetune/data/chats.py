@@ -26,12 +26,27 @@ _ALPACA = (
 """The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
 
 
+_AS_ALPACA = (("instruction", "context", "response"), ("question", "context", "answer"))
+"""Other names for Alpaca's instruction, input and output: Dolly's, and of questions and answers."""
+
+
 class MalformedError(UserError):
     """One record cannot be used; the message says why."""
 
 
+def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
+    """The record, with Alpaca's names beside those of Dolly or of a question and its answer."""
+    for asked, given, answered in _AS_ALPACA:
+        if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
+            found = {"instruction": record[asked], "input": record.get(given, record.get("input"))}
+            return {**record, **found, "output": record[answered]}
+    return record
+
+
 def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
     """Prompt and completion as Stanford Alpaca writes them, for models without a chat template."""
+    if lost := [key for key in ("system", "history") if record.get(key)]:
+        raise MalformedError(f"{' and '.join(lost)} need a chat template; name one in data.chat_template")
     instruction, given = checked_text(record["instruction"], "instruction"), _optional(record, "input")
     paired = ", paired with an input that provides further context" if given else ""
     block = f"### Input:\n{given}\n\n" if given else ""
@@ -62,7 +77,8 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
         speaker = turn.get("from", turn.get("role"))
         if speaker not in _SPEAKERS:
             raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
-        messages.append({"role": _SPEAKERS[speaker], "content": turn.get("value", turn.get("content"))})
+        message = {"role": _SPEAKERS[speaker], "content": turn.get("value", turn.get("content"))}
+        messages.append(message | {key: turn[key] for key in ("weight",) if key in turn})
     return {"messages": messages, "tools": record.get("tools")}
 
 
@@ -83,6 +99,8 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
             raise MalformedError(f"message {number}: unknown role {role!r}; it may be {', '.join(ROLES)}")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise MalformedError(f"tool_calls of message {number} is no list of objects")
+        if message.get("weight") not in (None, 0, 1):
+            raise MalformedError(f"weight of message {number} is {message['weight']!r}; it may be 0 or 1")
         # An empty system message is common, and harmless.
         if not (calls and content in (None, "")) and (role == "assistant" or content != ""):
             checked_text(content, f"content of message {number}")

@@ -8,10 +8,28 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
+from moetune.errors import UserError
+
 _BYTES = 2**16
 _MARGIN = 16  # what a word, a number or an escape may still need to be whole
 _WHITE = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse an object that has a key twice: Python would keep the last value and lose the others."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise DuplicateKeyError(f"the key {twice!r} stands more than once in one object; keep one of them")
+    return found
+
+
+class DuplicateKeyError(UserError):
+    """A JSON object has a key more than once."""
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 class JsonArray:
@@ -45,7 +63,7 @@ class JsonArray:
     def _value(self) -> Any:
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
+                value, end = DECODER.raw_decode(self._text, self._at)
                 if self._ended or end < len(self._text) - _MARGIN:
                     self._at = end
                     return value

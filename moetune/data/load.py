@@ -124,7 +124,7 @@ def chat_template(spec: str) -> str:
     if file.is_file():
         with reading(f"data.chat_template: {spec!r}"):
             return file.read_text(encoding="utf-8")
-    if looks_like_a_file(spec) or file.suffix in (".jinja", ".j2"):
+    if not file.is_dir() and (looks_like_a_file(spec) or file.suffix in (".jinja", ".j2")):
         raise UserError(f"data.chat_template: no such file: {spec!r}")
     source = find_model_source(spec)
     tokenizer = tokenizer_of(source.name, source.folder)

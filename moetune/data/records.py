@@ -21,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.data.bounded import bounded_memory
+from moetune.data.bounded import bounded_memory, bounded_time
 from moetune.data.chats import (
     MalformedError,
     alpaca_chat,
@@ -31,6 +31,7 @@ from moetune.data.chats import (
     checked_tools,
     kind,
     sharegpt_chat,
+    with_alpaca_names,
 )
 from moetune.data.documents import Document, Documents
 from moetune.data.sources import Source
@@ -39,7 +40,10 @@ from moetune.step.loss import IGNORED
 
 LISTED_PROBLEMS = 20
 _TEMPLATE_BYTES = 2**30  # of memory that a chat template may take
+_TEMPLATE_SECONDS = 10.0  # that it may take for a record
 LISTED_NUMBERS = 3
+_MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
+"""Keys of a message that hold what was said and that not every template writes; several names of one thing together."""
 Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
 KEYS: dict[Format, tuple[str, ...]] = {
     "chat": ("messages",),
@@ -102,10 +106,11 @@ def read_documents(
             if not isinstance(row.value, dict):
                 raise MalformedError(f"{kind(row.value)}, not an object with keys")
             misread = misread or row.value
+            record = with_alpaca_names(row.value)
             if encoder is None:
                 with reading("the tokenizer"):
-                    encoder = Encoder(tokenizer, _detect(row.value) if format == "auto" else format)
-            document = encoder.encode(row.value)
+                    encoder = Encoder(tokenizer, _detect(record) if format == "auto" else format)
+            document = encoder.encode(record)
             if len(document) > longest and not document.divisible:
                 if too_long == "error":
                     needed = max(needed, len(document))
@@ -205,10 +210,12 @@ class Encoder:
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
         messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
         try:
-            with bounded_memory(_TEMPLATE_BYTES):
+            with bounded_memory(_TEMPLATE_BYTES), bounded_time(_TEMPLATE_SECONDS):
                 messages = self._with_content(messages, tools)
+                self._refuse_ignored(messages, tools)
                 find = self._marked_spans if self._has_markers else self._prefix_spans
                 text, spans = find(messages, tools)
+                spans = _weighted(messages, spans)
         except MalformedError:
             raise
         except Exception as error:  # templates can do what Python can do to a value
@@ -228,6 +235,32 @@ class Encoder:
             first = start if stop > start else start - 1
             trains[index] = any(low <= first < high for low, high in spans)
         return encoded["input_ids"], trains
+
+    def _refuse_ignored(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+        """Refuse a chat of which the template leaves something out: it writes the same without it."""
+        without: list[tuple[str, list[dict[str, Any]], list[Any] | None]] = []
+        if tools:
+            without.append(("tools", messages, None))
+        for at, message in enumerate(messages):
+            for names in _MAY_BE_IGNORED:
+                # A tool's name stands in the call that it answers.
+                here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+                if here:
+                    left = {key: value for key, value in message.items() if key not in here}
+                    without.append(
+                        (f"{here[0]} of message {at + 1}", [*messages[:at], left, *messages[at + 1 :]], tools)
+                    )
+        full = self._render(messages, tools) if without else ""
+        for what, fewer, tools_left in without:
+            try:
+                is_lost = self._render(fewer, tools_left) == full
+            except Exception:  # the template needs it
+                continue
+            if is_lost:
+                raise MalformedError(
+                    f"the chat template leaves out {what}, which would be lost; name a template that writes it in "
+                    "data.chat_template, or take it out of the record"
+                )
 
     def _with_content(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
         """Content that is null stays so where the template knows it; where it would write `None` it becomes empty."""
@@ -289,6 +322,19 @@ class Encoder:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def _weighted(messages: list[dict[str, Any]], spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The assistant's parts without those of messages whose `weight` is 0."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if all(weights):
+        return spans
+    if len(weights) != len(spans):
+        raise MalformedError(
+            f"weight: 0 cannot be heeded: the chat template marks {len(spans)} parts for {len(weights)} messages "
+            "of the assistant"
+        )
+    return [span for span, weight in zip(spans, weights, strict=True) if weight]
+
+
 def _detect(record: dict[str, Any]) -> Format:
     for format, keys in KEYS.items():
         if all(record.get(key) is not None for key in keys):
@@ -335,7 +381,7 @@ class _Problems:
 def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:
     """What would turn records with these keys into some that are read, if their names tell."""
     asks, answers, texts = ([key for key in keys if key in record] for keys in (_ASKS, _ANSWERS, _TEXTS))
-    names = {asks[0]: "prompt", answers[0]: "completion"} if asks and answers else {texts[0]: "text"} if texts else {}
+    names = {asks[0]: "instruction", answers[0]: "output"} if asks and answers else {texts[0]: "text"} if texts else {}
     names = {old: new for old, new in names.items() if old != new}
     suffix = PurePath(name).suffix.lower()
     if names and suffix in _READERS:

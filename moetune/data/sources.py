@@ -25,7 +25,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moetune.data.json_array import JsonArray
+from moetune.data.json_array import DECODER, DuplicateKeyError, JsonArray
 from moetune.errors import UserError, suggest
 from moetune.files import expanded, names_in
 
@@ -48,6 +48,7 @@ FILE_SUFFIXES = (
 )
 UTF8_MARK = b"\xef\xbb\xbf"
 _SOME_BYTES = 2**16
+_ROWS = 32  # of a Parquet file, in memory at once
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
         try:
             for number, value in enumerate(array, 1):
                 yield Row(number, value)
+        except DuplicateKeyError as error:
+            yield Row(number + 1, problem=str(error))
         except (ValueError, RecursionError) as error:
             where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
             yield Row(number + 1, problem=_not_json(error, *where))
@@ -242,7 +245,9 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
 
 def _parse_json(number: int, line: bytes) -> Row:
     try:
-        return Row(number, json.loads(line.decode()))
+        return Row(number, DECODER.decode(line.decode()))
+    except DuplicateKeyError as error:
+        return Row(number, problem=str(error))
     except json.JSONDecodeError as error:
         return Row(number, problem=_not_json(error, error.lineno, error.colno))
     except (ValueError, RecursionError) as error:
@@ -261,9 +266,22 @@ def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
     number = 0
     with file:
         try:
-            for batch in file.iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
+            for batch in file.iter_batches(batch_size=_ROWS):
+                # Row by row: Python's values take many times the memory of Arrow's, which has longer texts once only.
+                batch = batch.cast(pa.schema([field.with_type(_without_dates(field.type)) for field in batch.schema]))
+                for at in range(len(batch)):
                     number += 1
-                    yield Row(number, value)
+                    yield Row(number, batch.slice(at, 1).to_pylist()[0])
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{spec!r} is damaged after row {number}: {error}") from None
+
+
+def _without_dates(type: pa.DataType) -> pa.DataType:
+    """Moments and durations as integers: no record needs them, and Python cannot hold all of them."""
+    if pa.types.is_temporal(type):
+        return pa.int64() if type.bit_width == 64 else pa.int32()
+    if pa.types.is_list(type):
+        return pa.list_(type.value_field.with_type(_without_dates(type.value_type)))
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_without_dates(field.type)) for field in type])
+    return type

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moetune.config import DataConfig, TrainConfig
+from moetune.data import records
 from moetune.data.load import load_data, pad_token_id
 from moetune.errors import UserError
 from moetune.step.batch import collate
@@ -237,14 +238,14 @@ def test_alike_problems_are_one_with_a_count_for_either_data_set(tmp_path):
 
 def test_names_of_others_get_a_conversion_that_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "qa.jsonl", *({"question": f"why {row}?", "answer": "so"} for row in range(5)))
+    write(tmp_path / "qa.jsonl", *({"query": f"why {row}?", "response": "so"} for row in range(5)))
     lines = message("qa.jsonl", make_tokenizer()).splitlines()
     assert len(lines) == 3
     command = lines[2].removeprefix("  to convert: ")
     program, flag, code = shlex.split(command)
     assert (program, flag) == ("python", "-c")
     exec(code, {})
-    assert len(load("converted.jsonl", make_tokenizer(), packing=False).train) == 5
+    assert len(load("converted.jsonl", make_tokenizer(), 512, packing=False).train) == 5
 
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction"}
@@ -475,3 +476,60 @@ def test_separate_batches_are_padded_on_the_right(tmp_path):
     assert batch["labels"][1, 2:].tolist() == [eos, -100, -100]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert set(batch) == {"input_ids", "labels", "attention_mask"}
+
+
+def test_what_a_template_leaves_out_is_refused(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    for messages, what in (
+        ([USER, call, ASSISTANT], "tool_calls of message 2"),
+        ([USER, ASSISTANT | {"reasoning_content": "why"}], "reasoning_content of message 2"),
+        ([USER | {"name": "Ann"}, ASSISTANT], "name of message 1"),
+    ):
+        file = write(tmp_path / "data.jsonl", {"messages": messages})
+        assert f"line 1: the chat template leaves out {what}" in message(file, make_tokenizer(CHATML))
+    file = write(tmp_path / "data.jsonl", {"messages": TALK, "tools": [{"type": "function"}]})
+    assert "leaves out tools" in message(file, make_tokenizer(CHATML))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_message_of_weight_zero_does_not_train(tmp_path, template):
+    talk = [USER, {"role": "assistant", "content": "no", "weight": 0}, USER, ASSISTANT | {"weight": 1}]
+    tokenizer = make_tokenizer(template)
+    assert trained_text(tokenizer, *load_one(tmp_path, {"messages": talk}, tokenizer)).startswith("yes")
+    file = write(tmp_path / "data.jsonl", {"messages": [USER, ASSISTANT | {"weight": 0.5}]})
+    assert "weight of message 2 is 0.5" in message(file, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "Add.", "context": "1 2", "response": "3", "category": "sums"},
+        {"question": "Add.", "context": "1 2", "answer": "3"},
+    ],
+)
+def test_dolly_and_questions_are_read_as_alpaca_is(tmp_path, record):
+    for tokenizer in (make_tokenizer(), make_tokenizer(CHATML)):
+        assert load_one(tmp_path, record, tokenizer) == load_one(tmp_path, ALPACA, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, name):
+    line = '{"text": "a", "meta": {"k": 1, "k": 2}}'
+    (tmp_path / name).write_text(line if name == "data.jsonl" else f"[{line}]")
+    assert "the key 'k' stands more than once" in message(tmp_path / name, make_tokenizer())
+
+
+def test_a_template_that_does_not_end_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_TEMPLATE_SECONDS", 0.2)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    file = write(tmp_path / "data.jsonl", {"messages": TALK})
+    assert "it has not ended after 0.2 s" in message(file, make_tokenizer(loops))
+
+
+def test_a_chat_template_can_be_a_model_folders(tmp_path):
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "mixtral"}')
+    file = write(tmp_path / "one.jsonl", {"messages": [USER, ASSISTANT]})
+    tokenizer = make_tokenizer()
+    load(file, tokenizer, chat_template=str(tmp_path / "model"))
+    assert tokenizer.chat_template == CHATML

@@ -186,3 +186,12 @@ def test_an_unreachable_hub_is_a_clear_error(monkeypatch, catalog):
         "hub data set 'me/river' cannot be loaded: Couldn't reach the Hub. Did you mean 'rivers'? "
         "Offline, use a local file or one of the catalog: rivers."
     )
+
+
+def test_moments_that_python_cannot_hold_do_no_harm(tmp_path):
+    moment = pa.array([2**62], pa.timestamp("us"))
+    inner = pa.StructArray.from_arrays([moment, pa.array(["a"])], ["at", "content"])
+    table = pa.table({"text": ["b"], "at": moment, "messages": pa.ListArray.from_arrays([0, 1], inner)})
+    pq.write_table(table, tmp_path / "data.parquet")
+    (row,) = rows(tmp_path / "data.parquet")
+    assert (row.value["text"], row.value["messages"][0]["content"]) == ("b", "a")
