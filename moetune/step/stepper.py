@@ -229,7 +229,7 @@ class Stepper:
 
     def _broken_among(self, gradients: dict[nn.Parameter, Tensor]) -> list[str]:
         """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
-        trained = reversed(self.adapted.trainable().items())
+        trained = reversed([*self.adapted.trainable().items()])
         if self.engine is not None:
             return [name for name, p in trained if not self.engine.gradient(p).isfinite().all()]
         there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
