@@ -13,7 +13,7 @@ import typer
 from moetune.cli.imports import heavy_imports
 from moetune.config import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, suggest
-from moetune.files import expanded, names_in
+from moetune.files import expanded, names_in, refuse_taken
 from moetune.run_file import load_run_config
 
 Overrides = Annotated[
@@ -68,6 +68,13 @@ def in_a_folder(file: Path | None) -> Path | None:
     file = expanded(file)
     if not file.parent.is_dir():
         raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
+    return file
+
+
+def output_file(file: Path | None) -> Path | None:
+    """The same; raises `UserError` too if what has that name is not ours to replace, as an input of the command is."""
+    if (file := in_a_folder(file)) is not None:
+        refuse_taken(file)
     return file
 
 

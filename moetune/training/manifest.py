@@ -36,6 +36,17 @@ def damage(folder: Path) -> str | None:
         return f"it cannot be read: {one_line(error)}"
 
 
+def sealed_files(folder: Path) -> set[str]:
+    """The names that a manifest lists, and its own; none where it is damaged or not there."""
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        is_whole = text == _text(manifest["step"], manifest["files"])
+        return {*manifest["files"], MANIFEST} if is_whole else set()
+    except Exception:  # whatever is wrong with it
+        return set()
+
+
 def _damage(folder: Path) -> str | None:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
