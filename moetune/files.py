@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -137,8 +138,8 @@ class Ledger:
     NAME = ".moetune"
 
     def __init__(self, folder: Path) -> None:
-        self.file, self.kind, self.paths = folder / self.NAME, None, set[str]()
-        self.kind: str | None
+        self.file, self.paths = folder / self.NAME, set[str]()
+        self.kind: str | None = None
         with suppress(OSError, ValueError):
             self._read(self.file.read_text(encoding="utf-8"))
 
@@ -171,6 +172,20 @@ class Ledger:
                 os.fsync(file.fileno())
         self.kind = kind
         self.paths |= set(paths)
+
+
+_OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
+
+
+def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
+    """Something in a folder of ours that is not among the paths `known`; the folder itself where it is a link."""
+    if folder.is_symlink() or not folder.is_dir():
+        return folder
+    for item in sorted(folder.rglob("*")):
+        is_folder = item.is_dir() and not item.is_symlink()
+        if not is_folder and str(item.relative_to(folder)) not in known and not _OF_SYSTEMS.fullmatch(item.name):
+            return item
+    return None
 
 
 def refused(error: BaseException) -> str | None:

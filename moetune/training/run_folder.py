@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config import RunConfig
 from moetune.errors import UserError, one_line
-from moetune.files import Ledger, WriterLock, aside_of, expanded, lock, refused, settle, sync, write_whole
+from moetune.files import Ledger, WriterLock, aside_of, expanded, foreign_in, lock, refused, settle, sync, write_whole
 from moetune.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run_file import refuse_existing_run
@@ -38,7 +38,6 @@ DRIFT_FILE, PAGE_FILE, OUT_OF_MEMORY_FILE = "drift.json", "report.html", "out_of
 _FILES = (RUN_FILE, BASE_FILE, INPUTS_FILE, "metrics.jsonl", MEMORY_FILE, OUT_OF_MEMORY_FILE)
 _WRITTEN = (*_FILES, *(f".{name}" for name in _FILES))
 """What training writes into a run folder beside its checkpoints, and where it is written aside."""
-_OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
 
 
 class RunFolder:
@@ -229,15 +228,8 @@ class RunFolder:
 
     def _foreign(self, checkpoint: Path) -> Path | None:
         """Something in the folder of a checkpoint that is not this run's."""
-        if checkpoint.is_symlink() or not checkpoint.is_dir():
-            return checkpoint
-        ours = self._ours()
-        for item in sorted(checkpoint.rglob("*")):
-            name = f"checkpoints/{checkpoint.name}/{item.relative_to(checkpoint)}"
-            is_folder = item.is_dir() and not item.is_symlink()
-            if not is_folder and name not in ours and not _OF_SYSTEMS.fullmatch(item.name):
-                return item
-        return None
+        prefix = f"checkpoints/{checkpoint.name}/"
+        return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
 
     def _refuse_foreign(self, step: int) -> None:
         """Raises `UserError` if something that is not this run's is where it will write after a step."""
@@ -452,9 +444,7 @@ class RunFolder:
 
     def _is_occupied(self) -> bool:
         """Whether anything is in the folder, beyond what a run leaves that was killed in its first instant."""
-        first = (self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME)
-        if f".{RUN_FILE}" in self._ledger.paths:
-            first = (*first, f".{RUN_FILE}")
+        first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME, *({f".{RUN_FILE}"} & self._ledger.paths)}
         return self.path.exists() and (
             any(item.name not in first for item in self.path.iterdir())
             or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
