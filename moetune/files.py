@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
+import secrets
 import socket
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -71,12 +76,129 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file, whole or not at all."""
-    aside = aside_of(path)
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.rename(path)
+def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, new: bool = False) -> None:
+    """Writes a file, whole or not at all.
+
+    Args:
+        aside: where it is written before it takes its place, which is replaced; by default a name that nothing has.
+        new: refuse to replace what has that name by now (`FileExistsError`).
+    """
+    mode = "xb" if aside is None else "wb"
+    aside = aside or path.with_name(f".moetune-{secrets.token_hex(8)}")
+    try:
+        with aside.open(mode) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        sync(aside)
+        if new and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        aside.rename(path)
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+_SIGNS = (b'<meta name="generator" content="moetune">', b"Software\0moetune", b"<dc:title>moetune</dc:title>")
+"""What pages and pictures of ours carry."""
+
+
+def refuse_taken(path: Path) -> None:
+    """Raises `UserError` unless a file may be written there: nothing has that name, or a page or picture of ours."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_file():
+        raise UserError(f"{str(path)!r} exists and is no ordinary file; choose another")
+    with path.open("rb") as file:
+        head = file.read(2**16)
+    if not any(sign in head for sign in _SIGNS):
+        raise UserError(f"{str(path)!r} exists, and nothing in it says that moetune wrote it; choose another")
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Writes what a command was asked to leave in a file, whole or not at all.
+
+    Raises:
+        UserError: the name is taken by what is not ours, or the system refuses.
+    """
+    refuse_taken(path)
+    try:
+        write_whole(path, content, new=not path.exists())
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+class Ledger:
+    """What moetune has written into a folder: `.moetune` in it, a line for each path, noted before it is there.
+
+    Only what it lists is ours to replace or remove. Lines are added and never changed.
+
+    Attributes:
+        kind: what the folder is, such as `run`; None where there is no ledger.
+    """
+
+    NAME = ".moetune"
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.paths = folder / self.NAME, set[str]()
+        self.kind: str | None = None
+        with suppress(OSError, ValueError):
+            self._read(self.file.read_text(encoding="utf-8"))
+
+    def _read(self, text: str) -> None:
+        said = []
+        for line in text.split("\n")[:-1]:
+            with suppress(ValueError, RecursionError):  # cut short by a kill, or damaged
+                said.append(json.loads(line))
+        if said and isinstance(said[0], dict) and isinstance(kind := said[0].get("written by moetune"), str):
+            self.kind, self.paths = kind, {path for path in said[1:] if isinstance(path, str)}
+
+    def add(self, kind: str, *paths: str) -> None:
+        """Notes what is about to be written.
+
+        Raises:
+            OSError: it cannot be noted.
+        """
+        header = json.dumps({"written by moetune": kind})
+        lines = [json.dumps(path) for path in sorted(set(paths) - self.paths)]
+        if self.kind is None:
+            lines.insert(0, header)
+            with suppress(OSError):
+                if not self.file.is_symlink() and header.startswith(self.file.read_text(encoding="utf-8")):
+                    self.file.unlink()  # cut short by a kill
+        if lines:
+            how = os.O_CREAT | os.O_EXCL if self.kind is None else 0
+            with os.fdopen(os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | how, 0o666), "ab") as file:
+                file.write(("\n" * (self.kind is not None) + "\n".join(lines) + "\n").encode())
+                file.flush()
+                os.fsync(file.fileno())
+        self.kind = kind
+        self.paths |= set(paths)
+
+
+_OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
+
+
+def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
+    """Something in a folder of ours that is not among the paths `known`; the folder itself where it is a link."""
+    if folder.is_symlink() or not folder.is_dir():
+        return folder
+    for item in sorted(folder.rglob("*")):
+        is_folder = item.is_dir() and not item.is_symlink()
+        if not is_folder and str(item.relative_to(folder)) not in known and not _OF_SYSTEMS.fullmatch(item.name):
+            return item
+    return None
+
+
+def refused(error: BaseException) -> str | None:
+    """What the system has refused, if that is behind an error, whoever raised it: writers of others wrap it."""
+    causes = [error, *(cause for cause in (error.__cause__, error.__context__) if cause is not None)]
+    causes += [failure[0] for failure in getattr(error, "failures", {}).values()]
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            where = f" ({cause.filename})" if cause.filename else ""
+            return f"{cause.strerror or os.strerror(cause.errno)}{where}"
+        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # as Rust says it
+            return os.strerror(int(found[1]))
+    return None
 
 
 def aside_of(path: Path) -> Path:
@@ -87,8 +209,8 @@ def aside_of(path: Path) -> Path:
 def settle(path: Path) -> None:
     """Syncs a file, or all of a folder, and gives files the permissions that the umask says: writers of safetensors
     leave them readable by their owner only."""
-    probe = (path if path.is_dir() else path.parent) / f".mode-{os.getpid()}"
-    probe.touch()
+    probe = (path if path.is_dir() else path.parent) / f".moetune-{secrets.token_hex(8)}"
+    probe.touch(exist_ok=False)
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
     for item in (*path.rglob("*"), path):
@@ -106,7 +228,9 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
         OSError: the file cannot be opened, or its file system has no locks.
     """
     while True:
-        file: IO[bytes] = path.open(mode)
+        flags = os.O_RDONLY if mode == "rb" else os.O_RDWR | (os.O_CREAT if mode == "a+b" else 0)
+        # neither follows a link nor waits for the other end of a pipe
+        file: IO[bytes] = os.fdopen(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), mode.replace("a", "r"))
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
@@ -145,6 +269,12 @@ class WriterLock:
             raise UserError(f"{what} cannot be locked against a second writer: {error.strerror or error}") from error
         if self._held is None:
             raise UserError(f"{what} is being written by {self._holder()}; wait for it to end, or choose another")
+        said = self._held.read()
+        if said and not _is_of_a_writer(said):
+            self._held.close()
+            self._held = None
+            raise UserError(f"{str(self.file)!r} is in the way: it is no lock of moetune's; move it away")
+        self._held.seek(0)
         self._held.truncate(0)
         self._held.write(json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
         self._held.flush()
@@ -152,7 +282,8 @@ class WriterLock:
     def close(self) -> None:
         """Lets others write."""
         if self._held is not None:
-            self.file.unlink(missing_ok=True)
+            with suppress(OSError):  # what is wrong with the disk is said by what else failed there
+                self.file.unlink(missing_ok=True)
             self._held.close()
             self._held = None
 
@@ -162,3 +293,10 @@ class WriterLock:
             return f"process {int(said['process'])} on {str(said['host'])[:80]}"
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"
+
+
+def _is_of_a_writer(said: bytes) -> bool:
+    try:
+        return json.loads(said).keys() == {"process", "host"}
+    except (ValueError, AttributeError, RecursionError):
+        return False

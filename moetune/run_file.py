@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
 from moetune.errors import UserError, reading, shown, suggest
-from moetune.files import expanded, names_in
+from moetune.files import Ledger, expanded, names_in
 from moetune.other_names import OTHER_NAMES
 
 _MOST_BYTES = 2**16
@@ -207,7 +207,7 @@ def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
 def refuse_existing_run(output: Path) -> None:
     """Raises `UserError` if a folder holds a run."""
     output = output.expanduser()
-    if (output / "run.yaml").is_file() and (output / "checkpoints").is_dir():
+    if Ledger(output).kind == "run" and (output / "run.yaml").is_file():
         raise UserError(
             f"output {str(output)!r} already holds a run; continue it with --resume auto, replace it with "
             "--overwrite, or choose another output"

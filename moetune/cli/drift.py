@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, TrainedRun, in_a_folder
+from moetune.cli.options import Json, TrainedRun, output_file
 
 
 def drift(
@@ -19,7 +19,7 @@ def drift(
     tokens: Annotated[int, typer.Option(min=1, help="Of it.")] = 131_072,
     figure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write heatmaps of layer × expert, .png or .svg.", callback=in_a_folder),
+        typer.Option(metavar="FILE", help="Also write heatmaps of layer × expert, .png or .svg.", callback=output_file),
     ] = None,
     json_: Json = False,
 ) -> None:

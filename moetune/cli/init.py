@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, in_a_folder
+from moetune.files import refuse_taken, write_output
 
 
 def init(
@@ -45,8 +46,7 @@ def init(
             for name, summary in known.items():
                 print(f"{name:24} {summary}")
         return
-    if out.exists():
-        raise UserError(f"{str(out)!r} exists; choose another file with --out")
+    refuse_taken(out)
     if recipe in known:
         # the command in its header is that of the repository; a user's is this file's
         text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
@@ -58,10 +58,7 @@ def init(
     else:
         text = _planned(recipe, gpu, goal, out)
         text = _with_settings(text, set_) if set_ else text
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{str(out)!r} cannot be written: {error.strerror}") from None
+    write_output(out, text)
     if json_:
         print(json.dumps({"schema": 1, "recipe": recipe, "file": str(out)}))
     else:

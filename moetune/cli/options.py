@@ -13,7 +13,7 @@ import typer
 from moetune.cli.imports import heavy_imports
 from moetune.config import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, shown, suggest
-from moetune.files import expanded, names_in
+from moetune.files import expanded, names_in, refuse_taken
 from moetune.run_file import load_run_config
 
 if TYPE_CHECKING:
@@ -88,6 +88,13 @@ def checked_text(text: str | None) -> str:
     except UnicodeEncodeError:
         raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
     return text or ""
+
+
+def output_file(file: Path | None) -> Path | None:
+    """The same; raises `UserError` too if what has that name is not ours to replace, as an input of the command is."""
+    if (file := in_a_folder(file)) is not None:
+        refuse_taken(file)
+    return file
 
 
 def checked_base(base: str | None) -> PackedBase | None:

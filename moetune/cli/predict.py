@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Tokens, Verbose, in_a_folder, within_memory
+from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Tokens, Verbose, output_file, within_memory
 
 
 def predict(
@@ -41,10 +41,10 @@ def predict(
         typer.Option(metavar="RUN", help="A run folder like it, or its metrics.jsonl: estimate by its tokens/s."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=in_a_folder)
+        Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=output_file)
     ] = None,
     figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=in_a_folder)
+        Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=output_file)
     ] = None,
     set_: Overrides = None,
     verbose: Verbose = False,

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, TrainedRun, in_a_folder
+from moetune.cli.options import Json, TrainedRun, output_file
 
 
 def report(
     run: TrainedRun,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=in_a_folder),
+        typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=output_file),
     ] = None,
     watch: Annotated[
         int | None, typer.Option(min=1, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")
@@ -32,8 +32,11 @@ def report(
         from moetune.memory.predict import predict
         from moetune.report.run import write_run_page
         from moetune.run.resolve import resolve
+        from moetune.training.run_folder import PAGE_FILE, RunFolder
 
-    resolved, path = run_of(run), out or run / "report.html"
+    resolved, path = run_of(run), out or run / PAGE_FILE
+    if out is None:
+        RunFolder(run).own(PAGE_FILE)
     step = predict(resolve(resolved.config), method="trace") if timeline else None
     while True:
         write_run_page(facts_of(run, resolved), path, step, watch)

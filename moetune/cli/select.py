@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides, in_a_folder, read_run
+from moetune.cli.options import Json, Overrides, output_file, read_run
+from moetune.files import write_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +42,7 @@ def select(
     ] = "experts",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the run file here. Default: stdout.", callback=in_a_folder),
+        typer.Option(metavar="FILE", help="Write the run file here. Default: stdout.", callback=output_file),
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -55,8 +56,6 @@ def select(
         raise UserError("--layers none chooses no expert; give all, or numbers such as 0-5")
     if set_ and run is None:
         raise UserError("--set changes a run file; give one with --run")
-    if out is not None and out.exists():
-        raise UserError(f"--out {str(out)!r} exists; choose another")
 
     import json
 
@@ -89,7 +88,7 @@ def select(
     covers = coverage(chosen, read)
     text = _yaml(config.model_copy(update={"adapt": adapt}), part, chosen)
     if out is not None:
-        out.write_text(text, encoding="utf-8")
+        write_output(out, text)
     if json_:
         print(json.dumps(_json(chosen, covers, out)))
         return

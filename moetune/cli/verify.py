@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides, read_run
+from moetune.cli.options import Json, Overrides, output_file, read_run
 
 
 def verify(
@@ -22,7 +22,11 @@ def verify(
     ] = "measured",
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also profile a step: its time by part, and a trace for chrome://tracing."),
+        typer.Option(
+            metavar="FILE",
+            help="Also profile a step: its time by part, and a trace for chrome://tracing.",
+            callback=output_file,
+        ),
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -34,10 +38,6 @@ def verify(
     import json
     import sys
 
-    from moetune.errors import UserError
-
-    if profile is not None and not profile.parent.is_dir():
-        raise UserError(f"--profile {str(profile)!r}: there is no folder {str(profile.parent)!r}")
     with heavy_imports():
         from moetune.memory.profile import profile_step
         from moetune.memory.routing import parse_routing

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moetune.errors import UserError
-from moetune.files import expanded, is_occupied, lock, settle, sync
-from moetune.hub.delta_folder import MANIFEST, read_manifest
+from moetune.files import Ledger, expanded, foreign_in, is_occupied, lock, settle, sync
+from moetune.hub.delta_folder import MANIFEST
 
-_FORMATS = ("delta", "merged", "applied")
+_KIND = "export"
 _OURS, _MARKER, _NEW, _OLD = ".moetune-export-", ".moetune", "new", "old"
 """A folder beside `out`, as long as it is written: what says whose it is, what is written, and what that replaces."""
 
@@ -62,6 +62,8 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
             marker.flush()
             (ours / _NEW).mkdir()
             yield ours / _NEW
+            files = (file for file in (ours / _NEW).rglob("*") if not file.is_dir())
+            Ledger(ours / _NEW).add(_KIND, *(str(file.relative_to(ours / _NEW)) for file in files))
             settle(ours / _NEW)
             _refuse_occupied(out, overwrite)  # another export may have been faster
             _take_place(ours, out)
@@ -90,8 +92,16 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
-    if is_occupied(out, overwrite) and not _is_export(out):
-        raise UserError(f"--out {str(out)!r} holds something that no export wrote; choose another")
+    if not is_occupied(out, overwrite):
+        return
+    ledger = Ledger(out)
+    if ledger.kind != _KIND:
+        raise UserError(
+            f"--out {str(out)!r} holds something that no export wrote, or one of an earlier version, which has no "
+            f"{Ledger.NAME}; choose another"
+        )
+    if found := foreign_in(out, {Ledger.NAME, *ledger.paths}):
+        raise UserError(f"--out {str(out)!r}: {str(found)!r} is not of the export there; move it away")
 
 
 def _take_place(ours: Path, out: Path) -> None:
@@ -133,12 +143,6 @@ def _is_about(error: OSError, out: Path, ours: Path) -> bool:
         return True
     file = Path(error.filename).absolute()
     return file.is_relative_to(ours) or file in (out, *out.parents)
-
-
-def _is_export(out: Path) -> bool:
-    """Whether an export wrote the folder: a manifest of ours, or an adapter."""
-    manifest = read_manifest(out)
-    return (out / "adapter_config.json").is_file() if manifest is None else str(manifest.get("format")) in _FORMATS
 
 
 def keep_apart(out: Path, doing: str, *kept: Path) -> None:

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from moetune.errors import UserError, one_line
-from moetune.files import expanded
+from moetune.files import Ledger, expanded
 from moetune.hub.delta_folder import MANIFEST
 from moetune.run_file import load_run_config
 from moetune.training.run_folder import RUN_FILE, RunFolder
@@ -64,12 +64,16 @@ def push(run: Path, exported: Path, format: str, repository: str, *, private: bo
     Raises:
         UserError: no network, or no right to write there.
     """
+    Ledger(exported).add("export", "README.md")
     model_card(run, format).save(exported / "README.md")
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repository, folder_path=exported, ignore_patterns=[MANIFEST], commit_message="moetune export"
+            repo_id=repository,
+            folder_path=exported,
+            ignore_patterns=[MANIFEST, Ledger.NAME],
+            commit_message="moetune export",
         )
     except Exception as error:  # no network, no login, no right: all end here
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -16,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.adapt.build import build
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
+from moetune.files import write_output
 from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.run.resolve import ResolvedRun
@@ -143,10 +145,16 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
         seconds = time.perf_counter() - began
     steps.watch.remove()
     assert isinstance(recording, profile)
-    try:
-        recording.export_chrome_trace(str(file))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"--profile {str(file)!r} cannot be written: {error}") from None
+    with tempfile.TemporaryDirectory() as folder:  # torch's writer says nothing of what the system refuses
+        trace = Path(folder) / file.name
+        try:
+            recording.export_chrome_trace(str(trace))
+            content = trace.read_bytes()
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"--profile {str(file)!r} cannot be written: {one_line(error)}") from None
+    if file.suffix != ".gz" and not content.rstrip().endswith(b"}"):
+        raise UserError(f"--profile {str(file)!r} cannot be written: there is no room in {tempfile.gettempdir()!r}")
+    write_output(file, content)
     events = list(recording.events() or ())
     dtype = adapted.model.dtype
     launched = sum(event.name in _LAUNCHES for event in events)

@@ -7,9 +7,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moetune.files import write_output
 from moetune.planning.plan import Candidate, Plan
 from moetune.planning.tables import beyond, missed, speed
-from moetune.report.figures import INK, PAPER, refuse_unknown_format, rendered, style, write_whole
+from moetune.report.figures import INK, PAPER, refuse_unknown_format, rendered, style
 from moetune.report.page import render
 from moetune.report.units import gib
 
@@ -24,7 +25,7 @@ def save_figure(plan: Plan, path: Path) -> None:
     """
     refuse_unknown_format(path)
     with style():
-        write_whole(path, rendered(_draw(plan), path.suffix.lower()[1:]))
+        write_output(path, rendered(_draw(plan), path.suffix.lower()[1:]))
 
 
 def write_page(plan: Plan, path: Path) -> None:
@@ -37,7 +38,7 @@ def write_page(plan: Plan, path: Path) -> None:
         svg = rendered(_draw(plan), "svg").decode() if plan.candidates else ""
     svg = svg[max(svg.find("<svg"), 0) :].replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
     said = [text.plain for text in missed(plan)]
-    write_whole(path, render("plan.html.j2", plan=plan, svg=svg, missed=said, beyond=beyond, speed=speed).encode())
+    write_output(path, render("plan.html.j2", plan=plan, svg=svg, missed=said, beyond=beyond, speed=speed).encode())
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

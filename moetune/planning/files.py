@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
 from moetune.errors import UserError
+from moetune.files import write_whole
 from moetune.planning.plan import Candidate, Plan
 from moetune.report.units import gib
 
@@ -20,14 +23,22 @@ def write_runs(plan: Plan, folder: Path) -> list[Path]:
     """
     files = [folder / f"{number}-{_slug(one)}.yaml" for number, one in enumerate(plan.candidates, 1)]
     for file in files:
-        if file.exists():
+        if os.path.lexists(file):
             raise UserError(f"{str(file)!r} exists; choose another folder with --write")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, one in zip(files, plan.candidates, strict=True):
-            file.write_text(run_text(one, file), encoding="utf-8")
+            write_whole(file, run_text(one, file), new=True)
+            written.append(file)
     except OSError as error:
-        raise UserError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+        with suppress(OSError):
+            for file in written:
+                file.unlink()
+            for path in made:
+                path.rmdir()
+        raise UserError(f"{str(folder)!r} cannot be written: {error.strerror or error}") from error
     return files
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from moetune.report.figures import write_whole
+from moetune.files import write_output
 from moetune.report.page import render
 
 _BAR = 40
@@ -49,7 +49,7 @@ def write_data_page(name: str, found: dict[str, Any], path: Path) -> None:
     page = render(
         "data.html.j2", name=name, lines=[*lines(found)], first=found["first"], histogram=bins, tallest=tallest
     )
-    write_whole(path, page.encode())
+    write_output(path, page.encode())
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:

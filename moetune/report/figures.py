@@ -7,9 +7,8 @@ tell apart (https://jfly.uni-koeln.de/color/).
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from moetune.errors import UserError
+from moetune.files import write_output
 from moetune.memory.report import PART_NAMES, MemoryReport, PartName, Parts, Sample
 from moetune.report.terminal import alike, named, verdict
 from moetune.report.units import gib, unit_for
@@ -66,7 +66,7 @@ def save_figure(report: MemoryReport, path: Path) -> None:
     with style():
         figure, _ = _draw(report)
         figure.suptitle(f"{report.model}\n{verdict(report)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
-        write_whole(path, rendered(figure, _FORMATS[path.suffix.lower()]))
+        write_output(path, rendered(figure, _FORMATS[path.suffix.lower()]))
 
 
 def inline_svg(report: MemoryReport) -> tuple[str, Box | None]:
@@ -88,19 +88,6 @@ def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
     for start in range(0, len(timeline), stretch):
         kept.add(max(range(start, min(start + stretch, len(timeline))), key=lambda i: timeline[i].parts.total))
     return [(index, timeline[index]) for index in sorted(kept)]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file aside and renames it, so that one with its final name is whole."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content)
-        aside.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}: {error.filename!r}") from error
-    finally:
-        with suppress(OSError):
-            aside.unlink()
 
 
 # --- Drawing ------------------------------------------------------------------------------------------------------
@@ -271,6 +258,7 @@ def _plain(axes: Axes) -> None:
 
 def rendered(figure: Figure, kind: str) -> bytes:
     content = io.BytesIO()
-    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if kind == "svg" else {"Software": None}
+    svg = {**dict.fromkeys(("Date", "Format", "Type")), "Creator": "moetune"}
+    metadata = svg if kind == "svg" else {"Software": "moetune"}
     figure.savefig(content, format=kind, dpi=150, facecolor=PAPER, metadata=metadata)
     return content.getvalue()

@@ -8,9 +8,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from moetune.files import write_output
 from moetune.memory.report import PART_NAMES, MemoryReport
 from moetune.report import terminal
-from moetune.report.figures import COLOURS, INK, PAPER, inline_svg, phases, thinned, write_whole
+from moetune.report.figures import COLOURS, INK, PAPER, inline_svg, phases, thinned
 from moetune.report.units import gib, percent
 
 
@@ -20,7 +21,7 @@ def write_page(report: MemoryReport, path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    write_whole(path, render_page(report).encode())
+    write_output(path, render_page(report).encode())
 
 
 def render(template: str, **values: Any) -> str:

@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from moetune.files import write_output
 from moetune.memory.report import MemoryReport
-from moetune.report.figures import COLOURS, INK, PAPER, inline_svg, rendered, style, write_whole
+from moetune.report.figures import COLOURS, INK, PAPER, inline_svg, rendered, style
 from moetune.report.page import render
 
 BLUE, ORANGE = COLOURS["frozen_weights"], COLOURS["gradients"]
@@ -92,7 +93,7 @@ def write_run_page(facts: RunFacts, path: Path, step: MemoryReport | None = None
     if step is not None:
         name = "" if step.gpu is None else f" for {step.gpu.name}"
         figures.append((f"Memory of a step, predicted{name}", _themed(inline_svg(step)[0])))
-    write_whole(path, render("run.html.j2", run=facts, figures=figures, refresh=refresh).encode())
+    write_output(path, render("run.html.j2", run=facts, figures=figures, refresh=refresh).encode())
 
 
 def _svg(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:

@@ -22,10 +22,9 @@ from moetune.adapt.build import build
 from moetune.adapt.start_from.start import open_start
 from moetune.errors import UserError
 from moetune.exporting.finished_run import fill_trained, open_run
-from moetune.files import write_whole
+from moetune.files import write_output, write_whole
 from moetune.report.console import terminal
 from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
-from moetune.report.figures import write_whole as write_figure
 from moetune.report.run import draw_drift
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
@@ -33,7 +32,7 @@ from moetune.scoring.recorder import Recorder
 from moetune.scoring.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.progress import reading
-from moetune.training.run_folder import DRIFT_FILE
+from moetune.training.run_folder import DRIFT_FILE, RunFolder
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,7 @@ def write_drift(found: Drift, run: Path) -> None:
         UserError: it cannot be written.
     """
     file = run / DRIFT_FILE
+    RunFolder(run).own(DRIFT_FILE)
     try:
         write_whole(file, json.dumps(found.to_json()) + "\n")
     except OSError as error:
@@ -182,4 +182,4 @@ def save_heatmaps(found: Drift, path: Path) -> None:
     with style():
         figure = Figure(figsize=(10, 1.5 + 0.3 * len(found.layers)), layout="constrained", facecolor=PAPER)
         draw_drift(figure, found.to_json())
-        write_figure(path, rendered(figure, path.suffix.lower().removeprefix(".")))
+        write_output(path, rendered(figure, path.suffix.lower().removeprefix(".")))

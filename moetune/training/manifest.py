@@ -47,6 +47,14 @@ def damage(folder: Path) -> str | None:
         return f"it cannot be read: {one_line(error)}"
 
 
+def sealed_files(folder: Path) -> set[str]:
+    """The names that a manifest lists, and its own; none where it is damaged or not there."""
+    try:
+        return {*read_sealed(folder / MANIFEST, _Manifest)["files"], MANIFEST}
+    except UserError:
+        return set()
+
+
 def _damage(folder: Path) -> str | None:
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"

@@ -3,6 +3,7 @@
 A checkpoint is written aside and renamed, and renamed before it is removed, so that one with its final name is whole.
 It holds `run.yaml`, `inputs.json` and `metrics.jsonl` as they were, under its seal: damage to the folder's own is found
 by them.
+`.moetune` lists what moetune has written there. Whatever else is there is a user's: it is neither replaced nor removed.
 `metrics.jsonl` holds one line a logged step; on resume it is what the checkpoint has, because later steps run again.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,32 +26,20 @@ from torch.distributed.checkpoint import CheckpointException
 from moetune.config import RunConfig
 from moetune.documents import read_sealed, sealed
 from moetune.errors import UserError
-from moetune.files import WriterLock, aside_of, expanded, lock, settle, sync, write_whole
+from moetune.files import Ledger, WriterLock, aside_of, expanded, foreign_in, lock, refused, settle, sync, write_whole
 from moetune.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.records import MetricsLine, parse_metrics
 from moetune.run_file import refuse_existing_run
 from moetune.training.inputs import Inputs
-from moetune.training.manifest import MANIFEST, damage, write_manifest
+from moetune.training.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest
 from moetune.training.same_run import FREE_ON_EXPORT, FREE_ON_RESUME, changes, settings
 
 RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
-DRIFT_FILE, OUT_OF_MEMORY_FILE = "drift.json", "out_of_memory.json"
-_OWN = (
-    RUN_FILE,
-    BASE_FILE,
-    INPUTS_FILE,
-    "metrics.jsonl",
-    MEMORY_FILE,
-    DRIFT_FILE,
-    OUT_OF_MEMORY_FILE,
-    "checkpoints",
-    "runs",
-    "delta",
-    "adapter",
-    "report.html",
-)
-"""What moetune writes into a run folder (`runs` is TensorBoard's), and all that `--overwrite` removes from one."""
+DRIFT_FILE, PAGE_FILE, OUT_OF_MEMORY_FILE = "drift.json", "report.html", "out_of_memory.json"
+_FILES = (RUN_FILE, BASE_FILE, INPUTS_FILE, "metrics.jsonl", MEMORY_FILE, OUT_OF_MEMORY_FILE)
+_WRITTEN = (*_FILES, *(f".{name}" for name in _FILES))
+"""What training writes into a run folder beside its checkpoints, and where it is written aside."""
 
 
 class RunFolder:
@@ -60,7 +50,7 @@ class RunFolder:
         self.path, self.ranks = expanded(path), ranks
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
-        self._lock = WriterLock(self.path)
+        self._lock, self._ledger = WriterLock(self.path), Ledger(self.path)
         self._found: list[str] | None = None  # what `check` decided upon
         self._read: IO[bytes] | None = None
         self.damaged: list[str] = []
@@ -81,22 +71,34 @@ class RunFolder:
         if self.ranks.is_first:  # who looks what there is, and would find what others tried
             self._check_writable()
         self._take_lock(create=False)
-        self._found = self._contents()
+        self._found, self._ledger = self._contents(), Ledger(self.path)
         occupied, is_run = self._is_occupied(), self._is_run()
-        if occupied and not is_run and (checkpoints := self.checkpoints()):
+        is_marked = self._ledger.kind == "run"
+        if overwrite and is_marked:
+            is_run = True
+        if occupied and is_marked and not is_run and (checkpoints := self.checkpoints()):
             raise UserError(
                 f"output {str(self.path)!r} has checkpoints and no {RUN_FILE}: copy it back from "
                 f"{str(checkpoints[-1])!r}, or choose another output"
             )
         if occupied and not is_run:
             raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
-        if occupied and resume == "never" and not overwrite:
-            refuse_existing_run(self.path)
+        if occupied and resume == "never":
+            if not overwrite:
+                refuse_existing_run(self.path)
+            if not is_marked:
+                raise UserError(
+                    f"output {str(self.path)!r} holds a run without {Ledger.NAME}, the list of what moetune wrote: it "
+                    "is of an earlier version, or was copied without that file. Continue it with --resume auto, which "
+                    "notes it, or choose another output"
+                )
         if resume == "never":
+            self._refuse_foreign(0)
             return None
         checkpoint = self.newest_whole() if resume == "auto" else self._chosen(resume)
         if is_run:
             self._check_same_run(config)
+        self._refuse_foreign(0 if checkpoint is None else step_of(checkpoint))
         return checkpoint
 
     def lock(self) -> None:
@@ -126,7 +128,7 @@ class RunFolder:
         """Names that tell what has happened in the folder."""
         runs = self.path.iterdir() if self.path.is_dir() else ()
         names = (item.name for item in (*runs, *self.checkpoints()))
-        return sorted(name for name in names if name != WriterLock.NAME)
+        return sorted(name for name in names if name != WriterLock.NAME and not name.startswith(".moetune-"))
 
     def _chosen(self, resume: str) -> Path:
         """The checkpoint that `--resume PATH` names, every byte of which is as it was written."""
@@ -163,31 +165,99 @@ class RunFolder:
     def _create(
         self, config: RunConfig, checkpoint: Path | None, overwrite: bool, base: Base | None, inputs: Inputs | None
     ) -> None:
-        if overwrite and self._is_run():
-            self._remove_run()
-        try:
-            self.checkpoints_path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror}") from None
         step = 0 if checkpoint is None else step_of(checkpoint)
-        self.remove_leftovers()
-        for later in self.checkpoints():
-            if step_of(later) > step:
-                _discard(later)
-        write_whole(self.path / RUN_FILE, config.to_yaml())
-        if base is not None:
-            self.write_base(base)
-        if inputs is not None:
-            write_whole(self.path / INPUTS_FILE, sealed(asdict(inputs)))
-        kept = "" if checkpoint is None else (checkpoint / self.metrics_file.name).read_text(encoding="utf-8")
-        write_whole(self.metrics_file, kept)
+        with self._writing():
+            self.checkpoints_path.mkdir(parents=True, exist_ok=True)
+            self._own(*_WRITTEN)
+            self._refuse_foreign(step)
+            self.remove_leftovers()
+            for later in self.checkpoints():
+                if step_of(later) > step:
+                    self._discard(later)
+            if overwrite:  # the run file last: a kill before leaves a run
+                for name in sorted(path for path in self._ledger.paths if "/" not in path and path != RUN_FILE):
+                    (self.path / name).unlink(missing_ok=True)
+            self._write(RUN_FILE, config.to_yaml())
+            if base is not None:
+                self.write_base(base)
+            if inputs is not None:
+                self._write(INPUTS_FILE, sealed(asdict(inputs)))
+            kept = "" if checkpoint is None else (checkpoint / self.metrics_file.name).read_text(encoding="utf-8")
+            self._write(self.metrics_file.name, kept)
 
     def remove_leftovers(self) -> None:
         """Removes checkpoints that a kill left half-written, or half-removed, and files that it left aside."""
         for leftover in self.checkpoints_path.glob(".step-*"):
-            shutil.rmtree(leftover)
-        for name in (RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE, self.metrics_file.name):
-            aside_of(self.path / name).unlink(missing_ok=True)
+            if self._is_ours(leftover):
+                shutil.rmtree(leftover)
+        for name in _WRITTEN[len(_FILES) :]:
+            if name in self._ledger.paths:
+                (self.path / name).unlink(missing_ok=True)
+
+    def own(self, name: str) -> None:
+        """Notes a file that a command is about to write into the folder.
+
+        Raises:
+            UserError: there is one of that name that moetune did not write, or it cannot be noted.
+        """
+        file, self._ledger = self.path / name, Ledger(self.path)
+        if os.path.lexists(file) and name not in self._ledger.paths:
+            raise UserError(f"{str(file)!r} is in the way, and moetune did not write it; move it away")
+        with self._writing():
+            self._own(name)
+
+    def _own(self, *names: str) -> None:
+        self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
+
+    def _ours(self) -> set[str]:
+        """The paths that are this run's. One that has no ledger is known by its seals."""
+        if self._ledger.kind is not None:
+            return self._ledger.paths
+        return (
+            {*_FILES}
+            | {
+                f"checkpoints/{checkpoint.name}/{name}"
+                for checkpoint in self.checkpoints()
+                for name in sealed_files(checkpoint)
+            }
+            if self._is_run()
+            else set()
+        )
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Whether a folder of `checkpoints` is one that is written, or removed."""
+        return f"checkpoints/{folder.name}" in self._ledger.paths and not folder.is_symlink()
+
+    def _foreign(self, checkpoint: Path) -> Path | None:
+        """Something in the folder of a checkpoint that is not this run's."""
+        prefix = f"checkpoints/{checkpoint.name}/"
+        return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
+
+    def _refuse_foreign(self, step: int) -> None:
+        """Raises `UserError` if something that is not this run's is where it will write after a step."""
+        ours = self._ours()
+        in_the_way = [self.path / name for name in _WRITTEN if name not in ours and os.path.lexists(self.path / name)]
+        for item in sorted(self.checkpoints_path.glob("*step-*")):
+            if re.fullmatch(r"\.step-\d+", item.name) and not self._is_ours(item):
+                in_the_way.append(item)
+            elif re.fullmatch(r"step-\d+", item.name) and step_of(item) > step and (found := self._foreign(item)):
+                in_the_way.append(found)
+        if in_the_way:
+            raise UserError(
+                f"output {str(self.path)!r}: {str(in_the_way[0])!r} is in the way, and nothing says that this run "
+                "wrote it; move it away, or choose another output"
+            )
+
+    def _write(self, name: str, text: str) -> None:
+        write_whole(self.path / name, text, aside=aside_of(self.path / name))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror or error}{where}") from error
 
     def checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
@@ -248,7 +318,9 @@ class RunFolder:
         first = self.ranks.is_first
         try:
             if first:
-                shutil.rmtree(aside, ignore_errors=True)
+                if self._is_ours(aside):
+                    shutil.rmtree(aside, ignore_errors=True)
+                self._own(f"checkpoints/{aside.name}")
                 aside.mkdir(parents=True)
             self.ranks.barrier()
             yield aside
@@ -260,27 +332,33 @@ class RunFolder:
                 write_manifest(aside, step)
                 sync(self.metrics_file)
                 settle(aside)
+                self._own(*(f"checkpoints/{final.name}/{file.relative_to(aside)}" for file in files_in(aside)))
                 aside.rename(final)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-            if first:
+            if first and self._is_ours(aside):
                 shutil.rmtree(aside, ignore_errors=True)
-            free = shutil.disk_usage(self.path).free
-            if free > needed:
+            free, reason = shutil.disk_usage(self.path).free, refused(error)
+            if free > needed and reason is None:
                 raise
             last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]
+            why = (
+                f"the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free"
+                if free <= needed
+                else f"a checkpoint cannot be written to {str(self.checkpoints_path)!r}: {reason}"
+            )
             raise UserError(
-                f"step {step}: the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and "
-                f"{free:,} are free. The last complete one is {last[0]}; free some space and go on with --resume auto"
+                f"step {step}: {why}. The last complete one is {last[0]}; "
+                f"{'free some space' if free <= needed else 'mend that'} and go on with --resume auto"
             ) from error
         if not first:
             return
         sync(self.checkpoints_path)
         for old in self.checkpoints()[:-keep]:
             with suppress(OSError):  # what is being read goes with the next one
-                manifest = lock(old / MANIFEST, "r+b")
+                manifest = None if self._foreign(old) else lock(old / MANIFEST, "r+b")
                 if manifest is not None:
                     with manifest:
-                        _discard(old)
+                        self._discard(old)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         if not self.ranks.is_first:
@@ -295,7 +373,9 @@ class RunFolder:
 
     def write_base(self, base: Base) -> None:
         """Writes `base.json`: the base's name and fingerprint, and a digest of what the file says."""
-        write_whole(self.path / BASE_FILE, sealed(base.to_json()))
+        with self._writing():
+            self._own(BASE_FILE, f".{BASE_FILE}")
+            self._write(BASE_FILE, sealed(base.to_json()))
 
     def base(self) -> Base | None:
         """What the run noted of its base; None if the file is missing.
@@ -326,13 +406,13 @@ class RunFolder:
         if not self.ranks.is_first:
             return
         with suppress(OSError):  # a run can do without it, and on a full disk another error says so
-            write_whole(self.path / MEMORY_FILE, json.dumps(record) + "\n")
+            self._write(MEMORY_FILE, json.dumps(record) + "\n")
 
     def write_out_of_memory(self, found: dict[str, Any]) -> None:
         """Writes `out_of_memory.json`: what was there when memory ran out."""
         if self.ranks.is_first:
             with suppress(OSError):
-                write_whole(self.path / OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
+                self._write(OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
 
     def metrics(self) -> list[MetricsLine]:
         """Every whole line of `metrics.jsonl`; raises `UserError` as `parse_metrics`.
@@ -348,29 +428,32 @@ class RunFolder:
 
     def _is_occupied(self) -> bool:
         """Whether anything is in the folder, beyond what a run leaves that was killed in its first instant."""
-        first = (f".{RUN_FILE}", self.checkpoints_path.name, WriterLock.NAME)
+        first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME, *({f".{RUN_FILE}"} & self._ledger.paths)}
         return self.path.exists() and (
             any(item.name not in first for item in self.path.iterdir())
             or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
         )
 
     def _is_run(self) -> bool:
-        """Whether it holds a run. A run file alone does not make it one: `moetune init` writes one anywhere."""
-        return (self.path / RUN_FILE).is_file() and self.checkpoints_path.is_dir()
+        """Whether it holds a run: by its ledger, else by what only a run has noted. Names alone do not make it one."""
+        if not (self.path / RUN_FILE).is_file() or not self.checkpoints_path.is_dir():
+            return False
+        try:
+            return self._ledger.kind == "run" or (self._ledger.kind is None and self.inputs() is not None)
+        except UserError:
+            return False
 
-    def _remove_run(self) -> None:
-        for name in _OWN:
-            item = self.path / name
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            else:
-                item.unlink(missing_ok=True)
+    def _discard(self, checkpoint: Path) -> None:
+        aside = checkpoint.with_name(f".{checkpoint.name}")
+        self._own(f"checkpoints/{aside.name}")
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
 
     def _check_writable(self) -> None:
         where = self.path
         try:
             where = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-            probe = where / f".moetune-{os.getpid()}"
+            probe = where / f".moetune-{secrets.token_hex(8)}"
             probe.mkdir()
             probe.rmdir()
         except OSError as error:
@@ -407,9 +490,3 @@ class RunFolder:
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def _discard(checkpoint: Path) -> None:
-    aside = checkpoint.with_name(f".{checkpoint.name}")
-    checkpoint.rename(aside)
-    shutil.rmtree(aside)

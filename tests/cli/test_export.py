@@ -110,7 +110,7 @@ def test_an_output_that_is_occupied(run: Path, small_model: Path, moetune: Calla
     (run.parent / "mine").mkdir()
     (run.parent / "mine" / "thesis.tex").write_text("mine")
     (run.parent / "mine" / "manifest.json").write_text("{}")
-    message = r"--out '.*mine' holds something that no export wrote; choose another"
+    message = r"--out '.*mine' holds something that no export wrote, .*\.moetune; choose another"
     refused(moetune(*command, run.parent / "mine", "--overwrite"), message)
     assert (run.parent / "mine" / "thesis.tex").read_text() == "mine"
     for folder in (run, run.parent, small_model):
@@ -158,7 +158,11 @@ def test_what_is_pushed_has_a_card_and_no_manifest(
     arguments = ("export", run, "--format", "delta", "--out", out, "--push", "me/mine")
     ended = moetune(*arguments)
     assert ended.out.splitlines()[-1] == "pushed to https://hub/commit"
-    assert (asked["name"], asked["private"], asked["ignore_patterns"]) == ("me/mine", True, ["manifest.json"])
+    assert (asked["name"], asked["private"], asked["ignore_patterns"]) == (
+        "me/mine",
+        True,
+        ["manifest.json", ".moetune"],
+    )
     card = (out / "README.md").read_text()
     assert "| LoRA | rank 4, alpha 8 |" in card
     assert str(run.parent) not in card

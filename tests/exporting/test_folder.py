@@ -158,3 +158,24 @@ def test_the_file_that_failed_is_named(number: int, named: str, tmp_path: Path) 
     ):
         raise OSError(number, "x", str(folder / "model.safetensors"))
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/mine.bin", ".hidden", "adapter_model.bin"])
+def test_a_file_of_ones_own_in_an_export_is_not_replaced_with_it(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, "first")
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"{Path(name).name}' is not of the export there; move it away"):
+        write(out, "second", overwrite=True)
+    assert ((out / name).read_text(), (out / "text").read_text()) == ("mine", "first")
+
+
+@pytest.mark.parametrize("said", ['{"format": "delta"}', None])
+def test_what_only_looks_like_an_export_is_not_replaced(said: str | None, tmp_path: Path) -> None:
+    """A manifest of that name, or an adapter that another program trained."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ("manifest.json" if said else "adapter_config.json")).write_text(said or "{}")
+    with pytest.raises(UserError, match=r"no \.moetune; choose another"):
+        write(tmp_path / "out", "second", overwrite=True)
+    assert len(names(tmp_path / "out")) == 1

@@ -91,7 +91,7 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     merged = merge(run, tmp_path / "merged")
     assert difference_of_logits(run, merged) < TOLERANCE
     names = {file.name for file in base.iterdir()} - {"modeling_own.py"}
-    assert {file.name for file in merged.iterdir()} == names | {"manifest.json"}
+    assert {file.name for file in merged.iterdir()} == names | {"manifest.json", ".moetune"}
     assert len(list(merged.glob("model-*-of-*.safetensors"))) > 2
     for file in merged.iterdir():
         if file.name != "manifest.json" and file.suffix != ".safetensors":

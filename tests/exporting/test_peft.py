@@ -215,7 +215,7 @@ def test_a_run_that_trained(small_model: Path, small_data: Path, tmp_path: Path)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(small_model)
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors",
+        ".moetune", "adapter_config.json", "adapter_model.safetensors",
     ]  # fmt: skip
     adapted = build(config, "cpu")
     load_peft(adapted, tmp_path / "adapter")

@@ -106,6 +106,6 @@ def test_readers_work_beside_a_live_run(run: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_a_lock_that_a_kill_left_does_not_hold(run: dict[str, Any]) -> None:
-    (Path(run["output"]) / ".lock").write_text("{}")
+    (Path(run["output"]) / ".lock").write_text('{"process": 1, "host": "here"}')
     train(RunConfig.model_validate(run), resume="auto")
     assert not (Path(run["output"]) / ".lock").exists()

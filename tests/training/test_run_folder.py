@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from traceback import StackSummary
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.run_file import load_run_config
+from moetune.training.inputs import Inputs
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder, step_of
 
@@ -106,7 +111,8 @@ def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -
     (folder.path / "delta").symlink_to(elsewhere)
     assert folder.check(config(), "never", overwrite=True) is None
     folder.create(config(), None, overwrite=True)
-    assert sorted(listing(folder.path)) == ["checkpoints", "metrics.jsonl", "notes.txt", "run.yaml"]
+    there = sorted(listing(folder.path))
+    assert there == [".moetune", "checkpoints", "delta", "metrics.jsonl", "notes.txt", "run.yaml"]
     assert (elsewhere / "kept").read_text() == "mine"
 
 
@@ -292,3 +298,136 @@ def test_a_broken_run_file_in_the_folder(tmp_path: Path, text: str) -> None:
     (folder.path / "run.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"run.yaml.* (cannot be read|is not valid YAML)"):
         folder.check(config(), "auto", overwrite=False)
+
+
+FOREIGN = [
+    "notes.txt", "runs/other/events.out.tfevents.1.host.1.0", "delta/delta.safetensors", "adapter/mine.bin",
+    "report.html", "drift.json", ".run.yaml.swp", "checkpoints/my.pt", "checkpoints/best/my.pt",
+]  # fmt: skip
+"""What a user may keep in a run folder, under names that moetune uses too."""
+
+
+def plant(path: Path, names: list[str]) -> dict[str, bytes]:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(name.encode())
+    return {name: name.encode() for name in names}
+
+
+def test_overwrite_leaves_what_is_not_the_runs(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=2)
+    before = plant(folder.path, FOREIGN)
+    assert RunFolder(folder.path).check(config(), "never", overwrite=True) is None
+    again = RunFolder(folder.path)
+    again.check(config(), "never", overwrite=True)
+    again.create(config(), None, overwrite=True)
+    after = listing(folder.path)
+    assert {name: after[name] for name in before} == before
+    assert names(again) == []
+
+
+def test_a_folder_of_ones_own_is_no_run_whatever_its_names(tmp_path: Path) -> None:
+    """With `output: .` beside a run file and checkpoints of one's own."""
+    plant(tmp_path, ["run.yaml", "metrics.jsonl", *FOREIGN, "checkpoints/step-3/model.safetensors"])
+    before = listing(tmp_path)
+    for resume, overwrite in (("never", False), ("never", True), ("auto", False)):
+        with pytest.raises(UserError, match="exists and is not a run folder; choose another") as raised:
+            RunFolder(tmp_path).check(config(), resume, overwrite)
+        assert "--overwrite" not in str(raised.value)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints/step-2/notes.txt", "checkpoints/step-7/my.pt", "checkpoints/.step-7/my.pt", ".run.yaml"]
+)
+def test_what_is_in_the_way_is_named(name: str, tmp_path: Path) -> None:
+    """Before anything is written or removed, and it is never removed with an old checkpoint."""
+    folder = started(tmp_path / "run", steps=2)
+    (folder.path / ".moetune").write_text((folder.path / ".moetune").read_text().replace('".run.yaml"\n', ""))
+    plant(folder.path, [name])
+    before = listing(folder.path)
+    for resume, overwrite in (("never", True), (str(folder.checkpoints_path / "step-1"), False)):
+        with pytest.raises(UserError, match=r"is in the way.*move it away") as raised:
+            RunFolder(folder.path).check(config(), resume, overwrite)
+        assert Path(*Path(name).parts[:2]).name in str(raised.value)
+    assert listing(folder.path) == before
+
+
+def test_a_checkpoint_that_holds_something_else_is_kept(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=2)
+    plant(folder.path, ["checkpoints/step-1/notes.txt"])
+    with folder.new_checkpoint(3, keep=1):
+        pass
+    assert names(folder) == ["step-1", "step-3"]
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_is_not_replaced(tmp_path: Path) -> None:
+    """It has no list of what moetune wrote; its seals say which checkpoints are its own."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create(config(), None, overwrite=False, inputs=Inputs("0" * 32, {}, {}, {}))
+    for step in (1, 2):
+        with folder.new_checkpoint(step, keep=2) as aside:
+            (aside / "weights").write_text(str(step))
+    (folder.path / ".moetune").unlink()
+    plant(folder.path, ["notes.txt"])
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"without \.moetune.*--resume auto"):
+            RunFolder(folder.path).check(config(), "never", overwrite)
+    again, first = RunFolder(folder.path), folder.checkpoints_path / "step-1"
+    assert again.check(config(), str(first), overwrite=False) == first
+    again.create(config(), first, overwrite=False)
+    assert names(again) == ["step-1"]
+    RunFolder(folder.path).check(config(), "never", overwrite=True)
+    assert (folder.path / "notes.txt").read_bytes() == b"notes.txt"
+
+
+@pytest.mark.parametrize("text", [b"mine", b"", b"{}"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_lock_that_is_not_ours_is_left_as_it_is(text: bytes, is_link: bool, tmp_path: Path) -> None:
+    target, output = tmp_path / "target", tmp_path / "run"
+    output.mkdir()
+    file = target if is_link else output / ".lock"
+    file.write_bytes(text)
+    if is_link:
+        (output / ".lock").symlink_to(target)
+    elif not text:
+        return  # one that was killed before it wrote
+    folder = RunFolder(output)
+    with pytest.raises(UserError, match=r"cannot be locked|is in the way"):
+        folder.lock()
+    folder.close()
+    assert file.read_bytes() == text
+    assert (output / ".lock").is_symlink() == is_link
+
+
+REFUSALS = {errno.ENOSPC: "No space left", errno.EDQUOT: "quota", errno.EIO: "Input/output", errno.EROFS: "Read-only"}
+
+
+@pytest.mark.parametrize("number", REFUSALS)
+def test_what_the_system_refuses_is_said(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its disk shows free bytes; wrapped as torch's writer and safetensors do, or plain."""
+    folder = started(tmp_path / "run", steps=1)
+    folder.lock()
+    refusal = OSError(number, os.strerror(number), "file")
+    for error in (
+        refusal,
+        SafetensorError(f"I/O error: x (os error {number})"),
+        CheckpointException("x", {0: (refusal, StackSummary())}),
+    ):
+        with pytest.raises(UserError, match=REFUSALS[number]) as raised, folder.new_checkpoint(2, keep=2):
+            raise error
+        assert "step 2" in str(raised.value)
+        assert str(folder.checkpoints_path) in str(raised.value)
+        assert "The last complete one is step-1" in str(raised.value)
+    assert sorted(os.listdir(folder.checkpoints_path)) == ["step-1"]
+
+    def refused(*args: Any, **how: Any) -> None:
+        raise refusal
+
+    monkeypatch.setattr(Path, "unlink", refused)  # of `.lock`
+    with pytest.raises(UserError, match=REFUSALS[number]):  # noqa: PT012
+        try:
+            with folder.new_checkpoint(2, keep=2):
+                raise refusal
+        finally:
+            folder.close()

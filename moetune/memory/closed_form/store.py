@@ -9,9 +9,9 @@ moetune's own source, so that an old one is never found.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from moetune.errors import UserError
+from moetune.files import check_path, write_whole
 from moetune.memory.closed_form.record import Kind, Piece, Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.report import LoadPeaks
@@ -65,9 +67,13 @@ def _source() -> str:
 
 def folder() -> Path:
     """Where records lie."""
-    if own := os.environ.get("MOETUNE_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / "closed_form"
+    own = os.environ.get("MOETUNE_CACHE")
+    try:
+        if own:
+            return check_path(own)
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / "closed_form"
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"MOETUNE_CACHE: {own!r} cannot be a path: {error}; set it to a folder") from None
 
 
 def read(key: str) -> Recorded | None:
@@ -76,6 +82,8 @@ def read(key: str) -> Recorded | None:
         with np.load(folder() / f"{key}.npz", allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
         said = json.loads(str(arrays.pop("said")))
+        if said["key"] != key:  # another's, under its name
+            return None
         records = {
             _shape(one["shape"]): _record(one, {n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)})
             for p, one in said["records"].items()
@@ -87,7 +95,7 @@ def read(key: str) -> Recorded | None:
 
 def write(key: str, recorded: Recorded) -> None:
     """Keeps it all under that name, whole or not at all."""
-    said: dict[str, Any] = {"tail": asdict(recorded.tail), "load": asdict(recorded.load), "records": {}}
+    said: dict[str, Any] = {"key": key, "tail": asdict(recorded.tail), "load": asdict(recorded.load), "records": {}}
     arrays: dict[str, np.ndarray] = {}
     for number, (shape, record) in enumerate(recorded.records.items()):
         prefix = f"{number}."
@@ -102,9 +110,9 @@ def write(key: str, recorded: Recorded) -> None:
         arrays |= {f"{prefix}{name}": array for name, array in _arrays(record)}
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder(), suffix=".npz", delete=False) as file:
-            np.savez(file, said=np.array(json.dumps(said)), **arrays)  # type: ignore[arg-type]
-        os.replace(file.name, folder() / f"{key}.npz")
+        content = io.BytesIO()
+        np.savez(content, said=np.array(json.dumps(said)), **arrays)  # type: ignore[arg-type]
+        write_whole(folder() / f"{key}.npz", content.getvalue())
     except OSError:
         return  # it is made again next time
 
