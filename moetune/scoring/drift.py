@@ -26,6 +26,7 @@ from moetune.files import write_whole
 from moetune.report.console import terminal
 from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
 from moetune.report.figures import write_whole as write_figure
+from moetune.report.progress import reading
 from moetune.report.run import draw_drift
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
@@ -33,7 +34,6 @@ from moetune.scoring.recorder import Recorder
 from moetune.scoring.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
 from moetune.training.checkpoint import read_trained
 from moetune.training.isolation import refuse_leaky_packing
-from moetune.training.progress import reading
 from moetune.training.run_folder import DRIFT_FILE
 
 
