@@ -30,7 +30,6 @@ def train(
 ) -> None:
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout. Exit code 1:
     memory ran out."""
-    import signal
     import sys
 
     from moetune.catalog.gpus import find_gpu
@@ -61,22 +60,16 @@ def train(
         from moetune.parallel.join import joined
         from moetune.parallel.ranks import SINGLE_RANK
         from moetune.run.dtypes import this_device
-        from moetune.run.resolve import examine
         from moetune.training.interrupt import Interrupted
         from moetune.watch.train import train as run_training
 
     try:
         device = this_device()
         with nullcontext(SINGLE_RANK) if dry_run else joined(config.parallel, device) as ranks:
-            resolved = examine(config, device)
-            result = run_training(resolved, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
+            result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
     except Interrupted as ended:
-        print(
-            f"{ended}; --resume auto goes on from the last checkpoint"
-            if ended.number == signal.SIGTERM
-            else interrupted,
-            file=sys.stderr,
-        )
+        if not is_quiet():
+            print(interrupted, file=sys.stderr)
         raise typer.Exit(128 + ended.number) from None
     except KeyboardInterrupt:
         if not is_quiet():

@@ -111,7 +111,7 @@ class Loop:
                 # Rows for this rank and epoch, in a seeded order, as micro-batches; those of a step belong together.
                 mine = share(shuffled(len(rows), train.seed, epoch), train.micro_batch, ranks)
                 left = mine[self.step % an_epoch * train.accumulate :]
-                loader = iter(DataLoader(rows, batch_sampler=[batch.rows for batch in left], collate_fn=list))  # type: ignore[arg-type, var-annotated]
+                loader = iter(DataLoader(rows, batch_sampler=[batch.rows for batch in left], collate_fn=list))
                 if resume is not None:  # as they were; an epoch draws from them when it begins
                     with whole(str(resume)):
                         trainer_state.read_generators(resume, ranks.data_index, self.device)
@@ -162,7 +162,7 @@ class Loop:
                     if asked:
                         raise self._interrupted(asked)
 
-    # --- A step ---------------------------------------------------------------------------------------------------------
+    # --- A step -----------------------------------------------------------------------------------------------------
 
     def _micro_steps(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
         """Forward and backward of a step's micro-batches; in pieces of `micro_batch` rows. Where memory runs out they
@@ -240,7 +240,7 @@ class Loop:
                 refuse_broken_weights(self.adapted.model)
             raise UserError(f"step {self.step + 1}: {error}") from None
 
-    # --- Between steps --------------------------------------------------------------------------------------------------
+    # --- Between steps ----------------------------------------------------------------------------------------------
 
     def _log(self, line: dict[str, Any], epoch: float) -> None:
         """One line of `metrics.jsonl`, and its numbers to whoever watches or reports."""
@@ -256,7 +256,7 @@ class Loop:
         model, train, rows = self.adapted.model.eval(), self.config.train, self.data.eval
         assert rows is not None
         batches = share(range(len(rows)), train.eval_micro_batch or train.micro_batch, self.ranks)
-        loader = DataLoader(rows, batch_sampler=[batch.rows for batch in batches], collate_fn=list)  # type: ignore[arg-type, var-annotated]
+        loader = DataLoader(rows, batch_sampler=[batch.rows for batch in batches], collate_fn=list)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for some, batch in zip(loader, batches, strict=True):
             loss, predicted = held_out_loss(model, self._on_device(self._batch(some, batch.counts)), train.loss_bytes)
@@ -292,8 +292,8 @@ class Loop:
         if broken:
             last = [f"the last good one is {folder}" for folder in self.folder.checkpoints()][-1:]
             raise UserError(
-                f"step {self.step}: its update has made {broken[0]} not finite (NaN, infinity), so no checkpoint of it is "
-                f"kept; {last[0] if last else 'there is none before it'}. Lower optimizer.lr or train.max_grad_norm, "
+                f"step {self.step}: its update has made {broken[0]} not finite (NaN, infinity), so no checkpoint of it "
+                f"is kept; {last[0] if last else 'there is none before it'}. Lower optimizer.lr or train.max_grad_norm "
                 "and start anew"
             )
 

@@ -18,7 +18,7 @@ from moetune.parallel.ranks import Ranks
 class MicroBatch:
     """The numbers of its rows, and whether they count: a rank that has no rows left runs along on some that do not."""
 
-    rows: Sequence[int]
+    rows: list[int]
     counts: bool = True
 
 
@@ -29,7 +29,7 @@ def shuffled(rows: int, seed: int, epoch: int) -> list[int]:
 
 def share(order: Sequence[int], micro_batch: int, ranks: Ranks) -> list[MicroBatch]:
     """This rank's micro-batches. All ranks have equally many, because a forward pass needs all of them."""
-    cut = [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]
+    cut = [list(order[at : at + micro_batch]) for at in range(0, len(order), micro_batch)]
     mine = [MicroBatch(rows) for rows in cut[ranks.data_index :: ranks.data_size]]
     each = -(-len(cut) // ranks.data_size)
     return mine + [MicroBatch(cut[0], counts=False)] * (each - len(mine))

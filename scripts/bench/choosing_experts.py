@@ -32,8 +32,8 @@ from moetune.data.sources import open_sources
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores
 from moetune.scoring.score import score, to_score
-from moetune.training import memory_record
-from moetune.training.run import train
+from moetune.watch import memory_record
+from moetune.watch.train import train
 
 sys.path.append(str(ROOT / "scripts"))
 from make_tiny_mixtral import domains

@@ -22,10 +22,10 @@ from moetune.errors import UserError
 from moetune.memory.closed_form.form import kind_of
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.run_file import load_run_config
-from moetune.training import run, trainer
+from moetune.training import reporters, run
 from moetune.training.checkpoint import parts_of
 from moetune.training.run_folder import RunFolder
-from moetune.training.trainer import load_summary
+from moetune.training.routing import load_summary
 from tests import small
 from tests.resolved import build, train, verify
 from tests.thinned import thinned
@@ -249,7 +249,7 @@ def test_an_unknown_reporter_is_refused_first(
         raise RuntimeError("pip install it")
 
     monkeypatch.setattr(run, "build", only_without_weights)
-    monkeypatch.setitem(run.INTEGRATION_TO_CALLBACK, "wandb", not_installed)
+    monkeypatch.setitem(reporters.INTEGRATION_TO_CALLBACK, "wandb", not_installed)
     with pytest.raises(UserError, match=message):
         train(small.run_config(small_model, small_data, tmp_path / "run", train={"report_to": [reporter]}))
     assert list(tmp_path.iterdir()) == []
@@ -273,28 +273,6 @@ def test_a_logged_loss_covers_every_step_since_the_last(small_model: Path, small
     assert [line["step"] for line in some] == [3, 5, 6, 7]
     expected = [sum(losses[:3]) / 3, sum(losses[3:5]) / 2, losses[5], losses[6]]
     assert [line["loss"] for line in some] == pytest.approx(expected, rel=1e-6)
-
-
-def test_trainer_does_not_wrap_the_model(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    """On a machine with several GPUs Trainer would put DataParallel around it."""
-    config = small.run_config(small_model, small_data, tmp_path / "run")
-    arguments = trainer.training_arguments(config, run.RunFolder(tmp_path / "run"), torch.device("cpu"), True)
-    assert arguments.n_gpu <= 1
-    assert not arguments.bf16
-    assert not arguments.fp16
-
-
-def test_nobody_moves_the_states_of_an_optimizer(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """accelerate puts an optimizer's states on the device of the model; those of the host must stay, all of them."""
-
-    def moved(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("states were moved")
-
-    monkeypatch.setattr("accelerate.optimizer.move_to_device", moved)
-    optimizer = {"name": "adamw", "offload": True}
-    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", optimizer=optimizer))
 
 
 def test_a_checkpoint_takes_what_is_asked_of_the_disk(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moetune.training import memory_record
+from moetune.watch import memory_record
 from tests import small
 from tests.resolved import train
 
@@ -24,7 +24,7 @@ def test_a_prediction_that_is_far_off_is_said(
     assert (record["schema"], record["device"], record["steps"]) == (1, "cpu", 2)
     assert measured > 10_000
     for predicted, says in ((1, True), (int(1.04 * measured), False), (int(1.06 * measured), True)):
-        monkeypatch.setattr(memory_record, "predicted_peak", lambda *_, peak=predicted: peak)
+        monkeypatch.setattr(memory_record, "predicted", lambda *_, peak=predicted: memory_record.Predicted(peak))
         capsys.readouterr()
         train(config, overwrite=True, predicts=True)
         assert ("memory: predicted" in capsys.readouterr().err) is says
