@@ -111,10 +111,12 @@ class Loop:
                 # Rows for this rank and epoch, in a seeded order, as micro-batches; those of a step belong together.
                 mine = share(shuffled(len(rows), train.seed, epoch), train.micro_batch, ranks)
                 left = mine[self.step % an_epoch * train.accumulate :]
+                if resume is not None and len(left) == len(mine):
+                    self._restore_generators(resume)
+                    resume = None
                 loader = iter(DataLoader(rows, batch_sampler=[batch.rows for batch in left], collate_fn=list))
-                if resume is not None:  # as they were; an epoch draws from them when it begins
-                    with whole(str(resume)):
-                        trainer_state.read_generators(resume, ranks.data_index, self.device)
+                if resume is not None:  # within an epoch, which draws from them when it begins
+                    self._restore_generators(resume)
                     resume = None
                 for first in range(0, len(left), train.accumulate):
                     batches = [(next(loader), batch) for batch in left[first : first + train.accumulate]]
@@ -310,8 +312,13 @@ class Loop:
         """All but random generators, which are restored when the epoch has begun."""
         with whole(str(folder)):
             checkpoint.read_trained(folder, self.adapted)
-            self.notices.begin()
+            losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
+            self.notices.begin(next(losses, None))
             self.total_load.update(trainer_state.read_load(folder, self.adapted))
             checkpoint.read_optimizer(folder, self.adapted, self.optimizer)
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch
+
+    def _restore_generators(self, folder: Path) -> None:
+        with whole(str(folder)):
+            trainer_state.read_generators(folder, self.ranks.data_index, self.device)

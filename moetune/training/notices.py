@@ -33,10 +33,12 @@ class Notices:
         self._said: set[tuple[str, object]] = set()
         self._holds: list[str] = []
         self._of_data: list[str] = []
+        self.first_loss: float | None = None
         self.begin()
 
-    def begin(self) -> None:
-        """Weights are from here on compared with what they are now."""
+    def begin(self, first_loss: float | None = None) -> None:
+        """Weights are from here on compared with what they are now, and losses with the run's first one."""
+        self.first_loss = first_loss
         self._begun = self._known = self._sample()
 
     def say(self, kind: str, text: str, about: object = None) -> None:
@@ -72,7 +74,14 @@ class Notices:
         """
         self._holds = list(self._of_data)
         size = self.adapted.run.model.settings.get_text_config().vocab_size
-        if loss is not None and abs(loss - math.log(size)) <= _EQUAL * math.log(size):
+        if self.first_loss is None:
+            self.first_loss = loss
+        if (
+            loss is not None
+            and _is_ln(loss, size)
+            and self.first_loss is not None
+            and not _is_ln(self.first_loss, size)
+        ):
             self.say(
                 "equal logits",
                 f"the loss is ln {size}: every token is as likely as any other. Weights were destroyed, most likely by "
@@ -148,6 +157,11 @@ class Notices:
             if len(flat):  # not an empty shard, nor what DeepSpeed has elsewhere
                 parts.setdefault(self.adapted.part_of(name), []).append(flat[:: -(-len(flat) // _SAMPLED)].float())
         return {part: torch.cat(some).cpu() for part, some in parts.items()}
+
+
+def _is_ln(loss: float, size: int) -> bool:
+    """Whether a loss is that of logits which are all equal."""
+    return abs(loss - math.log(size)) <= _EQUAL * math.log(size)
 
 
 def refuse_broken_weights(model: nn.Module) -> None:

@@ -20,9 +20,9 @@ def ending(path: Path) -> Iterator[str]:
         yield f"best held-out loss {best['eval_loss']:.4f}, at step {best['step']}"
     if (path / MEMORY_FILE).is_file():
         memory = json.loads((path / MEMORY_FILE).read_text(encoding="utf-8"))
-        sizes = [(name, memory[name]["peak_allocated"]) for name in ("predicted", "measured")]
-        if all(size for _, size in sizes):
-            yield "peak memory: " + ", ".join(f"{name} {gib(size)}" for name, size in sizes)
+        predicted, measured = memory["predicted"], memory["measured"]["peak_allocated"]
+        if measured and (size := predicted["as_routed"] or predicted["peak_allocated"]):
+            yield f"peak memory: predicted {gib(size)}, measured {gib(measured)}"
     if checkpoints := folder.checkpoints():
         yield f"weights in {checkpoints[-1]}, losses in {folder.metrics_file}"
     run = shlex.quote(str(path))

@@ -118,7 +118,9 @@ def trained(part: str, rule: str, seed: int, steps: int, scores: Path, folder: P
     lora = {"rank": 16, "alpha": 32, "targets": ["experts"], "ids": choice}
     adapt = {"experts": choice} if part == "experts" else {"lora": lora}
     config = config_of(adapt, seed, steps, folder / "run", str(folder / "heldout.jsonl"))
-    with patch.object(memory_record, "predicted_peak", lambda *_: None):  # which takes longer than the training
+    with patch.object(
+        memory_record, "predicted", lambda *_: memory_record.Predicted()
+    ):  # which takes longer than the training
         result = train(resolve(config, "cpu"), overwrite=True, device="cpu", console=QUIET)
     return {
         "part": part,

@@ -75,12 +75,13 @@ class Run:
 
     def write(self, folder: Path) -> Path:
         folder.mkdir()
-        checkpoint.write(folder, self.adapted, self.optimizer, self.scheduler)
+        checkpoint.write(folder, self.adapted, self.optimizer, self.scheduler.last_epoch)
         return folder
 
     def read(self, folder: Path) -> None:
         checkpoint.read_trained(folder, self.adapted)
-        checkpoint.read_optimizer(folder, self.adapted, self.optimizer, self.scheduler)
+        checkpoint.read_optimizer(folder, self.adapted, self.optimizer)
+        self.scheduler.step(json.loads((folder / checkpoint.OPTIMIZER_FILE).read_text())["scheduler_step"])
 
     def values(self) -> dict[str, Any]:
         """Every weight, state and number, by where it is."""

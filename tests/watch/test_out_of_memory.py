@@ -17,8 +17,8 @@ from moetune.config import RunConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.memory.trace.tracker import Tracker
 from moetune.run_file import read_run_config
-from moetune.watch import memory_record, out_of_memory
 from moetune.training.run_folder import RunFolder
+from moetune.watch import memory_record, out_of_memory
 from tests import small
 from tests.resolved import train
 from tests.thinned import thinned
