@@ -66,21 +66,25 @@ class Loop:
         console: Console,
         notices: Notices,
         watcher: Watcher,
+        resume: Path | None = None,
     ) -> None:
         self.adapted, self.config, self.ranks = adapted, adapted.run.config, adapted.ranks
         self.data, self.folder, self.device = data, folder, adapted.model.device
         self.console, self.notices, self.watcher = console, notices, watcher
         self.collate = partial(collate, pad_token_id=pad_token_id, documents_by_border=wants_borders(adapted.model))
         self.where = Where()
+        self.step, self.tokens, self.micro_batch = 0, 0, self.config.train.micro_batch
+        self.total_load: dict[int, Tensor] = {}
+        self.resume = resume
+        if resume is not None:  # an optimizer copies, or takes away, the weights that it finds
+            self._restore_weights(resume)
         self.optimizer: CombinedOptimizer = make_optimizer(adapted)
         self.stepper = Stepper(adapted, self.optimizer, RouterWatch(adapted), self.where)
         self.reporters = Reporters(adapted.model)
         if self.ranks.is_first:
             self.reporters = Reporters.of(self.config.train, folder.path, adapted.model)
-        self.step, self.tokens, self.micro_batch = 0, 0, self.config.train.micro_batch
-        self.total_load: dict[int, Tensor] = {}
 
-    def train(self, resume: Path | None = None) -> None:
+    def train(self) -> None:
         """Takes the steps of a run, from its beginning or from a checkpoint.
 
         Raises:
@@ -88,7 +92,7 @@ class Loop:
             Interrupted: SIGINT or SIGTERM came; what had been trained is in a checkpoint.
             torch.OutOfMemoryError: and `train.on_oom` does not help.
         """
-        train, ranks, rows = self.config.train, self.ranks, self.data.train
+        train, ranks, rows, resume = self.config.train, self.ranks, self.data.train, self.resume
         set_seed(train.seed)
         if not ranks.is_single:  # dropout differs between ranks that see different data, and there only
             torch.manual_seed(train.seed + ranks.data_index)
@@ -97,7 +101,8 @@ class Loop:
         schedule = get_scheduler(_SCHEDULES[train.schedule], self.optimizer, train.warmup, train.steps)
         factor = schedule.lr_lambdas[0]
         if resume is not None:
-            self._restore(resume)
+            with whole(str(resume)):
+                checkpoint.read_optimizer(resume, self.adapted, self.optimizer)
         self.adapted.model.train()
         self.watcher.begin(self)
         self.reporters.begin()
@@ -308,14 +313,13 @@ class Loop:
         )
         return interrupted
 
-    def _restore(self, folder: Path) -> None:
-        """All but random generators, which are restored when the epoch has begun."""
+    def _restore_weights(self, folder: Path) -> None:
+        """What trains, and where the run is."""
         with whole(str(folder)):
             checkpoint.read_trained(folder, self.adapted)
             losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
             self.notices.begin(next(losses, None))
             self.total_load.update(trainer_state.read_load(folder, self.adapted))
-            checkpoint.read_optimizer(folder, self.adapted, self.optimizer)
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch
 

@@ -76,12 +76,8 @@ class Notices:
         size = self.adapted.run.model.settings.get_text_config().vocab_size
         if self.first_loss is None:
             self.first_loss = loss
-        if (
-            loss is not None
-            and _is_ln(loss, size)
-            and self.first_loss is not None
-            and not _is_ln(self.first_loss, size)
-        ):
+        first = self.first_loss
+        if loss is not None and first is not None and _is_ln(loss, size) and not _is_ln(first, size):
             self.say(
                 "equal logits",
                 f"the loss is ln {size}: every token is as likely as any other. Weights were destroyed, most likely by "

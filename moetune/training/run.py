@@ -173,10 +173,10 @@ def _train(
         for reason in folder.damaged:
             console.print(f"skipping damaged {reason}", highlight=False, soft_wrap=True)
         console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
-    loop = Loop(adapted, data, folder, padding, console, notices, watcher)
+    loop = Loop(adapted, data, folder, padding, console, notices, watcher, checkpoint)
     failed = None
     try:
-        loop.train(checkpoint)
+        loop.train()
     except torch.OutOfMemoryError as error:
         failed = error.with_traceback(None)  # what was computed with is let go
     finally:

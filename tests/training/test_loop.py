@@ -316,9 +316,10 @@ def test_a_signal_ends_the_run_after_the_step_which_is_saved(
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     run = small.run_config(small_model, small_data, tmp_path / "run", "lora", train={"steps": 5})
     whole = run.model_copy(update={"output": str(tmp_path / "whole")})
-    with monkeypatch.context() as patched, pytest.raises(Interrupted) as ended:
-        patched.setattr(MemoryRecord, "step_ends", interrupted)
+    monkeypatch.setattr(MemoryRecord, "step_ends", interrupted)
+    with pytest.raises(Interrupted) as ended:
         train(run, console=Console(file=said, width=500))
+    monkeypatch.setattr(MemoryRecord, "step_ends", step)
     assert ended.value.number == number
     assert f"{number.name}: step 2 is saved in {tmp_path / 'run/checkpoints/step-2'}" in said.getvalue()
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
