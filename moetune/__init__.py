@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moetune.scoring.budget import within_budget
     from moetune.scoring.drift import drift
     from moetune.scoring.score import score
-    from moetune.training.run import train
+    from moetune.watch.train import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -65,7 +65,7 @@ _HOMES = {
     "predict": "memory.predict",
     "resolve": "run.resolve",
     "score": "scoring.score",
-    "train": "training.run",
+    "train": "watch.train",
     "verify": "memory.verify",
     "within_budget": "scoring.budget",
 }

@@ -37,10 +37,11 @@ def train(
     config: RunConfig, *, device: torch.device | str | None = None, predicts: bool = False, **options: Any
 ) -> TrainResult:
     """Trains; without what `memory.json` predicts unless asked for, which takes longer than the training."""
-    from moetune.training import memory_record, run
+    from moetune.watch import memory_record
+    from moetune.watch.train import train as watched
 
-    with nullcontext() if predicts else patch.object(memory_record, "predicted_peak", lambda *_: None):
-        return run.train(examine(config, device_type(device)), device=device, **options)
+    with nullcontext() if predicts else patch.object(memory_record, "predicted", lambda *_: memory_record.Predicted()):
+        return watched(examine(config, device_type(device)), device=device, **options)
 
 
 def measure(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Measured:

@@ -11,7 +11,7 @@ import pytest
 
 import moetune
 from moetune.errors import UserError
-from moetune.training.run import train
+from moetune.watch.train import train
 
 CONTRACT = [
     "MemoryReport", "MoetuneConfig", "RunConfig", "UserError", "apply_delta", "build", "count", "drift", "export",

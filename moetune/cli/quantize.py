@@ -33,9 +33,9 @@ def quantize(
 
     with heavy_imports():
         from moetune.adapt.quantize import quantize as pack
+        from moetune.report.progress import reading
         from moetune.run.resolve import resolve_model
         from moetune.run_file import read_run_config
-        from moetune.training.progress import reading
 
     # neither the dtype of compute nor attention is in what is written
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}

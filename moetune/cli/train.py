@@ -60,14 +60,17 @@ def train(
         from moetune.parallel.join import joined
         from moetune.parallel.ranks import SINGLE_RANK
         from moetune.run.dtypes import this_device
-        from moetune.run.resolve import examine
-        from moetune.training.run import train as run_training
+        from moetune.training.interrupt import Interrupted
+        from moetune.watch.train import train as run_training
 
     try:
         device = this_device()
         with nullcontext(SINGLE_RANK) if dry_run else joined(config.parallel, device) as ranks:
-            resolved = examine(config, device)
-            result = run_training(resolved, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
+            result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
+    except Interrupted as ended:
+        if not is_quiet():
+            print(interrupted, file=sys.stderr)
+        raise typer.Exit(128 + ended.number) from None
     except KeyboardInterrupt:
         if not is_quiet():
             print(interrupted, file=sys.stderr)
@@ -87,7 +90,7 @@ def train(
     print(f"{result.steps} steps, {result.trainable['total']:,} trained parameters, in {result.output}")
     if result.eval_loss_before is not None and result.eval_loss_after is not None:
         print(f"held-out loss {result.eval_loss_before:.4f} -> {result.eval_loss_after:.4f}")
-    from moetune.training.ending import ending
+    from moetune.watch.ending import ending
 
     for line in ending(Path(result.output)):
         print(line)

@@ -79,7 +79,7 @@ def sequences_a_step(config: RunConfig) -> int:
 
 
 def steps_an_epoch(sequences: int, config: RunConfig) -> int:
-    """Updates of an epoch. The last one takes what is left, as transformers' Trainer has it."""
+    """Updates of an epoch. The last one takes what is left."""
     micro_batches = ceil(ceil(sequences / config.train.micro_batch) / data_ranks(config.parallel))
     return ceil(micro_batches / config.train.accumulate)
 

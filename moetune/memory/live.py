@@ -11,7 +11,6 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -22,28 +21,12 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
-from moetune.memory.report import PartName, Phase
+from moetune.memory.report import PartName
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import labels_of
 from moetune.optim.optimizers import CombinedOptimizer
 from moetune.parallel.ranks import local_tensor
 from moetune.patches.torch import watch_out_of_memory
-from moetune.step.observer import StepObserver
-
-
-@dataclass
-class Where(StepObserver):
-    """Where a run is. Steps and micro-steps are counted from 1 and 0, as in metrics and in a trace."""
-
-    step: int = 1
-    micro_step: int = 0
-    phase: Phase = "load"
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        self.phase = "backward"
-        yield
-        self.phase = "forward"
 
 
 class Storage(NamedTuple):

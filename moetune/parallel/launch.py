@@ -72,14 +72,33 @@ def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, st
                     processes.append(
                         subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=log, env=environment)
                     )
-        try:
+        with _passing_on(processes) as passed:
             code = _wait(processes)
-        except KeyboardInterrupt:  # every rank has had it too
-            _end(processes)
-            raise
-        if code:
+        if code and signal.SIGINT in passed:
+            raise KeyboardInterrupt
+        if code and not passed:
             print(_first_error(Path(folder), processes), file=sys.stderr)
         return code
+
+
+@contextmanager
+def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Inside, SIGINT and SIGTERM go to the ranks, which end as they see fit; gives those that came. A terminal sends
+    Ctrl-C to the ranks itself, too: they take what comes within a second for one."""
+    passed: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        passed.append(number)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield passed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:

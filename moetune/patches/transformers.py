@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +13,6 @@ from transformers.distributed.expert_parallel import AllToAllEP, _AllToAllState,
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 def checkpoint_layers_by(model: PreTrainedModel, checkpoint: Callable[..., Any]) -> None:
@@ -75,12 +72,6 @@ def never_ask_for_the_length(module: nn.Module) -> None:
     rotary.rope_type = "default"
     rotary.config = copy.copy(rotary.config)
     rotary.config.rope_parameters = {**rotary.config.rope_parameters, "rope_type": "default"}
-
-
-def one_device(arguments: TrainingArguments) -> None:
-    """One process drives one device: Trainer would wrap the model in DataParallel where it sees several, and has no
-    argument that says otherwise."""
-    arguments._n_gpu = min(arguments.n_gpu, 1)
 
 
 class Sent(NamedTuple):

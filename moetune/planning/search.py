@@ -17,8 +17,8 @@ from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import ranges
 from moetune.catalog.gpus import find_gpu
 from moetune.config import OptimizerConfig, RunConfig
-from moetune.memory.arithmetic import state_bytes
 from moetune.memory.report import MemoryReport
+from moetune.optim.saved import state_bytes
 from moetune.planning.needs import Needs, changed
 from moetune.planning.solve import last_that_fits
 from moetune.planning.ways import Way

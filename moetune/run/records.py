@@ -44,6 +44,7 @@ class MetricsLine(TypedDict, total=False):
 
 class _Predicted(TypedDict):
     peak_allocated: Amount | None
+    as_routed: Amount | None
 
 
 class _Measured(TypedDict):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -21,13 +22,14 @@ from moetune.files import expanded
 from moetune.run import refusals
 from moetune.run.choice import scores_of, settle
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.dtypes import DTYPES, DeviceType, dtype_on
+from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.linears import linears_to_pack
 from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts
 from moetune.run.published import Published, keeps_gate_up_apart, published
 from moetune.run.records import read_load
 from moetune.run.scores import Scores, refuse_other_base
+from moetune.run_file import load_run_config
 from moetune.sizes import parse_size
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
@@ -250,6 +252,20 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
         scored,
         tuple(dict.fromkeys(problems)),
     )
+
+
+def examined(run: ResolvedRun | RunConfig | Path | str, device: torch.device | str | None = None) -> ResolvedRun:
+    """A run, whether it is resolved, a run file's values, or a run file, as `examine` gives it for a device; by default
+    for what this machine has.
+
+    Raises:
+        UserError: as `load_run_config` and `examine`.
+    """
+    if isinstance(run, ResolvedRun):
+        return run
+    config = run if isinstance(run, RunConfig) else load_run_config(run)
+    kind = this_device() if device is None else "cpu" if torch.device(device).type == "cpu" else "cuda"
+    return examine(config, kind)
 
 
 def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:

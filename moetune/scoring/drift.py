@@ -25,13 +25,13 @@ from moetune.exporting.finished_run import fill_trained, open_run
 from moetune.files import write_output, write_whole
 from moetune.report.console import terminal
 from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
+from moetune.report.progress import reading
 from moetune.report.run import draw_drift
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.scoring.recorder import Recorder
 from moetune.scoring.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
 from moetune.training.isolation import refuse_leaky_packing
-from moetune.training.progress import reading
 from moetune.training.run_folder import DRIFT_FILE, RunFolder
 
 

@@ -37,6 +37,7 @@ from moetune.errors import UserError
 from moetune.files import write_whole
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
+from moetune.report.progress import reading
 from moetune.run import refusals
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.run.scores import Scored, Scores
@@ -45,7 +46,6 @@ from moetune.step.batch import Row, collate
 from moetune.step.tail import split
 from moetune.training.inputs import refuse_unknown_tokens
 from moetune.training.isolation import refuse_leaky_packing
-from moetune.training.progress import reading
 
 TOKENS = 131_072
 SAVE_SECONDS = 60.0

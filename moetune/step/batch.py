@@ -53,6 +53,12 @@ def collate(
     }
 
 
+def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch as one whose tokens give no loss and no expert load."""
+    labels = batch["labels"]
+    return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
+
+
 def _lengths(positions: np.ndarray) -> list[int]:
     """Of the documents of a row, whose positions begin at 0."""
     return np.diff(np.flatnonzero(positions == 0), append=len(positions)).tolist()

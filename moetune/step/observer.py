@@ -1,8 +1,10 @@
-"""Who watches a step: whatever counts its memory."""
+"""Who watches a step: whatever counts its memory, or says where it is."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,3 +18,19 @@ class StepObserver:
 
     def eager_gradient(self, gradient: Tensor) -> None:
         """Is given each gradient that an expert bank gives away by itself, which no hook on a parameter sees."""
+
+
+@dataclass
+class Where(StepObserver):
+    """Where a run is. Steps and micro-steps are counted from 1 and 0, as in metrics and in a trace; phases are a
+    trace's."""
+
+    step: int = 1
+    micro_step: int = 0
+    phase: str = "load"
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self.phase = "backward"
+        yield
+        self.phase = "forward"

@@ -114,7 +114,7 @@ class RouterWatch:
             logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
             mask = routed.mask
             weight_T = torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
-            load_E, count = routed.load[index], weight_T.sum()
+            load_E, count = routed.load[index], weight_T.sum().clamp(min=1)
             weight_T = weight_T / count
             of_size.setdefault(len(load_E), []).append((load_E / count, weight_T @ logits_TE.softmax(-1)))
             z.append(weight_T @ logits_TE.logsumexp(-1).square())

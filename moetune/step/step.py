@@ -72,7 +72,7 @@ def micro_step(
         memory: of the loss, as in `token_loss`.
     """
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)
-    mask = batch.get("attention_mask", batch.get("is_token"))
+    mask = batch.get("is_token", batch.get("attention_mask"))
     with watch.recording(mask, logits=shape_routing) as routed:
         loss = token_loss(model, batch, total_tokens, memory)
     router_loss = None

@@ -104,7 +104,7 @@ def _rows_here(parameter: Tensor, rows: int) -> range:
 # --- Writing --------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, scheduler: Any) -> None:
+def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: int) -> None:
     """Writes into a folder that is there; every rank takes part."""
     parts, ranks = parts_of(adapted), adapted.ranks
     trained, states, numbers = _contents(parts, optimizer)
@@ -117,7 +117,7 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, schedule
     said = {
         "numbers": {name: values for one in every for name, values in one.items()},
         "loss_scale": scale,
-        "scheduler_step": scheduler.last_epoch,
+        "scheduler_step": step,
     }
     (folder / OPTIMIZER_FILE).write_text(json.dumps(said), encoding="utf-8")
 
@@ -247,8 +247,8 @@ def read_trained(folder: Path, adapted: Adapted) -> None:
     _load(tensors, folder, adapted.ranks)
 
 
-def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, scheduler: Any) -> None:
-    """Gives the optimizer its states and the scheduler its step; every rank takes part.
+def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer) -> None:
+    """Gives the optimizer its states; every rank takes part.
 
     Raises:
         UserError: states that cannot be cut anew for these ranks.
@@ -286,7 +286,6 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer,
         updater.load_state_dict(_state_dict(updater, parts, states, said["numbers"]))
     if optimizer.loss_scale is not None:
         optimizer.loss_scale.load_state_dict(said["loss_scale"])
-    _set_step(scheduler, said["scheduler_step"])
 
 
 def _want(part: Part, states: list[str], stored: Mapping[str, Any], wanted: dict[str, Tensor]) -> None:
@@ -371,12 +370,3 @@ def _plainly() -> Iterator[None]:
             if not isinstance(failure, Exception):
                 raise failure from None
         raise RuntimeError(one_line(failures[0])) from error
-
-
-def _set_step(scheduler: Any, step: int) -> None:
-    """A scheduler whose rates are a function of the step, at another step."""
-    scheduler.last_epoch, scheduler._step_count = step, step + 1
-    rates = [rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    scheduler._last_lr = rates

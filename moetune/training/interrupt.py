@@ -1,38 +1,64 @@
-"""Ctrl-C ends a run, whatever Python was doing: one that arrives in a destructor or a weak reference's callback is
-dropped there, with a line on stderr, and training would go on."""
+"""Ctrl-C and SIGTERM end a run after the step under way, which is saved. A second one ends it at once."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
+from types import TracebackType
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+
+from moetune.parallel.ranks import Ranks
+
+_SAME = 1.0
+"""Seconds within which signals are one: a terminal sends it to all processes, and so does what started the ranks."""
 
 
-class Interruptible(TrainerCallback):
-    """Notes SIGINT beside raising it, and raises it again at the end of the step."""
+class Interrupted(KeyboardInterrupt):
+    """A signal ended a run, whose last step is in a checkpoint.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
+    Attributes:
+        number: the signal's.
+    """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            self._before = signal.signal(signal.SIGINT, self._interrupted)
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
 
-    def end(self) -> None:
-        """Gives SIGINT back; to be called however training ends."""
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+class Signals:
+    """Notes SIGINT and SIGTERM inside the `with`, in the main thread: others may not set handlers."""
 
-    def _interrupted(self, number: int, frame: Any) -> None:
-        self.asked = True
-        raise KeyboardInterrupt
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._asked, self._at = 0, 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def asked(self) -> int:
+        """The signal that any rank has received, the same on all of them; 0 if none has."""
+        if self._ranks.is_single:
+            return self._asked
+        found = torch.zeros(2, device=self._device)
+        if self._asked:
+            found[int(self._asked == signal.SIGTERM)] = 1
+        by_keyboard, by_term = self._ranks.total(found).tolist()
+        return signal.SIGTERM if by_term else signal.SIGINT if by_keyboard else 0
+
+    def _note(self, number: int, frame: Any) -> None:
+        if not self._asked:
+            self._asked, self._at = number, time.monotonic()
+        elif time.monotonic() - self._at > _SAME:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)

@@ -33,10 +33,12 @@ class Notices:
         self._said: set[tuple[str, object]] = set()
         self._holds: list[str] = []
         self._of_data: list[str] = []
+        self.first_loss: float | None = None
         self.begin()
 
-    def begin(self) -> None:
-        """Weights are from here on compared with what they are now."""
+    def begin(self, first_loss: float | None = None) -> None:
+        """Weights are from here on compared with what they are now, and losses with the run's first one."""
+        self.first_loss = first_loss
         self._begun = self._known = self._sample()
 
     def say(self, kind: str, text: str, about: object = None) -> None:
@@ -78,7 +80,10 @@ class Notices:
         """
         self._holds = list(self._of_data)
         size = self.adapted.run.model.settings.get_text_config().vocab_size
-        if loss is not None and abs(loss - math.log(size)) <= _EQUAL * math.log(size):
+        if self.first_loss is None:
+            self.first_loss = loss
+        first = self.first_loss
+        if loss is not None and first is not None and _is_ln(loss, size) and not _is_ln(first, size):
             self.say(
                 "equal logits",
                 f"the loss is ln {size}: every token is as likely as any other. Weights were destroyed, most likely by "
@@ -154,6 +159,11 @@ class Notices:
             if len(flat):  # not an empty shard, nor what DeepSpeed has elsewhere
                 parts.setdefault(self.adapted.part_of(name), []).append(flat[:: -(-len(flat) // _SAMPLED)].float())
         return {part: torch.cat(some).cpu() for part, some in parts.items()}
+
+
+def _is_ln(loss: float, size: int) -> bool:
+    """Whether a loss is that of logits which are all equal."""
+    return abs(loss - math.log(size)) <= _EQUAL * math.log(size)
 
 
 def refuse_broken_weights(model: nn.Module) -> None:

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moetune.catalog.gpus import Gpu
-from moetune.errors import UserError
-from moetune.memory.predict import time_of
-from moetune.memory.trace import trace
-from moetune.parallel.ranks import Ranks
-from moetune.run.resolve import ResolvedRun
-
 
 @dataclass(frozen=True)
 class Pace:
@@ -23,17 +16,6 @@ class Pace:
 
     flops: int | None = None
     limit: int | None = None
-
-    @classmethod
-    def of(cls, run: ResolvedRun, ranks: Ranks, card: Gpu | None) -> Pace:
-        """Counted by a trace of the run; not on a CPU, and not of several ranks, which cannot trace while they run."""
-        if card is None or not ranks.is_single:
-            return cls()
-        try:
-            time = time_of(run.config, trace(run, gpu=card), card)
-        except UserError:
-            return cls()
-        return cls() if time is None else cls(round(time.flops), round(time.limit))
 
     def metrics(self, updates: int, seconds: float, left: int) -> dict[str, float | None]:
         """Of the last `updates`, which took `seconds`, with so many `left`."""

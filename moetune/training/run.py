@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from moetune.adapt.base import folder_of, noting_base, refuse_changed_base
 from moetune.adapt.build import Adapted, build
@@ -23,31 +21,26 @@ from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
 from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
 from moetune.data.preview import steps_an_epoch
-from moetune.errors import UserError, suggest
+from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base
-from moetune.memory.arithmetic import saved_bytes
-from moetune.memory.live import Where, watch_cuda
+from moetune.optim.saved import saved_bytes
 from moetune.optim.values import generator_states
 from moetune.parallel.deepspeed import require_deepspeed
-from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
+from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.patches.deepspeed import keep_quiet
-from moetune.report.console import terminal
 from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.training.inputs import Inputs, refuse_unknown_tokens
-from moetune.training.interrupt import Interruptible
 from moetune.training.isolation import refuse_leaky_packing
-from moetune.training.memory_record import MemoryRecord
+from moetune.training.loop import Loop
 from moetune.training.notices import Notices
-from moetune.training.out_of_memory import examine, raise_out_of_memory
-from moetune.training.pace import Pace
-from moetune.training.progress import ProgressBar, reading
+from moetune.training.reporters import check_reporters
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
-from moetune.training.trainer import MoeTrainer
-from moetune.training.trainer_state import check_checkpoint
+from moetune.training.trainer_state import check_checkpoint, read_state
+from moetune.training.watcher import Watcher
 
 MANY_EPOCHS = 10
 """More than this is taken for an accident, and said."""
@@ -70,28 +63,26 @@ class TrainResult:
 
 def train(
     run: ResolvedRun,
+    watcher: Watcher,
+    console: Console,
+    device: torch.device,
     *,
-    resume: str = "never",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    device: torch.device | str | None = None,
-    console: Console | None = None,
-    ranks: Ranks = SINGLE_RANK,
+    resume: str,
+    overwrite: bool,
+    dry_run: bool,
+    ranks: Ranks,
 ) -> TrainResult:
     """Trains what the run file says and leaves the result in its run folder.
 
     Args:
-        run: resolved for the kind of `device`; its problems are reported with those of data and output.
-        resume: `never`, `auto` or a checkpoint folder.
-        dry_run: check run file, data and output, count what would train, and stop.
-        device: by default the first of the kind that the run is resolved for.
-        ranks: the ranks of the run, of which this process is one; a dry run needs none.
+        run: examined for the kind of `device`; its problems are reported with those of data and output.
+        watcher: is told how it goes.
+        console: where it is said what is noteworthy.
+        resume, overwrite, dry_run, ranks: as `moetune.train` has them.
 
     Raises:
         UserError: anything that the user can mend. No file has been written then.
     """
-    console = console or terminal(stderr=True, quiet=not ranks.is_first)
-    device = run.device(device)
     keep_quiet(device)
     config = run.config
     missing = [name for name in ("data", "output") if getattr(config, name) is None]
@@ -99,11 +90,12 @@ def train(
         raise UserError(f"moetune train needs {' and '.join(f'{name}:' for name in missing)} in the run file")
     assert config.output is not None
     with closing(RunFolder(Path(config.output), ranks)) as folder:
-        return _train(run, folder, resume, overwrite, dry_run, device, console)
+        return _train(run, watcher, folder, resume, overwrite, dry_run, device, console)
 
 
 def _train(
     run: ResolvedRun,
+    watcher: Watcher,
     folder: RunFolder,
     resume: str,
     overwrite: bool,
@@ -119,7 +111,7 @@ def _train(
     checkpoint, (plain, start), _, _, (data, padding) = _all_of(
         lambda: folder.check(config, resume, overwrite),
         lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
-        lambda: _check_reporters(config.train.report_to),
+        lambda: check_reporters(config.train.report_to),
         lambda: _check_engine(run),
         lambda: _data(run),
     )
@@ -127,12 +119,11 @@ def _train(
     if config.train.epochs is not None:
         run = _with_steps(run, ceil(config.train.epochs * steps_an_epoch(len(data.train), config)))
         config = run.config
-    tokens = data.counts.tokens + data.counts.padding
     _announce(console, config, counts, data.counts)
     if checkpoint is None and resume != "never":
         start = _start(plain, overwrite)
     if dry_run:
-        return TrainResult(output, 0, counts, tokens, None, None)
+        return TrainResult(output, 0, counts, 0, None, None)
     if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
         console.print(
             f"{checkpoint} is where this run ends; to go on, raise train.steps", highlight=False, soft_wrap=True
@@ -145,22 +136,19 @@ def _train(
             _refuse_other_base(folder, config, base, console)
             folder.write_base(base)
         folder.remove_leftovers()
-        return TrainResult(output, step_of(checkpoint), counts, tokens, *_held_out(folder))
+        step, _, tokens = read_state(checkpoint)
+        return TrainResult(output, step, counts, tokens, *_held_out(folder))
 
     if checkpoint is not None:
         check_checkpoint(checkpoint)
         folder.base()  # a damaged one is named before the weights are read
     inputs = _inputs(run, folder, data, checkpoint, console)
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    seen = watch_cuda() if device.type == "cuda" else {}
-    with noting_base(run.model, ranks) as noted, reading(console, weights) as on_read:
+    with noting_base(run.model, ranks) as noted, watcher.reading(weights) as on_read:
         try:
             adapted = build(run, device, on_read, ranks)
-        except torch.OutOfMemoryError:
-            refused = seen.get(device.index or 0)
-            if refused is None:
-                raise
-            raise_out_of_memory(examine(run, refused, Where(), device))
+        except torch.OutOfMemoryError as error:
+            raise watcher.out_of_memory(run, None) or error from None
         base = noted()
     if not inputs.config:  # its folder has come meanwhile
         inputs = _inputs(run, folder, data, checkpoint, console)
@@ -179,40 +167,30 @@ def _train(
         refuse_silent_routers(adapted)
     folder.lock()
     folder.create(config, checkpoint, overwrite, base, inputs)
-    progress = ProgressBar(console)
-    memory = MemoryRecord(adapted, folder, console)
-    interruptible = Interruptible()
     notices = Notices(adapted, counts["total"], console)
     notices.about_data(data)
-    callbacks = [progress, memory, interruptible]
-    pace = Pace.of(run, ranks, memory.card)
-    trainer = MoeTrainer(adapted, data, folder, padding, callbacks=callbacks, notices=notices, memory=memory, pace=pace)
-    memory.load = trainer.total_load
     if checkpoint is not None:
         for reason in folder.damaged:
             console.print(f"skipping damaged {reason}", highlight=False, soft_wrap=True)
         console.print(f"resuming from {checkpoint}", highlight=False, soft_wrap=True)
-        trainer.args.eval_on_start = False
-    refused = None
+    loop = Loop(adapted, data, folder, padding, console, notices, watcher, checkpoint)
+    failed = None
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    except torch.OutOfMemoryError:
-        if (refused := memory.refused()) is None:
-            raise
+        loop.train()
+    except torch.OutOfMemoryError as error:
+        failed = error.with_traceback(None)  # what was computed with is let go
     finally:
-        interruptible.end()
-        progress.stop()
-        memory.finish()
-    if refused is not None:
-        gc.collect()  # a checkpointed layer that failed keeps torch's hooks on, which a trace would run into
-        whole = [str(checkpoint) for checkpoint in folder.checkpoints()][-1:]
-        found = examine(
-            trainer.smaller_run(), refused, trainer.where, device, adapted, trainer.stepper.optimizer, *whole
-        )
-        folder.write_out_of_memory(found.to_json())
-        raise_out_of_memory(found)
-    notices.at_end(trainer.total_load)
-    return TrainResult(output, trainer.state.global_step, counts, tokens, *_held_out(folder))
+        if failed is None:
+            watcher.end()
+    if failed is not None:
+        found = watcher.out_of_memory(run, loop)
+        watcher.end()
+        if found is None:
+            raise failed
+        folder.write_out_of_memory(found.found)
+        raise found
+    notices.at_end(loop.total_load)
+    return TrainResult(output, loop.step, counts, loop.tokens, *_held_out(folder))
 
 
 def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) -> tuple[Adapted, Start | None]:
@@ -314,18 +292,6 @@ def _held_out(folder: RunFolder) -> tuple[float | None, float | None]:
     """The first and the last held-out loss of the run, over all its parts if it was resumed."""
     losses = [line["eval_loss"] for line in folder.metrics() if "eval_loss" in line]
     return (losses[0], losses[-1]) if losses else (None, None)
-
-
-def _check_reporters(names: tuple[str, ...]) -> None:
-    """Raises `UserError` for a reporter that transformers does not know, or whose package is not installed."""
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            hint = suggest(name, INTEGRATION_TO_CALLBACK) or f" There are: {', '.join(INTEGRATION_TO_CALLBACK)}."
-            raise UserError(f"train.report_to: {name!r} is not a reporter.{hint}")
-        try:
-            INTEGRATION_TO_CALLBACK[name]()
-        except (ImportError, RuntimeError, ValueError) as error:  # reporters do not agree on one
-            raise UserError(f"train.report_to: {name!r} cannot be used: {error}") from None
 
 
 def _all_of(*checks: Callable[[], Any]) -> list[Any]:

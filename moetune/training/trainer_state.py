@@ -1,26 +1,24 @@
-"""What a checkpoint holds beside tensors that train: Trainer's state, what experts have received, random states."""
+"""What a checkpoint holds beside tensors that train: the step, what experts have received, random states."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 
 from moetune.adapt.build import Adapted
-from moetune.errors import UserError, one_line, shown
+from moetune.errors import UserError, one_line
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.training import checkpoint
 from moetune.training.run_folder import step_of
 
+STATE_FILE = "trainer_state.json"
+"""The step, rows of a micro-batch and tokens trained on, by transformers' names."""
 LOAD_FILE = "expert_load.json"
 """Tokens that each expert of each layer has received since the run began."""
 
@@ -44,12 +42,24 @@ def read_generators(folder: Path, data_index: int, device: torch.device) -> None
         set_generator_states([states[str(n)] for n in range(len(states))], device)
 
 
-def write_state(folder: Path, state: TrainerState, load: Mapping[int, Tensor]) -> None:
-    """Trainer's, without the intervals: on resume those of the run file hold; and the load by layer."""
-    received = {str(layer): tokens.tolist() for layer, tokens in load.items()}
+def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Mapping[int, Tensor]) -> None:
+    """Writes where the run is, and by layer the tokens that each expert has received."""
+    received = {str(layer): tokens_E.tolist() for layer, tokens_E in load.items()}
     (folder / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
-    without: Any = dict.fromkeys(("logging_steps", "eval_steps", "save_steps"))
-    replace(state, **without).save_to_json(str(folder / TRAINER_STATE_NAME))
+    state = {"global_step": step, "train_batch_size": micro_batch, "num_input_tokens_seen": tokens}
+    (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+
+def read_state(folder: Path) -> tuple[int, int | None, int]:
+    """The step, the rows of a micro-batch if it says, and the tokens trained on; raises what reading a damaged one
+    does."""
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    step, rows, tokens = (state.get(key) for key in ("global_step", "train_batch_size", "num_input_tokens_seen"))
+    if not all(type(number) is int and number >= 0 for number in (step, rows or 0, tokens or 0)):
+        raise ValueError(f"{STATE_FILE}: its numbers are {step!r}, {rows!r} and {tokens!r}")
+    if step != step_of(folder):
+        raise ValueError(f"{STATE_FILE} is of step {step}")
+    return step, rows, tokens or 0
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -57,14 +67,7 @@ def check_checkpoint(folder: Path) -> None:
     with whole(str(folder)):
         for file in sorted(folder.glob("generators/*")):
             load_file(file)
-        state, usual = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)), TrainerState()
-        for field in fields(TrainerState):
-            value, default = getattr(state, field.name), getattr(usual, field.name)
-            kind = (int, float) if isinstance(default, (int, float)) else type(default)
-            if value is not None and default is not None and not isinstance(value, kind):
-                raise ValueError(f"{TRAINER_STATE_NAME}: {field.name} is {shown(value)}")
-        if state.global_step != step_of(folder):
-            raise ValueError(f"{TRAINER_STATE_NAME} is of step {shown(state.global_step)}")
+        read_state(folder)
         checkpoint.check(folder)
 
 

@@ -32,8 +32,8 @@ from moetune.data.sources import open_sources
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores
 from moetune.scoring.score import score, to_score
-from moetune.training import memory_record
-from moetune.training.run import train
+from moetune.watch import memory_record
+from moetune.watch.train import train
 
 sys.path.append(str(ROOT / "scripts"))
 from make_tiny_mixtral import domains
@@ -118,7 +118,9 @@ def trained(part: str, rule: str, seed: int, steps: int, scores: Path, folder: P
     lora = {"rank": 16, "alpha": 32, "targets": ["experts"], "ids": choice}
     adapt = {"experts": choice} if part == "experts" else {"lora": lora}
     config = config_of(adapt, seed, steps, folder / "run", str(folder / "heldout.jsonl"))
-    with patch.object(memory_record, "predicted_peak", lambda *_: None):  # which takes longer than the training
+    with patch.object(
+        memory_record, "predicted", lambda *_: memory_record.Predicted()
+    ):  # which takes longer than the training
         result = train(resolve(config, "cpu"), overwrite=True, device="cpu", console=QUIET)
     return {
         "part": part,

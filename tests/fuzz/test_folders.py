@@ -68,14 +68,6 @@ def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "parse", lambda text, what: copy.deepcopy(once(text, what)))
 
 
-class Scheduler:
-    """What `read_optimizer` sets of one."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.base_lrs, self.lr_lambdas = optimizer, [1e-2], [lambda step: 1.0]
-        self.last_epoch = self._step_count = 0
-
-
 def read_run(path: Path, written: Written) -> None:
     """All that resuming and exporting read of a run folder before a step is taken."""
     folder, adapted = RunFolder(path), written["adapted"]
@@ -90,7 +82,7 @@ def read_run(path: Path, written: Written) -> None:
     with trainer_state.whole(str(newest)):
         checkpoints.read_trained(newest, adapted)
         trainer_state.read_load(newest, adapted)
-        checkpoints.read_optimizer(newest, adapted, written["optimizer"], Scheduler(written["optimizer"]))
+        checkpoints.read_optimizer(newest, adapted, written["optimizer"])
 
 
 def damaged_file(raw: bytes, name: str, draw: random.Random) -> bytes:

@@ -68,6 +68,23 @@ def even_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        ("ep 2", 13),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("fsdp 2", 41), ("ddp 2", 3), ("ep 4", 9))),
+    ],
+)
+def test_any_number_of_rows(layout: str, count: int, small_model: Path, tmp_path: Path) -> None:
+    """A rank that has no rows left of an epoch runs along, on rows that count for nothing."""
+    rows = [row | {"completion": f"{row['completion']} {number}"} for number, row in enumerate(3 * small.DATA)]
+    data = small.write_data(tmp_path / "odd.jsonl", rows[:count])
+    for name, of in (("one", "alone"), ("many", layout)):
+        run(config_of(of, small_model, data, tmp_path / name, "experts", 4))
+    assert_same_runs(tmp_path, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("adapt", "optimizer", "layouts"),
     [
         ("experts", "adamw", ["ep 2", "ep 4", "alone", "fsdp 2"]),

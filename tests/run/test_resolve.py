@@ -21,7 +21,7 @@ from moetune.errors import UserError
 from moetune.memory.measure import measure
 from moetune.run import refusals
 from moetune.run.resolve import examine, resolve
-from moetune.training.run import train
+from moetune.watch.train import train
 from tests import small
 from tests.toys import toy_config
 

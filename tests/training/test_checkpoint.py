@@ -63,7 +63,7 @@ class Run:
                 parameter += 0.01 * torch.randn(parameter.shape)
         self.optimizer = make_optimizer(self.adapted)
         self.stepper = Stepper(self.adapted, self.optimizer)
-        self.scheduler = get_scheduler("cosine", self.optimizer, num_warmup_steps=0, num_training_steps=9)
+        self.factor, self.taken = get_scheduler("cosine", self.optimizer, 0, 9).lr_lambdas[0], 0
 
     def steps(self, first: int, last: int) -> None:
         for number in range(first, last + 1):
@@ -71,23 +71,29 @@ class Run:
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
             self.stepper.micro_step(batch, count_loss_tokens(batch))
             self.stepper.finish()
-            self.scheduler.step()
+            self.set_rates(self.taken + 1)
+
+    def set_rates(self, step: int) -> None:
+        self.taken = step
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.factor(step)
 
     def write(self, folder: Path) -> Path:
         folder.mkdir()
-        checkpoint.write(folder, self.adapted, self.optimizer, self.scheduler)
+        checkpoint.write(folder, self.adapted, self.optimizer, self.taken)
         return folder
 
     def read(self, folder: Path) -> None:
         checkpoint.read_trained(folder, self.adapted)
-        checkpoint.read_optimizer(folder, self.adapted, self.optimizer, self.scheduler)
+        checkpoint.read_optimizer(folder, self.adapted, self.optimizer)
+        self.set_rates(json.loads((folder / checkpoint.OPTIMIZER_FILE).read_text())["scheduler_step"])
 
     def values(self) -> dict[str, Any]:
         """Every weight, state and number, by where it is."""
         trained = {name: parameter.detach() for name, parameter in self.adapted.trainable().items()}
         rates = [group["lr"] for group in self.optimizer.param_groups]
         tree = {"trained": trained, "optimizer": self.optimizer.state_dict(), "rates": rates}
-        return dict(flat(tree | {"schedule": self.scheduler.state_dict()}))
+        return dict(flat(tree | {"schedule": {"step": self.taken}}))
 
 
 def flat(tree: Any, path: str = "") -> Any:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from moetune.errors import UserError
+from moetune.training.notices import Notices
 from tests import small
-from tests.resolved import train
+from tests.resolved import build, train
 
 Err = pytest.CaptureFixture[str]
 
@@ -76,14 +80,16 @@ def test_a_warmup_that_has_not_begun_is_none(small_model: Path, small_data: Path
     assert said(capsys) == []
 
 
-def test_equal_logits(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
-    def silence(name: str, tensor: torch.Tensor) -> None:
-        if name in ("lm_head.weight", "model.norm.weight"):
-            tensor.zero_()
-
-    model = changed(small_model, tmp_path / "model", silence)
-    train(small.run_config(model, small_data, tmp_path / "run", "router"))
-    assert any("every token is as likely as any other" in note for note in said(capsys))
+@pytest.mark.parametrize(("first", "says"), [(1.0, True), (0.0, False)])
+def test_equal_logits(first: float, says: bool, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """Of weights that were destroyed: not of a model that knew nothing before the first step."""
+    run, said = small.run_config(small_model, small_data, tmp_path / "run"), io.StringIO()
+    notices = Notices(build(run, "cpu"), 1, Console(file=said, width=500))
+    size = math.log(notices.adapted.run.model.settings.vocab_size)
+    for loss in (size + first, size):
+        noted = notices.about_step(loss, False, {}, {})["notices"]
+    assert ("equal logits" in noted) is says
+    assert ("every token is as likely as any other" in said.getvalue()) is says
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -21,9 +21,9 @@ def ending(path: Path) -> Iterator[str]:
         yield f"best held-out loss {best['eval_loss']:.4f}, at step {best['step']}"
     if (path / MEMORY_FILE).is_file():
         memory = read_json(path / MEMORY_FILE, MemoryFile)
-        predicted, measured = memory["predicted"]["peak_allocated"], memory["measured"]["peak_allocated"]
-        if predicted and measured:
-            yield f"peak memory: predicted {gib(predicted)}, measured {gib(measured)}"
+        predicted, measured = memory["predicted"], memory["measured"]["peak_allocated"]
+        if measured and (size := predicted["as_routed"] or predicted["peak_allocated"]):
+            yield f"peak memory: predicted {gib(size)}, measured {gib(measured)}"
     if checkpoints := folder.checkpoints():
         yield f"weights in {checkpoints[-1]}, losses in {folder.metrics_file}"
     run = shlex.quote(str(path))

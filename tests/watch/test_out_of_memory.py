@@ -17,8 +17,8 @@ from moetune.config import RunConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.memory.trace.tracker import Tracker
 from moetune.run_file import read_run_config
-from moetune.training import memory_record, out_of_memory
 from moetune.training.run_folder import RunFolder
+from moetune.watch import memory_record, out_of_memory
 from tests import small
 from tests.resolved import train
 from tests.thinned import thinned
@@ -157,7 +157,7 @@ def test_the_command_exits_with_one(
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(small.run_file(small_model, small_data, tmp_path / "run", "router", train=ROWS)))
     monkeypatch.setattr(memory_record, "Tracker", lambda modules, _=None: Tracker(modules, 1_500_000))
-    monkeypatch.setattr(memory_record, "predicted_peak", lambda *_: None)
+    monkeypatch.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
     ended = moetune("train", file, "--json")
     assert ended.code == 1
     found = json.loads(ended.out)

@@ -6,18 +6,19 @@ from moetune.catalog.gpus import find_gpu
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.run.resolve import resolve
 from moetune.training.pace import Pace
+from moetune.watch.memory_record import predicted
 from tests.memory.models import toy_run, write_toy
 
 
 def test_operations_are_those_of_a_trace_and_the_limit_the_cards(tmp_path: Path) -> None:
     config = toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=1), "mixtral", {"router": "all"})
     card = find_gpu("h100")
-    pace = Pace.of(resolve(config, "cuda"), SINGLE_RANK, card)
+    pace = predicted(resolve(config, "cuda"), SINGLE_RANK, card).pace
     assert pace.flops is not None
     assert pace.flops > 0
     assert card.bf16 is not None
     assert pace.limit == card.bf16.value
-    assert Pace.of(resolve(config), SINGLE_RANK, None) == Pace()
+    assert predicted(resolve(config, "cpu")).pace == Pace()
 
 
 def test_the_clock() -> None:

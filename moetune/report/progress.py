@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -18,9 +18,11 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from moetune.report.units import gib
+
+if TYPE_CHECKING:
+    from moetune.training.loop import Loop
 
 
 @contextmanager
@@ -39,17 +41,16 @@ def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[C
         yield lambda share: bar.update(task, completed=share * size)
 
 
-class ProgressBar(TrainerCallback):
-    """A rich progress bar; where stderr is no terminal, a line for each that is logged."""
+class ProgressBar:
+    """A rich progress bar of a run's steps; where stderr is no terminal, a line for each that is logged."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar: Progress | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._began, self._first_step = time.monotonic(), state.global_step
+    def begin(self, loop: Loop) -> None:
+        self._began, self._first_step = time.monotonic(), loop.step
+        self._loop, self._steps = loop, loop.config.train.steps
         if self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("step"),
@@ -59,40 +60,28 @@ class ProgressBar(TrainerCallback):
                 TextColumn("{task.fields[news]}"),
                 console=self.console,
             )
-            self.task = self.bar.add_task("train", total=state.max_steps, completed=state.global_step, news="")
+            self.task = self.bar.add_task("train", total=self._steps, completed=loop.step, news="")
             self.bar.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def step_ends(self) -> None:
         if self.bar is not None:
-            self.bar.update(self.task, completed=state.global_step)
+            self.bar.update(self.task, completed=self._loop.step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        logs = logs or {}
-        if "loss" in logs:
-            self._note_step(state, logs)
-        if "eval_loss" in logs:
-            self.console.print(
-                f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}", highlight=False, soft_wrap=True
-            )
-
-    def _note_step(self, state: TrainerState, logs: dict[str, float]) -> None:
-        news = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+    def logged(self, line: Mapping[str, Any]) -> None:
+        step = line["step"]
+        if "eval_loss" in line:
+            text = f"step {step}: held-out loss {line['eval_loss']:.4f}"
+            self.console.print(text, highlight=False, soft_wrap=True)
+            return
+        loss = "" if line["loss"] is None else f"loss {line['loss']:.4f}  "
+        news = f"{loss}{line['tokens_per_second']:,.0f} tokens/s"
         if self.bar is not None:
             self.bar.update(self.task, news=news)
             return
-        done, left = state.global_step - self._first_step, state.max_steps - state.global_step
-        seconds = round((time.monotonic() - self._began) / max(done, 1) * left)
-        memory = f"  {gib(int(logs['peak_allocated']))}" if "peak_allocated" in logs else ""
+        seconds = round((time.monotonic() - self._began) / max(step - self._first_step, 1) * (self._steps - step))
+        memory = "" if line["peak_allocated"] is None else f"  {gib(line['peak_allocated'])}"
         self.console.print(
-            f"step {state.global_step}/{state.max_steps}: {news}  lr {logs['learning_rate']:.3g}{memory}  "
-            f"{timedelta(seconds=seconds)} left",
+            f"step {step}/{self._steps}: {news}  lr {line['lr']:.3g}{memory}  {timedelta(seconds=seconds)} left",
             highlight=False,
             soft_wrap=True,
         )

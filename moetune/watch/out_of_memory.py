@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from moetune.adapt.build import Adapted
 from moetune.catalog.gpus import find_gpu
-from moetune.errors import DoesNotFit, UserError
+from moetune.errors import DoesNotFit
 from moetune.memory.allocator import WORKSPACES
-from moetune.memory.live import Owned, Process, Refused, Where, owned, processes_on
+from moetune.memory.live import Owned, Process, Refused, owned, processes_on
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.memory.verify import catalog_name
@@ -20,6 +20,7 @@ from moetune.optim.optimizers import CombinedOptimizer
 from moetune.planning.remedy import Remedy, remedies
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
+from moetune.step.observer import Where
 
 _LARGEST = 8
 _WORKING: tuple[PartName, ...] = ("saved_activations", "transient_peak")
@@ -59,6 +60,10 @@ class OutOfMemory:
             },
             "last_checkpoint": self.checkpoint,
         }
+
+    def error(self) -> DoesNotFit:
+        """What ends the run."""
+        return DoesNotFit("\n".join(self.lines()), self.to_json())
 
     def lines(self) -> Iterator[str]:
         where, refused = self.where, self.refused
@@ -124,8 +129,8 @@ def examine(
             most = max(peak, predicted["allocated"])  # while weights load, too
             lacking = refused.lacking + max(0, most - refused.reached)
             settings = remedies(run, card or find_gpu("l40s"), lacking)
-        except UserError:
-            pass  # what is known is said
+        except Exception:  # what cannot be predicted is not; what is known is said
+            pass
     me = torch.multiprocessing.current_process().pid
     others = [process for process in processes_on(device) if process.pid != me] if device.type == "cuda" else []
     return OutOfMemory(
@@ -139,11 +144,6 @@ def examine(
         tuple(settings),
         checkpoint,
     )
-
-
-def raise_out_of_memory(found: OutOfMemory) -> NoReturn:
-    """Ends the run with what was found."""
-    raise DoesNotFit("\n".join(found.lines()), found.to_json())
 
 
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:

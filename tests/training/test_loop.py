@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import re
 import signal
@@ -15,6 +16,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+import moetune
 from moetune.adapt.build import Adapted
 from moetune.adapt.build import build as build_resolved
 from moetune.config import RunConfig
@@ -22,10 +24,14 @@ from moetune.errors import UserError
 from moetune.memory.closed_form.form import kind_of
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.run_file import load_run_config
-from moetune.training import run, trainer
+from moetune.step.stepper import Stepper
+from moetune.training import interrupt, reporters, run
 from moetune.training.checkpoint import parts_of
+from moetune.training.interrupt import Interrupted
+from moetune.training.order import shuffled
+from moetune.training.routing import load_summary
 from moetune.training.run_folder import RunFolder
-from moetune.training.trainer import load_summary
+from moetune.watch.memory_record import MemoryRecord
 from tests import small
 from tests.resolved import build, train, verify
 from tests.thinned import thinned
@@ -249,7 +255,7 @@ def test_an_unknown_reporter_is_refused_first(
         raise RuntimeError("pip install it")
 
     monkeypatch.setattr(run, "build", only_without_weights)
-    monkeypatch.setitem(run.INTEGRATION_TO_CALLBACK, "wandb", not_installed)
+    monkeypatch.setitem(reporters.INTEGRATION_TO_CALLBACK, "wandb", not_installed)
     with pytest.raises(UserError, match=message):
         train(small.run_config(small_model, small_data, tmp_path / "run", train={"report_to": [reporter]}))
     assert list(tmp_path.iterdir()) == []
@@ -275,28 +281,6 @@ def test_a_logged_loss_covers_every_step_since_the_last(small_model: Path, small
     assert [line["loss"] for line in some] == pytest.approx(expected, rel=1e-6)
 
 
-def test_trainer_does_not_wrap_the_model(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    """On a machine with several GPUs Trainer would put DataParallel around it."""
-    config = small.run_config(small_model, small_data, tmp_path / "run")
-    arguments = trainer.training_arguments(config, run.RunFolder(tmp_path / "run"), torch.device("cpu"), True)
-    assert arguments.n_gpu <= 1
-    assert not arguments.bf16
-    assert not arguments.fp16
-
-
-def test_nobody_moves_the_states_of_an_optimizer(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """accelerate puts an optimizer's states on the device of the model; those of the host must stay, all of them."""
-
-    def moved(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("states were moved")
-
-    monkeypatch.setattr("accelerate.optimizer.move_to_device", moved)
-    optimizer = {"name": "adamw", "offload": True}
-    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", optimizer=optimizer))
-
-
 def test_a_checkpoint_takes_what_is_asked_of_the_disk(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,22 +299,82 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk(
     assert asked[0] - 2**20 <= written <= asked[0]
 
 
-def test_an_interrupt_that_was_dropped_ends_the_run_after_the_step(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_which_is_saved(
+    number: signal.Signals, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that Python drops, as in a destructor; more within a second are the same one."""
+    step, said = MemoryRecord.step_ends, io.StringIO()
+
+    def interrupted(self: MemoryRecord) -> None:
+        step(self)
+        if self.loop.step == 2:
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(number)
+                signal.raise_signal(number)
+
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    run = small.run_config(small_model, small_data, tmp_path / "run", "lora", train={"steps": 5})
+    whole = run.model_copy(update={"output": str(tmp_path / "whole")})
+    monkeypatch.setattr(MemoryRecord, "step_ends", interrupted)
+    with pytest.raises(Interrupted) as ended:
+        train(run, console=Console(file=said, width=500))
+    monkeypatch.setattr(MemoryRecord, "step_ends", step)
+    assert ended.value.number == number
+    assert f"{number.name}: step 2 is saved in {tmp_path / 'run/checkpoints/step-2'}" in said.getvalue()
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    train(run, resume="auto")
+    assert trained(whole) == small.metrics_without_times(tmp_path / "run")
+
+
+def test_a_second_signal_ends_it_at_once(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when it arrives in a destructor: what it raises there goes nowhere."""
-    append = RunFolder.append_metrics
+    monkeypatch.setattr(interrupt, "_SAME", -1.0)
+    monkeypatch.setattr(MemoryRecord, "step_begins", lambda _: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    with pytest.raises(KeyboardInterrupt) as ended:
+        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 5}))
+    assert not isinstance(ended.value, Interrupted)
+    assert not (tmp_path / "run/checkpoints/step-1").exists()
 
-    def interrupted(self: RunFolder, line: dict[str, Any]) -> None:
-        append(self, line)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(RunFolder, "append_metrics", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 9}))
-    assert len(small.read_metrics(tmp_path / "run")) == 1
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+@pytest.mark.parametrize("steps", [1, 3])
+def test_weights_that_the_last_update_broke_are_not_kept(
+    steps: int, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No gradient since could have told."""
+    update = Stepper.update
+
+    def breaks(self: Stepper, reduced: Any) -> None:
+        update(self, reduced)
+        if reduced.norm is not None and len(list((tmp_path / "run/checkpoints").iterdir())) == steps - 1:
+            with torch.no_grad():
+                next(iter(self.adapted.trainable().values())).view(-1)[-1] = math.nan
+
+    monkeypatch.setattr(Stepper, "update", breaks)
+    said = rf"step {steps}: .*model.layers.0\S* not finite.*" + ("none before" if steps == 1 else f"step-{steps - 1}")
+    with pytest.raises(UserError, match=said):
+        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": steps, "save_every": 1}))
+    assert len(list((tmp_path / "run/checkpoints").glob("*"))) == steps - 1
+
+
+def test_a_checkpoint_does_not_grow_with_the_steps(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    settings = {"steps": 6, "save_every": 1, "keep_checkpoints": 9}
+    result = train(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
+    sizes = [len(file.read_bytes()) for file in (tmp_path / "run").rglob("trainer_state.json")]
+    assert len(sizes) == 6
+    assert max(sizes) - min(sizes) <= 2  # of digits
+    data, _ = run._data(resolve(load_run_config(tmp_path / "run/run.yaml"), "cpu"))
+    second = [len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 1)[:8]]
+    assert result.train_tokens == data.counts.tokens + sum(second)  # an epoch of four steps, and two
+
+
+def test_a_path_trains(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    raw = small.run_file(small_model, small_data, tmp_path / "run", train={"steps": 1})
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(raw))
+    assert moetune.train(file, dry_run=True) == moetune.train(str(file), dry_run=True)
+    assert moetune.train(RunConfig.model_validate(raw), dry_run=True).output == raw["output"]
 
 
 def test_epochs_become_steps_and_resume_as_such(small_model: Path, small_data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Every run leaves predicted beside measured; a prediction that cannot be made ends none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moetune.watch import memory_record
+from moetune.watch.ending import ending
+from tests import small
+from tests.resolved import train
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The balanced prediction is in the file; only the one as routed is printed, at the end."""
+
+    def predicted(run: object, ranks: object, card: object, routing: memory_record.Routing) -> memory_record.Predicted:
+        return memory_record.Predicted(2**20 if routing.name == "balanced" else 2**21)
+
+    monkeypatch.setattr(memory_record, "predicted", predicted)
+    train(small.run_config(small_model, small_data, tmp_path / "run", "router"), predicts=True)
+    assert "predicted" not in capsys.readouterr().err
+    record = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert (record["schema"], record["device"], record["steps"]) == (1, "cpu", 2)
+    assert record["measured"]["peak_allocated"] > 10_000
+    assert record["predicted"] == {"peak_allocated": 2**20, "as_routed": 2**21}
+    (line,) = [line for line in ending(tmp_path / "run") if "peak memory" in line]
+    assert line.startswith("peak memory: predicted 2.00 MiB, measured ")
+
+
+@pytest.mark.parametrize("error", [ValueError("a layer's tuple"), MemoryError()])
+def test_a_prediction_that_fails_ends_no_training(
+    error: Exception, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:  # fmt: skip
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(memory_record.ClosedForm, "at", fails)
+    monkeypatch.setattr(memory_record, "trace", fails)
+    assert train(small.run_config(small_model, small_data, tmp_path / "run"), predicts=True).steps == 3
+    assert "cannot be predicted" in capsys.readouterr().err
+    record = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert record["predicted"] == {"peak_allocated": None, "as_routed": None}
