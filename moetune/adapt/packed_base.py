@@ -30,6 +30,8 @@ from moetune.experts.host import stays_on_host
 from moetune.experts.links import BankLinks
 from moetune.files import WriterLock, aside_of, settle, write_whole
 from moetune.hub.fingerprint import Fingerprint, digesting
+from moetune.hub.names import find_homes
+from moetune.hub.quantized import Quantized, open_checkpoint
 from moetune.hub.snapshot import PACKED_MANIFEST as MANIFEST
 from moetune.hub.snapshot import copy_small_file, small_files
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -68,14 +70,28 @@ def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
     _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
 
 
-def write_rest(folder: Path, model: PreTrainedModel, experts: Iterable[str]) -> None:
-    """Writes everything but the modules of experts."""
+def write_rest(
+    folder: Path, model: PreTrainedModel, experts: Iterable[str], source: Path, plain: PreTrainedModel
+) -> None:
+    """Writes everything but the modules of experts: what is packed as the model has it, all else as the checkpoint.
+
+    Args:
+        source: the folder of the checkpoint.
+        plain: the model before it was packed, whose names the checkpoint's are renamed to.
+    """
+    stored = open_checkpoint(source)
+    homes = find_homes(plain, stored)
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in _rest(model, tuple(f"{path}." for path in experts)):
-        if tensor.data_ptr() not in seen:  # a head that is the embedding is stored once
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor
+        if tensor.data_ptr() in seen:  # a head that is the embedding is stored once
+            continue
+        seen.add(tensor.data_ptr())
+        keys = homes[name].every_key() if name in homes and tensor.is_floating_point() else []
+        if keys and not any(isinstance(stored[key], Quantized) for key in keys):
+            held = homes[name].to_model({key: stored[key].rows().reshape(stored[key].shape) for key in keys})
+            tensor = held.reshape(tensor.shape)
+        tensors[name] = tensor
     _write(folder / REST, tensors)
 
 

@@ -68,6 +68,6 @@ def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[
     )
     with taking_fingerprint(folder) as taken:
         loaded = load_pretrained(model, packing, device)
-        packed_base.write_rest(out, loaded, paths)
+        packed_base.write_rest(out, loaded, paths, folder, model.plain)
         fingerprint = taken()
     return packed_base.finish(out, fingerprint)

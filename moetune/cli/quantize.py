@@ -37,7 +37,7 @@ def quantize(
         from moetune.run.resolve import resolve_model
         from moetune.run_file import read_run_config
 
-    # neither the dtype of compute nor attention is in what is written
+    # What is packed is rounded to bf16 first, as in a run that computes in it; all else keeps its dtype.
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}
     if double_quant is not None:
         how["double_quant"] = double_quant

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moetune.adapt import packed_base
 from moetune.anatomy.source import find_model_source
@@ -38,6 +39,30 @@ def test_it_is_the_model_that_packing_gives(model_type: str, base: str, tmp_path
     for name, tensor in plain.items():
         assert packed[name].dtype == tensor.dtype, name
         assert packed[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_not_packed_keeps_its_values_and_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    """On disk all of it; in a model that computes in that dtype too."""
+    model = write(tmp_path / "plain", "gpt_oss").to(dtype)
+    model.save_pretrained(tmp_path / "plain")
+    with small_linears_are_packed():
+        write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
+    source, rest = (load_file(tmp_path / file) for file in ("plain/model.safetensors", "packed/rest.safetensors"))
+    packed = {name.partition(".weight.")[0] + ".weight" for name in rest if ".weight." in name}
+    plain = {name for name in rest if ".weight." not in name} - packed
+    assert plain == {name for name in source if ".experts." not in name} - packed
+    assert {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.0.mlp.router.weight",
+    } <= plain
+    for name in plain:
+        assert rest[name].dtype == dtype, name
+        assert rest[name].equal(source[name]), name
+    read = {k.replace(".base_layer", ""): v for k, v in states(tmp_path / "packed", dtype="fp32").items()}
+    assert all(read[name].equal(source[name].float()) for name in plain)
 
 
 def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
