@@ -97,7 +97,7 @@ def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, 
             aside.unlink(missing_ok=True)
 
 
-_SIGNS = (b'<meta name="generator" content="moetune">', b"Software\0moetune", b"<dc:title>moetune</dc:title>")
+_SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
 """What pages and pictures of ours carry."""
 
 
