@@ -97,7 +97,7 @@ def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, 
             aside.unlink(missing_ok=True)
 
 
-_SIGNS = (b'<meta name="generator" content="moetune">', b"Software\0moetune", b"<dc:title>moetune</dc:title>")
+_SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
 """What pages and pictures of ours carry."""
 
 
@@ -110,7 +110,7 @@ def refuse_taken(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(2**16)
     if not any(sign in head for sign in _SIGNS):
-        raise UserError(f"{str(path)!r} exists, and nothing in it says that moetune wrote it; choose another")
+        raise UserError(f"{str(path)!r} exists and is not moetune's to replace; choose another")
 
 
 def write_output(path: Path, content: str | bytes) -> None:

@@ -8,6 +8,7 @@ While a base is read its files are digested by other threads, and one that was c
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -121,20 +122,23 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
             f"--out {str(folder)!r} was begun for another model or precision, or the model changed; choose another"
         )
     if not begun.is_file():
-        write_whole(begun, json.dumps(plan))
+        write_whole(begun, json.dumps(plan), aside=aside_of(begun))
     for file in small_files(source):
+        copy = folder / file.relative_to(source)
+        if os.path.lexists(copy) and (copy.is_symlink() or not file.read_bytes().startswith(copy.read_bytes())):
+            raise UserError(f"{str(copy)!r} is in the way: {file.name} of the model belongs there; move it away")
         copy_small_file(file, source, folder)
 
 
-def finish(folder: Path, packed: Fingerprint) -> dict[str, int]:
+def finish(folder: Path, packed: Fingerprint, experts: Iterable[str]) -> dict[str, int]:
     """Says that the folder is complete, what was packed, and what is in it."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted([folder / REST, *(folder / layer_file(path) for path in experts)])
     with digesting(files, _THREADS) as digests:
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
     plan = _read_begun(folder)
     del plan["source_files"]
     manifest = {**plan, "fingerprint": packed.to_json(), "files": entries}
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n", aside=aside_of(folder / MANIFEST))
     (folder / _BEGUN).unlink()
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 

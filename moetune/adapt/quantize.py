@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from moetune.adapt import packed_base
 from moetune.adapt.base import checkpoint_of, folder_of
@@ -18,7 +19,7 @@ from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.quantizer import MoetuneConfig
 from moetune.anatomy.selection import NOTHING
 from moetune.errors import UserError
-from moetune.files import WriterLock, expanded
+from moetune.files import WriterLock, expanded, refused
 from moetune.hub.fingerprint import taking_fingerprint
 from moetune.hub.tensor_files import weight_files
 from moetune.parallel.ranks import SINGLE_RANK
@@ -49,8 +50,10 @@ def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] |
             out.mkdir(parents=True, exist_ok=True)
             writer.take(f"--out {str(out)!r}", create=True)
             return _quantize(model, folder, out, on_read)
-        except OSError as error:
-            raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
+        except (OSError, SafetensorError) as error:
+            if (reason := refused(error)) is None:
+                raise
+            raise UserError(f"--out {str(out)!r} cannot be written: {reason}") from error
 
 
 def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[float], None] | None) -> dict[str, Any]:
@@ -70,4 +73,4 @@ def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[
         loaded = load_pretrained(model, packing, device)
         packed_base.write_rest(out, loaded, paths, folder, model.plain)
         fingerprint = taken()
-    return packed_base.finish(out, fingerprint)
+    return packed_base.finish(out, fingerprint, paths)

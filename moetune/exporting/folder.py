@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from moetune.errors import UserError
-from moetune.files import Ledger, expanded, foreign_in, is_occupied, lock, settle, sync
+from moetune.files import Ledger, expanded, foreign_in, is_occupied, lock, refused, settle, sync
 from moetune.hub.delta_folder import MANIFEST
 
 _KIND = "export"
@@ -67,12 +69,12 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
             settle(ours / _NEW)
             _refuse_occupied(out, overwrite)  # another export may have been faster
             _take_place(ours, out)
-    except OSError as error:
-        if error.errno is None:  # transformers raises OSError for what is no input or output
+    except (OSError, SafetensorError) as error:
+        if (reason := refused(error)) is None:  # transformers raises OSError for what is no input or output
             raise
-        if not _is_about(error, out, ours):
+        if isinstance(error, OSError) and not _is_about(error, out, ours):
             raise UserError(f"{str(error.filename)!r} cannot be read or written: {error.strerror}") from error
-        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"--out {str(out)!r} cannot be written: {reason}") from error
     finally:
         _clear(ours, out)
 

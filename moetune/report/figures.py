@@ -258,7 +258,7 @@ def _plain(axes: Axes) -> None:
 
 def rendered(figure: Figure, kind: str) -> bytes:
     content = io.BytesIO()
-    svg = {**dict.fromkeys(("Date", "Format", "Type")), "Creator": "moetune"}
-    metadata = svg if kind == "svg" else {"Software": "moetune"}
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if kind == "svg" else {"Software": "moetune"}
     figure.savefig(content, format=kind, dpi=150, facecolor=PAPER, metadata=metadata)
-    return content.getvalue()
+    # what tells a picture of ours from others', as the page's own comment and PNG's metadata do
+    return content.getvalue().replace(b"<svg", b"<!-- written by moetune -->\n<svg", kind == "svg")

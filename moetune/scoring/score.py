@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as as_safetensors
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -40,7 +41,7 @@ from moetune.report.console import terminal
 from moetune.report.progress import reading
 from moetune.run import refusals
 from moetune.run.resolve import ResolvedRun, raise_problems
-from moetune.run.scores import Scored, Scores
+from moetune.run.scores import Scored, Scores, read_scores
 from moetune.scoring.recorder import Recorder, Sums, documents_of
 from moetune.step.batch import Row, collate
 from moetune.step.tail import split
@@ -358,22 +359,23 @@ class _Begun:
         self._of = json.dumps(of, sort_keys=True)
 
     def read(self, device: torch.device) -> Sums:
-        if self.file is None or not self.file.is_file():
+        if self.file is None or not os.path.lexists(self.file):
             return {}
         try:
             with safe_open(self.file, "pt") as held:
-                if (held.metadata() or {}).get("of") != self._of:
+                if (held.metadata() or {})["of"] != self._of:
                     return {}
                 return {name: held.get_tensor(name).to(device) for name in held.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
-            return {}
+        except (OSError, SafetensorError, KeyError):
+            raise UserError(f"{str(self.file)!r} is in the way: a scoring keeps its sums there; move it away") from None
 
     def write(self, sums: Sums) -> None:
         if self.file is not None:
-            aside = self.file.with_name(f"{self.file.name}.aside")
             held = {name: value.contiguous().cpu() for name, value in sums.items()}
-            save_file(held, aside, {"of": self._of})
-            aside.replace(self.file)
+            try:
+                write_whole(self.file, as_safetensors(held, {"of": self._of}))
+            except OSError as error:
+                raise UserError(f"{str(self.file)!r} cannot be written: {error.strerror or error}") from error
 
     def remove(self) -> None:
         if self.file is not None:
@@ -381,8 +383,12 @@ class _Begun:
 
 
 def _refuse_output(out: Path, overwrite: bool) -> None:
-    if out.exists() and not overwrite:
-        raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")
+    if os.path.lexists(out):
+        if not overwrite:
+            raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")
+        if out.is_symlink():
+            raise UserError(f"--out {str(out)!r} is a link; name what it points to, or choose another")
+        read_scores(out, "--overwrite replaces scores only: --out")
     if not out.absolute().parent.is_dir():
         raise UserError(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}")
 

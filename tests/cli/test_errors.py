@@ -212,7 +212,10 @@ def test_an_existing_run(run_file: Path, moetune: Callable[..., Any]) -> None:
         (["count"], ["count needs a MODEL or --run"]),
         (["init"], ["init needs a recipe. There are: ", "tiny-router"]),
         (["init", "tiny-routr"], ["recipe 'tiny-routr' does not exist. Did you mean 'tiny-router'?"]),
-        (["init", "tiny-router", "--out", "taken.yaml"], ["'taken.yaml' exists; choose another file with --out"]),
+        (
+            ["init", "tiny-router", "--out", "taken.yaml"],
+            ["'taken.yaml' exists and is not moetune's to replace"],
+        ),
         (["init", "tiny-router", "--out", "taken.yaml/x.yaml"], ["there is no folder 'taken.yaml'"]),
         (["init", "tiny-router", "--out", "no/x.yaml"], ["'no/x.yaml' cannot be written: there is no folder 'no'"]),
     ],

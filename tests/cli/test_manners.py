@@ -14,6 +14,7 @@ import yaml
 
 import moetune as package
 from moetune.cli.main import _EXAMPLES
+from moetune.files import Ledger
 from tests import small
 
 
@@ -44,6 +45,7 @@ def test_cheap_checks_load_no_torch(arguments: list[str], said: str, tmp_path: P
     )
     (tmp_path / "done" / "checkpoints").mkdir(parents=True)
     (tmp_path / "done" / "run.yaml").write_text("")
+    Ledger(tmp_path / "done").add("run")
     code = (
         "import sys; from moetune.cli.main import main\n"
         "try: main()\n"

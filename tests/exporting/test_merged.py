@@ -94,7 +94,7 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     assert {file.name for file in merged.iterdir()} == names | {"manifest.json", ".moetune"}
     assert len(list(merged.glob("model-*-of-*.safetensors"))) > 2
     for file in merged.iterdir():
-        if file.name != "manifest.json" and file.suffix != ".safetensors":
+        if file.name not in ("manifest.json", ".moetune") and file.suffix != ".safetensors":
             assert file.read_bytes() == (base / file.name).read_bytes(), file.name
     before, after = read_checkpoint(base), read_checkpoint(merged)
     assert {name: (t.file.name, t.offset) for name, t in before.items()} == {
