@@ -108,6 +108,11 @@ def plan(
     if figure is not None:
         refuse_unknown_format(figure)
     why: tuple[str, ...] = ()
+    if data is not None:
+        from moetune.data.sources import looks_like_a_file, open_sources
+
+        if looks_like_a_file(data) or "/" not in data:  # a data set of the hub may be out of reach here
+            open_sources(data)
     if data is not None and tokens is None:
         tokens, why = _tokens_of(data, what, min_sequence)
     with quiet.status(Text("planning")) as status:

@@ -6,8 +6,9 @@ be what they say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -31,7 +32,6 @@ from moetune.memory.closed_form.sizes import (
     telling_rows,
     values_of,
 )
-from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log
 from moetune.memory.trace.repeat import Owners
@@ -46,72 +46,54 @@ class NoClosedForm(UserError):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of the step: changes in order, each of so many storages alike.
-
-    Attributes:
-        blocks: [n] their numbers.
-        signs: [n] how many of them are born, or, negative, die.
-        unit: which group of layers it is of, and happens once for each that the group stands for; or -1.
-        once: [m] changes after the last of these that happen only once.
-    """
-
-    blocks: np.ndarray
-    signs: np.ndarray
-    unit: int
-    backward: bool
-    once: np.ndarray
-    once_signs: np.ndarray
-    phase: Phase
-    micro_step: int
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a block is: all but its bytes."""
-
-    part: PartName
-    phase: Phase
-    module: str
-    op: str
-    on_host: bool
-    managed: bool
-
-
-@dataclass(frozen=True)
 class Record:
-    """One step of a run, in order.
+    """One step of a shortened model.
 
     Attributes:
+        log: every storage and its order, at the first of the telling sizes.
         coefficients: [blocks] bytes are this times the monomial, and times the rows of `experts`.
         monomials: [blocks] numbers into `powers`.
         experts: [blocks] numbers into `groups`, with whose rows the bytes go; -1 for none.
-        held_out: [blocks] whether these are the rows of a held-out batch.
+        layers: [blocks] the decoder layer, of those that are run, that was at work; -1 outside of layers.
         places: [blocks] numbers into `sizes.PLACES`: where in the loops of the loss they are made.
-        kinds: [blocks] numbers into `named`.
-        copies: for each group of layers that stands for others, the layers of each.
         groups: experts whose rows are computed together.
     """
 
+    log: Log
     coefficients: np.ndarray
     monomials: np.ndarray
     powers: tuple[Powers, ...]
     experts: np.ndarray
-    held_out: np.ndarray
+    layers: np.ndarray
     places: np.ndarray
-    kinds: np.ndarray
-    named: tuple[Kind, ...]
-    pieces: tuple[Piece, ...]
-    copies: tuple[tuple[tuple[int, ...], ...], ...]
     groups: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def on_host(self) -> np.ndarray:
+        """[blocks]"""
+        return np.array([block.on_host for block in self.log.blocks], dtype=bool)
+
+    @cached_property
+    def held_out(self) -> np.ndarray:
+        """[blocks] whether their rows are those of a held-out batch."""
+        return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
 
 @dataclass(frozen=True)
 class Rows:
     """What experts receive: rows of each of a batch, and of a held-out one."""
 
-    trained: Sequence[int]
-    held_out: Sequence[int] = ()
+    trained: tuple[int, ...]
+    held_out: tuple[int, ...] = ()
+
+    @property
+    def idle(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The experts that receive none, of each."""
+        of_batch, of_held_out = (
+            tuple(expert for expert, count in enumerate(counts) if not count)
+            for counts in (self.trained, self.held_out)
+        )
+        return of_batch, of_held_out
 
     def of(self, block: Block) -> int:
         """The rows of the experts that a block was made for; 0 if it was for none."""
@@ -181,7 +163,7 @@ def _is_rough(number: int) -> bool:
     return number > 50
 
 
-def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
+def record(steps: Steps, shape: Shape) -> Record:
     """Records one step of a shortened model.
 
     Args:
@@ -211,23 +193,18 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
                 f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
                 f"and {is_.bytes:,} at another: not a product of sizes"
             )
-    kinds = [Kind(b.part, b.phase, b.module, b.op, b.on_host, b.managed) for b in log.blocks]
-    named = list(dict.fromkeys(kinds))
-    places = {kind: number for number, kind in enumerate(named)}
     groups = list(dict.fromkeys(block.experts for block in log.blocks if block.experts))
     of_group = {group: number for number, group in enumerate(groups)}
     goes = [of_group[block.experts] if goes else -1 for block, (_, goes, _) in zip(log.blocks, found, strict=True)]
+    of = Owners(log, Shortened(steps.adapted.run, tuple(steps.layers), ())).born
     return Record(
+        log,
         np.array([coefficient for coefficient, *_ in found], dtype=np.int64),
         np.array([numbers[power] for *_, power in found], dtype=np.int64),
         tuple(powers),
         np.array(goes, dtype=np.int64),
-        np.array([block.phase == "evaluation" for block in log.blocks], dtype=bool),
+        np.array([-1 if layer is None else layer for layer in of], dtype=np.int64),
         where,
-        np.array([places[kind] for kind in kinds], dtype=np.int64),
-        tuple(named),
-        tuple(pieces(log, short)),
-        tuple(unit.copies for unit in short.units),
         tuple(groups),
     )
 
@@ -258,10 +235,10 @@ def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows
         else:  # the first one and the last send other things than those between
             log = steps.record(tracker, feed, min(3, config.train.accumulate))
 
-    def rows_of(chunks: Chunks | None) -> list[int]:
-        return (
-            [] if chunks is None else telling.count(chunks.tokens * top_k // parallel.tp, experts, top_k, parallel.tp)
-        )
+    def rows_of(chunks: Chunks | None) -> tuple[int, ...]:
+        if chunks is None:
+            return ()
+        return tuple(telling.count(chunks.tokens * top_k // parallel.tp, experts, top_k, parallel.tp))
 
     rows = Rows(rows_of(telling.batch), rows_of(telling.held_out))
     return log, telling.sizes() | exchanged(adapted.run, rows), rows, _places_of(log, batch, held_out)
@@ -297,46 +274,3 @@ def exchanged(run: ResolvedRun, rows: Rows) -> Sizes:
         for rank, held in enumerate(placed)
         if counts
     }
-
-
-def pieces(log: Log, short: Shortened) -> Iterator[Piece]:
-    """The log as stretches that can be repeated: who dies where is told in repeat.py; here only bytes count, so that of
-    storages alike it does not matter which one dies."""
-    owners = Owners(log, short)
-    match = owners.matches(log)
-    passed_on = set(match.values())
-    numbers = {unit.layers[-1]: number for number, unit in enumerate(short.units)}
-    marks = iter(log.marks)
-    mark = next(marks)
-    following = next(marks, None)
-    for stretch in owners.stretches:
-        blocks: list[int] = []
-        signs: list[int] = []
-        once: list[int] = []
-        own = stretch.layer
-        for at in range(stretch.start, stretch.stop):
-            while following is not None and following.at <= at:
-                mark, following = following, next(marks, None)
-            entry = log.entries[at]
-            number = entry if entry >= 0 else ~entry
-            owner, fetched = owners.of[number], log.blocks[number].fetched
-            sign = 1 if entry >= 0 else -1
-            if stretch.unit is not None:
-                if entry < 0 and not fetched and owner != own and (number, own) not in match:
-                    once.append(number)
-                    continue
-            elif (unit := None if owner is None else owners.units.get(owner)) is not None:
-                is_one = entry < 0 and (fetched or (own is not None and number in passed_on))
-                sign *= 1 if is_one else len(unit.copies)
-            blocks.append(number)
-            signs.append(sign)
-        yield Piece(
-            np.array(blocks, dtype=np.int64),
-            np.array(signs, dtype=np.int64),
-            -1 if stretch.unit is None else numbers[stretch.layer],  # type: ignore[index]
-            stretch.backward,
-            np.array(once, dtype=np.int64),
-            -np.ones(len(once), dtype=np.int64),
-            mark.phase,
-            mark.micro_step,
-        )
