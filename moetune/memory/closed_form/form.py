@@ -6,7 +6,7 @@ many tokens each expert receives, and what no tensor depends on (steps, learning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,6 +113,14 @@ class ClosedForm:
         return Shortened(self.run, tuple(kept), tuple(units))
 
     @cached_property
+    def limits(self) -> set[int]:
+        """Numbers of the model's configuration that are no width of a weight, or named like a limit: a sequence's
+        length may be compared with them, as with a window, a block, or how many keys are chosen."""
+        widths = {size for p in self.run.model.plain.parameters() for size in p.shape}
+        found = _numbers(self.run.model.settings.to_dict())
+        return {number for number, name in found if number not in widths or any(word in name for word in _LIMITS)}
+
+    @cached_property
     def key(self) -> str:
         """Names the kind of run, and the versions that made its records."""
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
@@ -142,7 +150,7 @@ class ClosedForm:
                     load = peaks_of_loading(steps.adapted, self.run, short)
                     known = self.recorded = Recorded(_tail_of(steps), load)
                 shape = self._size(config, routing).shape
-                known.records[shape] = record(steps, shape)
+                known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
             store.write(self.key, known)
         size = self._size(config, routing)
         of_shape = known.records[size.shape]
@@ -165,7 +173,8 @@ class ClosedForm:
             raise NoClosedForm("layers differ in which experts receive no token; use --method trace")
         is_alone = tail.trains and batch.size >= batch.tokens
         one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
-        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop())
+        longer = tuple(sorted(limit for limit in self.limits if limit > length))
+        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
         sizes = {**rows_and_borders(train.micro_batch, "B"), **lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES)}
         if held_out is not None:
             sizes |= {**rows_and_borders(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
@@ -202,6 +211,20 @@ class ClosedForm:
                     yield steps, short
         except NotTraceable as error:
             raise NoClosedForm(str(error)) from None
+
+
+_LIMITS = ("topk", "window", "block", "chunk", "budget")
+"""In names of limits, which may be as large as some width."""
+
+
+def _numbers(settings: Any, name: str = "") -> set[tuple[int, str]]:
+    """The integers of a configuration but for tokens and positions, and their names."""
+    if isinstance(settings, Mapping):
+        return set().union(*(_numbers(value, str(key)) for key, value in settings.items()))
+    if isinstance(settings, (list, tuple)):
+        return set().union(*(_numbers(value, name) for value in settings))
+    is_one = isinstance(settings, int) and not isinstance(settings, bool) and settings > 1
+    return {(settings, name)} if is_one and "position" not in name and "token_id" not in name else set()
 
 
 def kind_of(run: ResolvedRun) -> dict[str, Any]:

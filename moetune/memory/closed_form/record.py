@@ -6,8 +6,8 @@ be what they say.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -132,6 +132,24 @@ class _Telling:
         batch = telling_chunks(rows * sequence, alone=shape.is_alone)
         return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle)
 
+    def longer(self, limits: Collection[int]) -> tuple[int, ...]:
+        """Those that its length is below."""
+        return tuple(sorted(limit for limit in limits if limit > self.sequence))
+
+    def of_length(self, sequence: int, shape: Shape) -> _Telling:
+        """The same with sequences of this length: its sizes need not tell, for they are only compared."""
+
+        def chunks(rows: int, *, alone: bool = False) -> Chunks:
+            tokens = rows * sequence
+            size = last = tokens
+            if not alone:
+                size = tokens * 36 // 100
+                last = tokens - 2 * size
+            return Chunks(tokens, size, (size // 2 + last) // 2)
+
+        held_out = chunks(self.held_out_rows) if shape.held_out else None
+        return replace(self, sequence=sequence, batch=chunks(self.rows, alone=shape.is_alone), held_out=held_out)
+
     def count(self, total: int, experts: int, top_k: int, tp: int) -> list[int]:
         """How many rows each expert receives of `total`."""
         return telling_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
@@ -163,36 +181,32 @@ def _is_rough(number: int) -> bool:
     return number > 50
 
 
-def record(steps: Steps, shape: Shape) -> Record:
+def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()) -> Record:
     """Records one step of a shortened model.
 
     Args:
         steps: of that model, its optimizer's states made.
         shape: what the batches are to be like.
+        length: of a sequence of that shape.
+        limits: numbers that a length may be compared with. Where telling lengths are not on the same side of all of
+            them as this one, the record is compared with a step of this length too.
 
     Raises:
         NoClosedForm: a storage is no product of sizes.
     """
     if not steps.adapted.ranks.is_single:
-        _recorded(steps, shape, 2)  # FSDP2 makes in its first step what it keeps
-    one, two = (_recorded(steps, shape, number) for number in (0, 1))
-    (log, sizes, rows, where), (other, other_sizes, other_rows, _) = one, two
-    if log.entries != other.entries:
-        at = next(n for n, pair in enumerate(zip(log.entries, other.entries, strict=False)) if pair[0] != pair[1])
-        block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
-        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
+        _recorded(steps, _Telling.of(shape, (), 2))  # FSDP2 makes in its first step what it keeps
+    own = {size for tensor in steps.adapted.model.parameters() for size in tensor.shape}
+    telling = [_Telling.of(shape, own, number) for number in (0, 1)]
+    if any(one.longer(limits) != shape.longer for one in telling):
+        telling.append(telling[0].of_length(length, shape))
+    (log, sizes, rows, where), *others = (_recorded(steps, one) for one in telling)
     names = Monomials(sizes)
     found = [names.of(block.bytes, rows.of(block)) for block in log.blocks]
     powers = list(dict.fromkeys(power for *_, power in found))
     numbers = {power: number for number, power in enumerate(powers)}
-    values = values_of(powers, other_sizes)
-    for block, is_, (coefficient, goes_with_rows, power) in zip(log.blocks, other.blocks, found, strict=True):
-        said = coefficient * int(values[numbers[power]]) * (other_rows.of(is_) if goes_with_rows else 1)
-        if is_.bytes != said:
-            raise NoClosedForm(
-                f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
-                f"and {is_.bytes:,} at another: not a product of sizes"
-            )
+    for other, other_sizes, other_rows, _ in others:
+        _compare(log, other, found, dict(zip(powers, values_of(powers, other_sizes).tolist(), strict=True)), other_rows)
     groups = list(dict.fromkeys(block.experts for block in log.blocks if block.experts))
     of_group = {group: number for number, group in enumerate(groups)}
     goes = [of_group[block.experts] if goes else -1 for block, (_, goes, _) in zip(log.blocks, found, strict=True)]
@@ -209,11 +223,31 @@ def record(steps: Steps, shape: Shape) -> Record:
     )
 
 
-def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows, np.ndarray]:
+def _compare(
+    log: Log, other: Log, found: Sequence[tuple[int, bool, Powers]], values: Mapping[Powers, int], rows: Rows
+) -> None:
+    """Refuses a record that is not what a step at other sizes is.
+
+    Args:
+        found: of each block its coefficient, whether it goes with rows, and its monomial.
+        values: the monomials at the other sizes.
+    """
+    if log.entries != other.entries:
+        pairs = enumerate(zip(log.entries, other.entries, strict=False))
+        at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
+        block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
+        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
+    for block, is_, (coefficient, goes_with_rows, power) in zip(log.blocks, other.blocks, found, strict=True):
+        if is_.bytes != coefficient * values[power] * (rows.of(is_) if goes_with_rows else 1):
+            raise NoClosedForm(
+                f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
+                f"and {is_.bytes:,} at another: not a product of sizes"
+            )
+
+
+def _recorded(steps: Steps, telling: _Telling) -> tuple[Log, Sizes, Rows, np.ndarray]:
     """The log of a step, its sizes, what experts received, and the places of its blocks."""
     config, adapted = steps.config, steps.adapted
-    own = {size for tensor in adapted.model.parameters() for size in tensor.shape}
-    telling = _Telling.of(shape, own, number)
     parallel = config.parallel
     moe = adapted.anatomy.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)

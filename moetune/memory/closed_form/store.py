@@ -162,4 +162,5 @@ def _record(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Record:
 
 
 def _shape(said: dict[str, Any]) -> Shape:
-    return Shape(**said | {"idle": tuple(tuple(numbers) for numbers in said["idle"])})
+    idle = tuple(tuple(numbers) for numbers in said["idle"])
+    return Shape(**said | {"idle": idle, "longer": tuple(said["longer"])})
