@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
+from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -23,22 +24,41 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
 
-class LeftOut(nn.Module):
-    """In place of a layer that is not run. Whatever else a model asks of the layer, the layer answers."""
+class _LastReturned:
+    """A forward hook of a layer that is run: notes, and does not keep, what it returns beside the hidden states."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self) -> None:
+        self.others: tuple[Any, ...] | None = None
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        is_tuple = isinstance(output, tuple)
+        self.others = tuple(ref(one) if isinstance(one, Tensor) else one for one in output[1:]) if is_tuple else None
+
+
+class LeftOut(nn.Module):
+    """In place of a layer that is not run: returns its input, and beside it what the last layer returned that was.
+    Whatever else a model asks of the layer, the layer answers."""
+
+    def __init__(self, layer: nn.Module, last: _LastReturned) -> None:
         super().__init__()
         object.__setattr__(self, "_layer", layer)  # not a submodule
+        self._last = last
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return hidden_states
+        others = self._last.others
+        if others is None:
+            return hidden_states
+        return hidden_states, *(one() if isinstance(one, ref) else one for one in others)
 
 
 def leave_out(model: nn.Module, layers: Collection[int]) -> None:
     """Lets a model pass these of its decoder layers by."""
+    last = _LastReturned()
     for number, (path, layer) in enumerate(decoder_layers(model).items()):
         if number in layers:
-            model.set_submodule(path, LeftOut(layer))
+            model.set_submodule(path, LeftOut(layer, last))
+        else:
+            layer.register_forward_hook(last)

@@ -115,6 +115,11 @@ def plan(
     if data is not None:
         refuse_missing([data])
     why: tuple[str, ...] = ()
+    if data is not None:
+        from moetune.data.sources import looks_like_a_file, open_sources
+
+        if looks_like_a_file(data) or "/" not in data:  # a data set of the hub may be out of reach here
+            open_sources(data)
     if data is not None and tokens is None:
         tokens, why = _tokens_of(data, what, min_sequence)
     with quiet.status(Text("planning")) as status:

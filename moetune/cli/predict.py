@@ -88,6 +88,9 @@ def predict(
         if report.time is None:
             raise UserError("--measured wants a card whose speed is known, as in --gpu l40s, and --method trace")
         report = replace(report, time=report.time.as_measured(speed))
+    if tokens is not None and method == "formula":
+        why = "no hours for --tokens: a closed form says nothing of time; leave --method formula out"
+        report = replace(report, notes=(*report.notes, why))
     source = [("run file", run)] if stands_for is None else []
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
     if html is not None:

@@ -135,8 +135,8 @@ def _by_formula(run: ResolvedRun, card: Gpu, routing: Routing, depths: Depths, c
     outside = outside_allocator(run.config.parallel, card)
     ranks = [_formula_rank(rank, one, card, outside) for rank, one in found.items()]
     fullest = max(ranks, key=lambda rank: rank.peak_process).rank
-    piece = found[fullest].peak.piece
-    moment = Moment(STEPS - 1, piece.micro_step, piece.phase, "", ())
+    mark = found[fullest].peak.mark
+    moment = Moment(STEPS - 1, mark.micro_step, mark.phase, "", ())
     report = MemoryReport(**common, method="formula", ranks=tuple(ranks), load=found[fullest].load, moment=moment)
     return _assuming(report, "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator")
 

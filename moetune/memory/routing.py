@@ -47,6 +47,7 @@ class Routing:
 
 
 BALANCED = Routing("balanced")
+_MOST_SKEW = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,11 @@ def parse_routing(text: str) -> Routing:
             skew = float(text.removeprefix("skew:"))
         except ValueError:
             skew = 0.0
-        if not 1 <= skew < float("inf"):
-            raise UserError(f"--routing {text!r}: the fullest expert's load over the mean is a number from 1 up")
+        if not 1 <= skew <= _MOST_SKEW:
+            raise UserError(
+                f"--routing {text!r}: the fullest expert's load over the mean is a number from 1 up to {_MOST_SKEW:,}; "
+                "worst is the most there can be"
+            )
         return Routing(text, skew)
     if not expanded(text).is_file():
         raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")

@@ -52,14 +52,13 @@ def terms_of_formula(found: Evaluated) -> tuple[Term, ...]:
     """The peak by closed form, each line with its formula."""
     record, peak = found.record, found.peak
     alive: Counter[_Alive] = Counter()
-    for number in peak.alive.nonzero()[0].tolist():
-        kind = record.named[record.kinds[number]]
+    for (number, size), count in Counter(zip(peak.blocks.tolist(), peak.values.tolist(), strict=True)).items():
+        kind = record.log.blocks[number]
         if kind.on_host:
             continue
         formula = _product(int(record.coefficients[number]), record.powers[record.monomials[number]])
         formula += "·n" if record.experts[number] >= 0 else ""
-        size = int(peak.values[number])
-        alive[_Alive(kind.part, _kind(kind.module), kind.op, size, formula)] += int(peak.alive[number])
+        alive[_Alive(kind.part, _kind(kind.module), kind.op, size, formula)] += count
     return _terms(alive.items(), found.sizes)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moetune.errors import UserError
@@ -85,6 +87,15 @@ def _begin() -> None:
     """Of a process beside: before it imports what searches."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all of them, and ends these without a word
     quieten()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """However the parent ends: its end of a pipe closes then."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @cache

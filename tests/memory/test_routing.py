@@ -78,7 +78,7 @@ def test_values(text: str, rows: list[int]) -> None:
     assert routing.rows(5, 8, 2, 4) == rows
 
 
-@pytest.mark.parametrize("text", ["skew:0.5", "skew:0", "skew:-2", "skew:x", "skew:", "skew:nan", "skew:inf"])
+@pytest.mark.parametrize("text", ["skew:0.5", "skew:0", "skew:-2", "skew:x", "skew:nan", "skew:inf", "skew:1e308"])
 def test_a_skew_is_a_number_from_1_up(text: str) -> None:
     with pytest.raises(UserError, match=rf"--routing '{text}': .* a number from 1 up"):
         parse_routing(text)

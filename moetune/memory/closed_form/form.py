@@ -6,7 +6,7 @@ many tokens each expert receives, and what no tensor depends on (steps, learning
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from moetune.adapt.build import Adapted
-from moetune.anatomy.stack import decoder_layers, decoder_stack, leave_out
+from moetune.anatomy.moe import MoeLayer
+from moetune.anatomy.stack import decoder_stack
 from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.errors import UserError
@@ -38,9 +38,12 @@ from moetune.memory.closed_form.store import KnownTail, Recorded
 from moetune.memory.ranks import by_kind
 from moetune.memory.report import LoadPeaks, Parts
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.trace.alike import Shortened, unshortened
+from moetune.memory.trace.alike import Shortened, groups, kinds_of, unshortened
+from moetune.memory.trace.log import Block
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
-from moetune.memory.trace.tracing import NotTraceable, faked, peaks_of_loading
+from moetune.memory.trace.tracing import NotTraceable, can_be_shortened, faked, peaks_of_loading
+from moetune.memory.trace.tracker import Tracker
+from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 from moetune.step.loss import Chunks
 from moetune.step.tail import split
@@ -63,8 +66,12 @@ class Evaluated:
     @property
     def managed(self) -> int:
         """The bytes of memory that the driver may have on either side."""
-        is_managed = np.array([kind.managed for kind in self.record.named])[self.record.kinds]
-        return int((self.peak.alive * self.peak.values)[is_managed].sum())
+        return self.bytes_of(lambda block: block.managed)
+
+    def bytes_of(self, which: Callable[[Block], bool]) -> int:
+        """Of the storages that are alive, those which are like such a block of the record."""
+        counts = np.array([which(block) for block in self.record.log.blocks], dtype=bool)
+        return int(self.peak.values[counts[self.peak.blocks]].sum())
 
 
 @dataclass(frozen=True)
@@ -72,12 +79,13 @@ class _Size:
     """What a run of a kind is evaluated at.
 
     Attributes:
+        rows: what experts receive, by decoder layer.
         batch, held_out: how the loss divides the tokens of a batch, and of a held-out one that counts.
     """
 
     shape: Shape
     sizes: Sizes
-    rows: Rows
+    rows: dict[int, Rows]
     batch: Chunks
     held_out: Chunks | None
 
@@ -97,6 +105,22 @@ class ClosedForm:
     recorded: Recorded | None = None
 
     @cached_property
+    def short(self) -> Shortened:
+        """The layers that are run, and what they stand for."""
+        if not can_be_shortened(self.run.config):
+            return unshortened(self.run)
+        kept, units = groups(kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep))
+        return Shortened(self.run, tuple(kept), tuple(units))
+
+    @cached_property
+    def limits(self) -> set[int]:
+        """Numbers of the model's configuration that are no width of a weight, or named like a limit: a sequence's
+        length may be compared with them, as with a window, a block, or how many keys are chosen."""
+        widths = {size for p in self.run.model.plain.parameters() for size in p.shape}
+        found = _numbers(self.run.model.settings.to_dict())
+        return {number for number, name in found if number not in widths or any(word in name for word in _LIMITS)}
+
+    @cached_property
     def key(self) -> str:
         """Names the kind of run, and the versions that made its records."""
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
@@ -114,7 +138,8 @@ class ClosedForm:
             may_record: whether to record a step that was not recorded before; else there may be no answer.
 
         Raises:
-            NoClosedForm: a storage of its step is no product of sizes, or the model's code looks at values.
+            NoClosedForm: a storage of its step is no product of sizes, the model's code looks at values, or layers
+                differ in which of their experts receive no token.
         """
         known = self.recorded = self.recorded or store.read(self.key)
         if known is None or self._size(config, routing).shape not in known.records:
@@ -123,14 +148,18 @@ class ClosedForm:
             with self._steps() as (steps, short):
                 if known is None:
                     load = peaks_of_loading(steps.adapted, self.run, short)
-                    known = self.recorded = Recorded(_tail_of(steps.adapted), load)
+                    known = self.recorded = Recorded(_tail_of(steps), load)
                 shape = self._size(config, routing).shape
-                known.records[shape] = record(steps, short, shape)
+                known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
             store.write(self.key, known)
         size = self._size(config, routing)
         of_shape = known.records[size.shape]
-        peak = evaluate(of_shape, size.sizes, size.rows, size.batch, size.held_out)
-        return Evaluated(of_shape, peak, parts_of(of_shape, peak), size.sizes, known.load)
+        unlike = list(dict.fromkeys(size.rows.values())) or [Rows((size.batch.tokens,))]
+        sizes = [size.sizes | exchanged(self.run, rows) for rows in unlike]
+        of_layer = {layer: unlike.index(rows) for layer, rows in size.rows.items()}
+        events = known.events(size.shape, self.short)
+        peak = evaluate(of_shape, events, sizes, unlike, of_layer, size.batch, size.held_out)
+        return Evaluated(of_shape, peak, parts_of(of_shape, peak), sizes[0], known.load)
 
     def _size(self, config: RunConfig, routing: Routing) -> _Size:
         assert self.recorded is not None
@@ -138,27 +167,34 @@ class ClosedForm:
         batch = Chunks.of(train.loss_bytes, tail, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
         held_out = Chunks.of(train.loss_bytes, tail, more * length) if more else None
-        rows = Rows(self._rows(batch.tokens, routing), self._rows(held_out.tokens, routing) if held_out else ())
-        idle = tuple(
-            tuple(expert for expert, count in enumerate(counts) if not count)
-            for counts in (rows.trained, rows.held_out)
-        )
+        rows = self._rows(batch.tokens, held_out.tokens if held_out else 0, routing)
+        idle = {one.idle for one in rows.values()} or {((), ())}
+        if len(idle) > 1:
+            raise NoClosedForm("layers differ in which experts receive no token; use --method trace")
         is_alone = tail.trains and batch.size >= batch.tokens
         one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
-        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle)  # type: ignore[arg-type]
+        longer = tuple(sorted(limit for limit in self.limits if limit > length))
+        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
         sizes = {**rows_and_borders(train.micro_batch, "B"), **lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES)}
         if held_out is not None:
             sizes |= {**rows_and_borders(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
-        return _Size(shape, sizes | exchanged(self.run, rows), rows, batch, held_out)
+        return _Size(shape, sizes, rows, batch, held_out)
 
-    def _rows(self, tokens: int, routing: Routing) -> list[int]:
-        """Rows of each expert of a layer; of recorded load the fullest of all layers, expert by expert."""
-        moe, tp = self.run.anatomy.moe_layers, self.run.config.parallel.tp
-        if not moe:
-            return [tokens]
-        layers = moe if routing.load else moe[:1]
-        counts = [routing.rows(one.index, tokens // tp, one.top_k, one.shape.num_experts) for one in layers]
-        return [max(of_expert) for of_expert in zip(*counts, strict=True)]
+    def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, Rows]:
+        """By layer, the rows of each expert, of so many tokens."""
+        tp, known = self.run.config.parallel.tp, dict[Hashable, Rows]()
+
+        def of(layer: MoeLayer) -> Rows:
+            key = layer.top_k, layer.shape.num_experts, layer.index if routing.load else None
+            if key not in known:
+                counts = (
+                    routing.rows(layer.index, tokens // tp, layer.top_k, layer.shape.num_experts) if tokens else ()
+                    for tokens in (trained, held_out)
+                )
+                known[key] = Rows(*map(tuple, counts))
+            return known[key]
+
+        return {layer.index: of(layer) for layer in self.run.anatomy.moe_layers}
 
     @contextmanager
     def _steps(self) -> Iterator[tuple[Steps, Shortened]]:
@@ -169,12 +205,26 @@ class ClosedForm:
             with faked(self.run, self.rank, self.gpu, shortened=True) as (adapted, shortened, mode):
                 adapted.model.train()
                 short = shortened or unshortened(self.run)
-                steps = Steps(adapted, batches_of(adapted), short.kept, self.gpu)
+                steps = Steps(adapted, batches_of(adapted), gpu=self.gpu)
                 with mode:
                     steps.make_states()
                     yield steps, short
         except NotTraceable as error:
             raise NoClosedForm(str(error)) from None
+
+
+_LIMITS = ("topk", "window", "block", "chunk", "budget")
+"""In names of limits, which may be as large as some width."""
+
+
+def _numbers(settings: Any, name: str = "") -> set[tuple[int, str]]:
+    """The integers of a configuration but for tokens and positions, and their names."""
+    if isinstance(settings, Mapping):
+        return set().union(*(_numbers(value, str(key)) for key, value in settings.items()))
+    if isinstance(settings, (list, tuple)):
+        return set().union(*(_numbers(value, name) for value in settings))
+    is_one = isinstance(settings, int) and not isinstance(settings, bool) and settings > 1
+    return {(settings, name)} if is_one and "position" not in name and "token_id" not in name else set()
 
 
 def kind_of(run: ResolvedRun) -> dict[str, Any]:
@@ -211,20 +261,31 @@ def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
 
 
-def _tail_of(adapted: Adapted) -> KnownTail:
-    """One forward pass tells; without layers, except where FSDP2 learns in its first one what there is to gather."""
-    layers = decoder_layers(adapted.model) if adapted.ranks.is_single else {}
-    if layers:
-        leave_out(adapted.model, range(len(layers)))
-    batch = batches_of(adapted, 64)(1)
-    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
-    count, trains = BALANCED.count_rows, _tail_trains(adapted.model)
-    try:
-        with torch.no_grad(), adapted.links.counting_by(count), split(adapted.model, inputs) as (_, tail):
-            return KnownTail(tail.vocabulary, tail.width, tail.row_bytes, trains)
-    finally:
-        for path, layer in layers.items():
-            adapted.model.set_submodule(path, layer)
+_PROBED = (256, 768)
+"""Tokens, with the same alignment and none of it a telling size."""
+
+
+def _tail_of(steps: Steps) -> KnownTail:
+    """A forward pass tells; and a longer one, whether the model's code is as long.
+
+    Raises:
+        NoClosedForm: it loops over the sequence.
+    """
+    adapted, lengths = steps.adapted, []
+    trains = _tail_trains(adapted.model)
+    for length in (_PROBED[0], *_PROBED):  # FSDP2 makes in its first pass what it keeps
+        batch = batches_of(adapted, length)(1)
+        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
+        tracker = Tracker({})
+        with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
+            known = KnownTail(tail.vocabulary, tail.width, tail.row_bytes, trains)
+        lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
+    if lengths[1] != lengths[2]:
+        raise NoClosedForm(
+            f"model type {adapted.anatomy.model_type!r} makes {lengths[1]:,} tensors of {_PROBED[0]} tokens and "
+            f"{lengths[2]:,} of {_PROBED[1]}: a step has no closed form; use --method trace"
+        )
+    return known
 
 
 def _tail_trains(model: PreTrainedModel) -> bool:

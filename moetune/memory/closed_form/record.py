@@ -6,8 +6,9 @@ be what they say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -31,7 +32,6 @@ from moetune.memory.closed_form.sizes import (
     telling_rows,
     values_of,
 )
-from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log
 from moetune.memory.trace.repeat import Owners
@@ -46,72 +46,54 @@ class NoClosedForm(UserError):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of the step: changes in order, each of so many storages alike.
-
-    Attributes:
-        blocks: [n] their numbers.
-        signs: [n] how many of them are born, or, negative, die.
-        unit: which group of layers it is of, and happens once for each that the group stands for; or -1.
-        once: [m] changes after the last of these that happen only once.
-    """
-
-    blocks: np.ndarray
-    signs: np.ndarray
-    unit: int
-    backward: bool
-    once: np.ndarray
-    once_signs: np.ndarray
-    phase: Phase
-    micro_step: int
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a block is: all but its bytes."""
-
-    part: PartName
-    phase: Phase
-    module: str
-    op: str
-    on_host: bool
-    managed: bool
-
-
-@dataclass(frozen=True)
 class Record:
-    """One step of a run, in order.
+    """One step of a shortened model.
 
     Attributes:
+        log: every storage and its order, at the first of the telling sizes.
         coefficients: [blocks] bytes are this times the monomial, and times the rows of `experts`.
         monomials: [blocks] numbers into `powers`.
         experts: [blocks] numbers into `groups`, with whose rows the bytes go; -1 for none.
-        held_out: [blocks] whether these are the rows of a held-out batch.
+        layers: [blocks] the decoder layer, of those that are run, that was at work; -1 outside of layers.
         places: [blocks] numbers into `sizes.PLACES`: where in the loops of the loss they are made.
-        kinds: [blocks] numbers into `named`.
-        copies: for each group of layers that stands for others, the layers of each.
         groups: experts whose rows are computed together.
     """
 
+    log: Log
     coefficients: np.ndarray
     monomials: np.ndarray
     powers: tuple[Powers, ...]
     experts: np.ndarray
-    held_out: np.ndarray
+    layers: np.ndarray
     places: np.ndarray
-    kinds: np.ndarray
-    named: tuple[Kind, ...]
-    pieces: tuple[Piece, ...]
-    copies: tuple[tuple[tuple[int, ...], ...], ...]
     groups: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def on_host(self) -> np.ndarray:
+        """[blocks]"""
+        return np.array([block.on_host for block in self.log.blocks], dtype=bool)
+
+    @cached_property
+    def held_out(self) -> np.ndarray:
+        """[blocks] whether their rows are those of a held-out batch."""
+        return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
 
 @dataclass(frozen=True)
 class Rows:
     """What experts receive: rows of each of a batch, and of a held-out one."""
 
-    trained: Sequence[int]
-    held_out: Sequence[int] = ()
+    trained: tuple[int, ...]
+    held_out: tuple[int, ...] = ()
+
+    @property
+    def idle(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The experts that receive none, of each."""
+        of_batch, of_held_out = (
+            tuple(expert for expert, count in enumerate(counts) if not count)
+            for counts in (self.trained, self.held_out)
+        )
+        return of_batch, of_held_out
 
     def of(self, block: Block) -> int:
         """The rows of the experts that a block was made for; 0 if it was for none."""
@@ -150,6 +132,24 @@ class _Telling:
         batch = telling_chunks(rows * sequence, alone=shape.is_alone)
         return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle)
 
+    def longer(self, limits: Collection[int]) -> tuple[int, ...]:
+        """Those that its length is below."""
+        return tuple(sorted(limit for limit in limits if limit > self.sequence))
+
+    def of_length(self, sequence: int, shape: Shape) -> _Telling:
+        """The same with sequences of this length: its sizes need not tell, for they are only compared."""
+
+        def chunks(rows: int, *, alone: bool = False) -> Chunks:
+            tokens = rows * sequence
+            size = last = tokens
+            if not alone:
+                size = tokens * 36 // 100
+                last = tokens - 2 * size
+            return Chunks(tokens, size, (size // 2 + last) // 2)
+
+        held_out = chunks(self.held_out_rows) if shape.held_out else None
+        return replace(self, sequence=sequence, batch=chunks(self.rows, alone=shape.is_alone), held_out=held_out)
+
     def count(self, total: int, experts: int, top_k: int, tp: int) -> list[int]:
         """How many rows each expert receives of `total`."""
         return telling_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
@@ -181,62 +181,73 @@ def _is_rough(number: int) -> bool:
     return number > 50
 
 
-def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
+def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()) -> Record:
     """Records one step of a shortened model.
 
     Args:
         steps: of that model, its optimizer's states made.
         shape: what the batches are to be like.
+        length: of a sequence of that shape.
+        limits: numbers that a length may be compared with. Where telling lengths are not on the same side of all of
+            them as this one, the record is compared with a step of this length too.
 
     Raises:
         NoClosedForm: a storage is no product of sizes.
     """
     if not steps.adapted.ranks.is_single:
-        _recorded(steps, shape, 2)  # FSDP2 makes in its first step what it keeps
-    one, two = (_recorded(steps, shape, number) for number in (0, 1))
-    (log, sizes, rows, where), (other, other_sizes, other_rows, _) = one, two
-    if log.entries != other.entries:
-        at = next(n for n, pair in enumerate(zip(log.entries, other.entries, strict=False)) if pair[0] != pair[1])
-        block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
-        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
+        _recorded(steps, _Telling.of(shape, (), 2))  # FSDP2 makes in its first step what it keeps
+    own = {size for tensor in steps.adapted.model.parameters() for size in tensor.shape}
+    telling = [_Telling.of(shape, own, number) for number in (0, 1)]
+    if any(one.longer(limits) != shape.longer for one in telling):
+        telling.append(telling[0].of_length(length, shape))
+    (log, sizes, rows, where), *others = (_recorded(steps, one) for one in telling)
     names = Monomials(sizes)
     found = [names.of(block.bytes, rows.of(block)) for block in log.blocks]
     powers = list(dict.fromkeys(power for *_, power in found))
     numbers = {power: number for number, power in enumerate(powers)}
-    values = values_of(powers, other_sizes)
-    for block, is_, (coefficient, goes_with_rows, power) in zip(log.blocks, other.blocks, found, strict=True):
-        said = coefficient * int(values[numbers[power]]) * (other_rows.of(is_) if goes_with_rows else 1)
-        if is_.bytes != said:
-            raise NoClosedForm(
-                f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
-                f"and {is_.bytes:,} at another: not a product of sizes"
-            )
-    kinds = [Kind(b.part, b.phase, b.module, b.op, b.on_host, b.managed) for b in log.blocks]
-    named = list(dict.fromkeys(kinds))
-    places = {kind: number for number, kind in enumerate(named)}
+    for other, other_sizes, other_rows, _ in others:
+        _compare(log, other, found, dict(zip(powers, values_of(powers, other_sizes).tolist(), strict=True)), other_rows)
     groups = list(dict.fromkeys(block.experts for block in log.blocks if block.experts))
     of_group = {group: number for number, group in enumerate(groups)}
     goes = [of_group[block.experts] if goes else -1 for block, (_, goes, _) in zip(log.blocks, found, strict=True)]
+    of = Owners(log, Shortened(steps.adapted.run, tuple(steps.layers), ())).born
     return Record(
+        log,
         np.array([coefficient for coefficient, *_ in found], dtype=np.int64),
         np.array([numbers[power] for *_, power in found], dtype=np.int64),
         tuple(powers),
         np.array(goes, dtype=np.int64),
-        np.array([block.phase == "evaluation" for block in log.blocks], dtype=bool),
+        np.array([-1 if layer is None else layer for layer in of], dtype=np.int64),
         where,
-        np.array([places[kind] for kind in kinds], dtype=np.int64),
-        tuple(named),
-        tuple(pieces(log, short)),
-        tuple(unit.copies for unit in short.units),
         tuple(groups),
     )
 
 
-def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows, np.ndarray]:
+def _compare(
+    log: Log, other: Log, found: Sequence[tuple[int, bool, Powers]], values: Mapping[Powers, int], rows: Rows
+) -> None:
+    """Refuses a record that is not what a step at other sizes is.
+
+    Args:
+        found: of each block its coefficient, whether it goes with rows, and its monomial.
+        values: the monomials at the other sizes.
+    """
+    if log.entries != other.entries:
+        pairs = enumerate(zip(log.entries, other.entries, strict=False))
+        at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
+        block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
+        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
+    for block, is_, (coefficient, goes_with_rows, power) in zip(log.blocks, other.blocks, found, strict=True):
+        if is_.bytes != coefficient * values[power] * (rows.of(is_) if goes_with_rows else 1):
+            raise NoClosedForm(
+                f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
+                f"and {is_.bytes:,} at another: not a product of sizes"
+            )
+
+
+def _recorded(steps: Steps, telling: _Telling) -> tuple[Log, Sizes, Rows, np.ndarray]:
     """The log of a step, its sizes, what experts received, and the places of its blocks."""
     config, adapted = steps.config, steps.adapted
-    own = {size for tensor in adapted.model.parameters() for size in tensor.shape}
-    telling = _Telling.of(shape, own, number)
     parallel = config.parallel
     moe = adapted.anatomy.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
@@ -258,10 +269,10 @@ def _recorded(steps: Steps, shape: Shape, number: int) -> tuple[Log, Sizes, Rows
         else:  # the first one and the last send other things than those between
             log = steps.record(tracker, feed, min(3, config.train.accumulate))
 
-    def rows_of(chunks: Chunks | None) -> list[int]:
-        return (
-            [] if chunks is None else telling.count(chunks.tokens * top_k // parallel.tp, experts, top_k, parallel.tp)
-        )
+    def rows_of(chunks: Chunks | None) -> tuple[int, ...]:
+        if chunks is None:
+            return ()
+        return tuple(telling.count(chunks.tokens * top_k // parallel.tp, experts, top_k, parallel.tp))
 
     rows = Rows(rows_of(telling.batch), rows_of(telling.held_out))
     return log, telling.sizes() | exchanged(adapted.run, rows), rows, _places_of(log, batch, held_out)
@@ -297,46 +308,3 @@ def exchanged(run: ResolvedRun, rows: Rows) -> Sizes:
         for rank, held in enumerate(placed)
         if counts
     }
-
-
-def pieces(log: Log, short: Shortened) -> Iterator[Piece]:
-    """The log as stretches that can be repeated: who dies where is told in repeat.py; here only bytes count, so that of
-    storages alike it does not matter which one dies."""
-    owners = Owners(log, short)
-    match = owners.matches(log)
-    passed_on = set(match.values())
-    numbers = {unit.layers[-1]: number for number, unit in enumerate(short.units)}
-    marks = iter(log.marks)
-    mark = next(marks)
-    following = next(marks, None)
-    for stretch in owners.stretches:
-        blocks: list[int] = []
-        signs: list[int] = []
-        once: list[int] = []
-        own = stretch.layer
-        for at in range(stretch.start, stretch.stop):
-            while following is not None and following.at <= at:
-                mark, following = following, next(marks, None)
-            entry = log.entries[at]
-            number = entry if entry >= 0 else ~entry
-            owner, fetched = owners.of[number], log.blocks[number].fetched
-            sign = 1 if entry >= 0 else -1
-            if stretch.unit is not None:
-                if entry < 0 and not fetched and owner != own and (number, own) not in match:
-                    once.append(number)
-                    continue
-            elif (unit := None if owner is None else owners.units.get(owner)) is not None:
-                is_one = entry < 0 and (fetched or (own is not None and number in passed_on))
-                sign *= 1 if is_one else len(unit.copies)
-            blocks.append(number)
-            signs.append(sign)
-        yield Piece(
-            np.array(blocks, dtype=np.int64),
-            np.array(signs, dtype=np.int64),
-            -1 if stretch.unit is None else numbers[stretch.layer],  # type: ignore[index]
-            stretch.backward,
-            np.array(once, dtype=np.int64),
-            -np.ones(len(once), dtype=np.int64),
-            mark.phase,
-            mark.micro_step,
-        )

@@ -46,6 +46,7 @@ class Shape:
         is_alone: whether a batch is one chunk of the loss, of a tail that trains: then no gradients are summed up.
         held_out: whether there are held-out batches that count.
         idle: the numbers of the experts that receive no token, of a batch and of a held-out one.
+        longer: numbers of the model's configuration, such as a window, that a sequence is shorter than.
     """
 
     aligned: int
@@ -53,6 +54,7 @@ class Shape:
     is_alone: bool = False
     held_out: bool = False
     idle: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    longer: tuple[int, ...] = ()
 
 
 Place = tuple[str, str]
@@ -179,7 +181,7 @@ def telling_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
     """Numbers of rows that sum to `total`: the same prime for all, the rest for the last; 0 for experts that are
     idle."""
     busy = [expert for expert in range(experts) if expert not in idle]
-    each = next(primes(total * 9 // (10 * len(busy)))) if len(busy) > 1 else 0
+    each = min(next(primes(total * 9 // (10 * len(busy)))), total // len(busy)) if len(busy) > 1 else 0
     rows = dict.fromkeys(idle, 0) | dict.fromkeys(busy, each)
     rows[busy[-1]] = total - each * (len(busy) - 1)
     assert rows[busy[-1]] > 0, "too few rows for so many experts"

@@ -13,7 +13,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -24,9 +24,12 @@ import numpy as np
 
 from moetune.errors import UserError
 from moetune.files import check_path, write_whole
-from moetune.memory.closed_form.record import Kind, Piece, Record
+from moetune.memory.closed_form.formula import Events
+from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.report import LoadPeaks
+from moetune.memory.trace.alike import Shortened
+from moetune.memory.trace.log import Block, Cut, Log, Mark
 
 _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
@@ -48,6 +51,14 @@ class Recorded:
     tail: KnownTail
     load: LoadPeaks
     records: dict[Shape, Record] = field(default_factory=dict)
+    _events: dict[Hashable, Events] = field(default_factory=dict)
+
+    def events(self, shape: Shape, short: Shortened) -> Events:
+        """Of the record of that shape, repeated for these layers."""
+        key = shape, short.kept, short.units
+        if key not in self._events:
+            self._events[key] = Events.of(self.records[shape], short)
+        return self._events[key]
 
 
 def key_of(kind: dict[str, Any], rank: int) -> str:
@@ -99,15 +110,24 @@ def write(key: str, recorded: Recorded) -> None:
     arrays: dict[str, np.ndarray] = {}
     for number, (shape, record) in enumerate(recorded.records.items()):
         prefix = f"{number}."
+        log, kinds = record.log, [_kind(block) for block in record.log.blocks]
+        named = list(dict.fromkeys(kinds))
+        numbers = {kind: number for number, kind in enumerate(named)}
         said["records"][prefix] = {
             "shape": asdict(shape),
             "powers": record.powers,
-            "named": [list(asdict(kind).values()) for kind in record.named],
-            "pieces": [[piece.unit, piece.backward, piece.phase, piece.micro_step] for piece in record.pieces],
-            "copies": record.copies,
             "groups": record.groups,
+            "named": named,
+            "marks": [[mark.at, mark.step, mark.micro_step, mark.phase, mark.module] for mark in log.marks],
         }
-        arrays |= {f"{prefix}{name}": array for name, array in _arrays(record)}
+        written = {name: getattr(record, name) for name in _RECORD} | {
+            "bytes": [block.bytes for block in log.blocks],
+            "owners": [_NONE if block.layer is None else block.layer for block in log.blocks],
+            "kinds": [numbers[kind] for kind in kinds],
+            "entries": log.entries,
+            "cuts": np.reshape(log.cuts, (-1, 3)),
+        }
+        arrays |= {f"{prefix}{name}": np.asarray(array, dtype=np.int64) for name, array in written.items()}
     try:
         folder().mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
@@ -117,37 +137,38 @@ def write(key: str, recorded: Recorded) -> None:
         return  # it is made again next time
 
 
-_PIECE = ("blocks", "signs", "once", "once_signs")
-_RECORD = ("coefficients", "monomials", "experts", "held_out", "places", "kinds")
+_RECORD = ("coefficients", "monomials", "experts", "layers", "places")
+_NONE = -2
+"""In place of a layer's number: none; -1 is `log.OUTSIDE`."""
 
 
-def _arrays(record: Record) -> Iterator[tuple[str, np.ndarray]]:
-    yield from ((name, getattr(record, name)) for name in _RECORD)
-    for name in _PIECE:  # of all pieces, end to end
-        parts = [getattr(piece, name) for piece in record.pieces]
-        yield name, np.concatenate(parts)
-        yield f"{name}_lengths", np.array([len(part) for part in parts])
+def _kind(block: Block) -> tuple[Any, ...]:
+    """All but the bytes, the place and the layer."""
+    return block.part, block.phase, block.module, block.op, block.on_host, block.fetched, block.managed
 
 
 def _record(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Record:
-    columns = [np.split(arrays[name], np.cumsum(arrays[f"{name}_lengths"])[:-1]) for name in _PIECE]
-    pieces = tuple(
-        Piece(blocks, signs, unit, backward, once, once_signs, phase, micro_step)
-        for blocks, signs, once, once_signs, (unit, backward, phase, micro_step) in zip(
-            *columns, said["pieces"], strict=True
-        )
-    )
-    powers = tuple(tuple((name, exponent) for name, exponent in power) for power in said["powers"])
-    copies = tuple(tuple(tuple(group) for group in unit) for unit in said["copies"])
+    lists = {name: arrays[name].tolist() for name in ("bytes", "owners", "kinds", "entries", "cuts")}
+    blocks = []
+    for size, owner, kind in zip(lists["bytes"], lists["owners"], lists["kinds"], strict=True):
+        part, phase, module, op, on_host, fetched, managed = said["named"][kind]
+        layer = None if owner == _NONE else owner
+        more = {"on_host": on_host, "fetched": fetched, "managed": managed, "layer": layer}
+        blocks.append(Block(size, part, phase, module, op, 0, **more))
+    for at, entry in enumerate(lists["entries"]):
+        if entry >= 0:
+            blocks[entry].born = at
+        else:
+            blocks[~entry].died = at
+    cuts = [Cut(at, layer, bool(backward)) for at, layer, backward in lists["cuts"]]
     return Record(
+        Log(blocks, lists["entries"], [Mark(*mark) for mark in said["marks"]], cuts),
         **{name: arrays[name] for name in _RECORD},
-        powers=powers,
-        named=tuple(Kind(*kind) for kind in said["named"]),
-        pieces=pieces,
-        copies=copies,
+        powers=tuple(tuple((name, exponent) for name, exponent in power) for power in said["powers"]),
         groups=tuple(tuple(group) for group in said["groups"]),
     )
 
 
 def _shape(said: dict[str, Any]) -> Shape:
-    return Shape(**said | {"idle": tuple(tuple(numbers) for numbers in said["idle"])})
+    idle = tuple(tuple(numbers) for numbers in said["idle"])
+    return Shape(**said | {"idle": idle, "longer": tuple(said["longer"])})

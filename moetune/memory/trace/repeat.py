@@ -22,7 +22,8 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 from moetune.memory.trace.alike import Shortened, Unit
 from moetune.memory.trace.log import OUTSIDE, Log, Mark, Sent
@@ -83,24 +84,63 @@ def stretches(log: Log, short: Shortened) -> list[Stretch]:
 
 def repeat(log: Log, short: Shortened) -> Log:
     """The log with every group that stands for others written down as often as it stands for."""
-    return _Writer(log, short).write() if short.units else log
+    if not short.units:
+        return log
+    order = Order.of(log, short)
+    owners, out = order.owners, Log(entries=order.entries)
+    for number, copy in order.blocks:
+        block = log.blocks[number]
+        out.blocks.append(replace(block, died=None, module=_named(block.module, owners.unit_of(number), copy)))
+    for at, entry in enumerate(out.entries):
+        if entry >= 0:
+            out.blocks[entry].born = at
+        else:
+            out.blocks[~entry].died = at
+    out.marks = [replace(mark, at=at, module=_named(mark.module, unit, copy)) for mark, at, unit, copy in order.marks]
+    out.sent = [sent._replace(at=at) for sent, at in order.sent]
+    starts = [stretch.start for stretch in owners.stretches]
+    for done in log.done:
+        # In a group's stretches: once for each group that it stands for. Elsewhere: as its tensors, as by optimizers.
+        stretch = owners.stretches[bisect_right(starts, done.at) - 1]
+        unit = stretch.unit
+        if stretch.layer is None and done.block is not None:
+            unit = owners.unit_of(done.block)
+        out.done.append(done if unit is None else done._replace(times=len(unit.copies)))
+    return out
+
+
+@cache
+def _named(module: str, unit: Unit | None, copy: int) -> str:
+    """A module's path with the number of the layer that it stands for."""
+    if unit is None or copy == 0 or not module:
+        return module
+    numbers = dict(zip(map(str, unit.layers), map(str, unit.copies[copy]), strict=True))
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", lambda m: numbers.get(m[0], m[0]), module, count=1)
 
 
 class Owners:
-    """Whose a block is: of which layer, and if that one's group stands for others, of which group."""
+    """Whose a block is: of which layer, and if that one's group stands for others, of which group.
+
+    Attributes:
+        born: the layer in whose stretch it is born; None outside of layers.
+        of: the layer that it belongs to: one that it was said to be of, or that in whose stretch it is born.
+    """
 
     def __init__(self, log: Log, short: Shortened) -> None:
         self.stretches = stretches(log, short)
         self.units = {layer: unit for unit in short.units for layer in unit.layers}
         ends = {layer: unit.layers[-1] for unit in short.units for layer in unit.layers}
-        self.of: list[int | None] = [None if b.layer is None else ends.get(b.layer, b.layer) for b in log.blocks]
+        self.born: list[int | None] = [None] * len(log.blocks)
         births = [block.born for block in log.blocks]
         for stretch in self.stretches:
             if stretch.layer is None:
                 continue
             for number in range(bisect_left(births, stretch.start), bisect_left(births, stretch.stop)):
-                if self.of[number] is None:
-                    self.of[number] = stretch.layer
+                self.born[number] = stretch.layer
+        self.of = [
+            born if block.layer is None else ends.get(block.layer, block.layer)
+            for born, block in zip(self.born, log.blocks, strict=True)
+        ]
 
     def matches(self, log: Log) -> dict[tuple[int, int], int]:
         """(a neighbour's block, the last layer of a group) -> the block of the group that is to the next one what this
@@ -118,7 +158,7 @@ class Owners:
                 left[layer][key].append((number, end))
         found: dict[tuple[int, int], int] = {}
         for group in {unit.layers[-1] for unit in self.units.values()}:
-            for layer, kinds in left.items():
+            for layer, kinds in list(left.items()):
                 for key, blocks in kinds.items():
                     others = [number for number, end in blocks if end == group]
                     if layer != group:
@@ -127,18 +167,45 @@ class Owners:
                         }
         return found
 
+    def unit_of(self, number: int) -> Unit | None:
+        """The group that stands for others which a block is of."""
+        layer = self.of[number]
+        return None if layer is None else self.units.get(layer)
+
+
+@dataclass
+class Order:
+    """What happens in the whole model, in terms of the shortened model's log. It is the same whatever the bytes.
+
+    Attributes:
+        blocks: of each storage the block that it is like, and the number of its group among those that the block's
+            stands for.
+        entries: births and deaths of these, as in `Log`.
+        marks, sent: each as often as it happens, and where in `entries`.
+    """
+
+    owners: Owners
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    marks: list[tuple[Mark, int, Unit | None, int]] = field(default_factory=list)
+    sent: list[tuple[Sent, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, log: Log, short: Shortened) -> Order:
+        """The order of a log; that of a model with all its layers is the log's own."""
+        return _Writer(log, short).write()
+
 
 class _Writer:
     def __init__(self, log: Log, short: Shortened) -> None:
         self.log, self.owners = log, Owners(log, short)
         self.match = self.owners.matches(log)
         self.passed_on = set(self.match.values())
-        self.out = Log()
-        self.numbers: dict[tuple[int, int], int] = {}  # (block, copy) -> its number in the new log
-        self.renamed: dict[tuple[str, int, int], str] = {}
+        self.out = Order(self.owners)
+        self.numbers: dict[tuple[int, int], int] = {}  # (block, copy) -> the number of the storage
         self.fetched: dict[int, deque[int]] = defaultdict(deque)  # by bytes, the copies from the host that are there
 
-    def write(self) -> Log:
+    def write(self) -> Order:
         for stretch in self.owners.stretches:
             if stretch.unit is None:
                 self._outside(stretch)
@@ -146,19 +213,7 @@ class _Writer:
                 copies = range(len(stretch.unit.copies))
                 for copy in reversed(copies) if stretch.backward else copies:
                     self._copy(stretch, stretch.unit, copy)
-        self._done()
         return self.out
-
-    def _done(self) -> None:
-        """What is done in a group's stretches is done for each that it stands for; elsewhere what is done to its
-        tensors, as by optimizers."""
-        starts = [stretch.start for stretch in self.owners.stretches]
-        for done in self.log.done:
-            stretch = self.owners.stretches[bisect_right(starts, done.at) - 1]
-            unit = stretch.unit
-            if stretch.layer is None and done.block is not None:
-                unit = self._unit_of(done.block)
-            self.out.done.append(done if unit is None else done._replace(times=len(unit.copies)))
 
     def _outside(self, stretch: Stretch) -> None:
         log, out = self.log, self.out
@@ -166,25 +221,23 @@ class _Writer:
         mark = next(marks, None)
         for at in range(stretch.start, stretch.stop):
             while mark is not None and mark.at == at:
-                out.marks.append(replace(mark, at=len(out.entries)))
+                out.marks.append((mark, len(out.entries), None, 0))
                 mark = next(marks, None)
             entry = log.entries[at]
             number = entry if entry >= 0 else ~entry
-            unit = self._unit_of(number)
             if entry < 0 and log.blocks[number].fetched:
                 self._let_go(number)
                 continue
-            if unit is None:
-                self._birth(number, 0) if entry >= 0 else self._death(number, 0)
-                continue
-            copies: Sequence[int] = range(len(unit.copies))
-            if entry < 0 and stretch.layer is not None and number in self.passed_on:  # a neighbour is through with it
+            unit = self.owners.unit_of(number)
+            copies: Sequence[int] = range(1 if unit is None else len(unit.copies))
+            if unit is not None and entry < 0 and stretch.layer is not None and number in self.passed_on:
+                # a neighbour is through with it
                 copies = copies[-1:] if stretch.layer > unit.layers[-1] else copies[:1]
             for copy in copies:
-                self._birth(number, copy, unit) if entry >= 0 else self._death(number, copy)
+                self._birth(number, copy) if entry >= 0 else self._death(number, copy)
         for sent in self._sent(stretch):
-            unit = None if sent.block is None else self._unit_of(sent.block)
-            out.sent += [sent._replace(at=len(out.entries))] * (1 if unit is None else len(unit.copies))
+            unit = None if sent.block is None else self.owners.unit_of(sent.block)
+            out.sent += [(sent, len(out.entries))] * (1 if unit is None else len(unit.copies))
 
     def _copy(self, stretch: Stretch, unit: Unit, copy: int) -> None:
         log, out, own = self.log, self.out, unit.layers[-1]
@@ -194,12 +247,11 @@ class _Writer:
         next_mark = 0
         for at in range(stretch.start, stretch.stop):
             while next_mark < len(marks) and marks[next_mark].at <= at:
-                mark = marks[next_mark]
-                out.marks.append(replace(mark, at=len(out.entries), module=self._named(mark.module, unit, copy)))
+                out.marks.append((marks[next_mark], len(out.entries), unit, copy))
                 next_mark += 1
             entry = log.entries[at]
             if entry >= 0:
-                self._birth(entry, copy, unit)
+                self._birth(entry, copy)
                 continue
             number = ~entry
             owner = self.owners.of[number]
@@ -213,46 +265,26 @@ class _Writer:
             else:  # the neighbour's, or that of the copy which stands there
                 beside = copy - 1 if owner < own else copy + 1
                 self._death(same, beside) if 0 <= beside <= last else self._death(number, 0)
-        out.sent += [sent._replace(at=begin) for sent in self._sent(stretch)]
+        out.sent += [(sent, begin) for sent in self._sent(stretch)]
 
-    def _unit_of(self, number: int) -> Unit | None:
-        layer = self.owners.of[number]
-        return None if layer is None else self.owners.units.get(layer)
-
-    def _birth(self, number: int, copy: int, unit: Unit | None = None) -> None:
+    def _birth(self, number: int, copy: int) -> None:
         block, out = self.log.blocks[number], self.out
-        module = block.module if unit is None else self._named(block.module, unit, copy)
-        new = replace(block, born=len(out.entries), died=None, module=module)
         if block.fetched:
             self.fetched[block.bytes].append(len(out.blocks))
         else:
             self.numbers[number, copy] = len(out.blocks)
-        out.blocks.append(new)
-        out.entries.append(len(out.blocks) - 1)
+        out.entries.append(len(out.blocks))
+        out.blocks.append((number, copy))
 
     def _death(self, number: int, copy: int) -> None:
         if (new := self.numbers.pop((number, copy), None)) is not None:
-            self._gone(new)
+            self.out.entries.append(~new)
 
     def _let_go(self, number: int) -> None:
-        self._gone(self.fetched[self.log.blocks[number].bytes].popleft())
-
-    def _gone(self, new: int) -> None:
-        self.out.blocks[new].died = len(self.out.entries)
-        self.out.entries.append(~new)
+        self.out.entries.append(~self.fetched[self.log.blocks[number].bytes].popleft())
 
     def _marks(self, stretch: Stretch) -> list[Mark]:
         return [mark for mark in self.log.marks if stretch.start <= mark.at < stretch.stop]
 
     def _sent(self, stretch: Stretch) -> Iterator[Sent]:
         return (sent for sent in self.log.sent if stretch.start <= sent.at < stretch.stop)
-
-    def _named(self, module: str, unit: Unit, copy: int) -> str:
-        """A module's path with the number of the layer that it stands for."""
-        if copy == 0 or not module:
-            return module
-        key = (module, copy, unit.layers[-1])
-        if key not in self.renamed:
-            numbers = dict(zip(map(str, unit.layers), map(str, unit.copies[copy]), strict=True))
-            self.renamed[key] = re.sub(r"(?<=\.)\d+(?=\.|$)", lambda m: numbers.get(m[0], m[0]), module, count=1)
-        return self.renamed[key]

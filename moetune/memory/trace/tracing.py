@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
@@ -107,7 +107,7 @@ def faked(
             adapted.links.exchange.count_arriving = arriving
         try:
             yield adapted, short, mode
-        except DataDependentOutputException as error:
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraceable(
                 f"{run.config.model.path!r} cannot be traced: the code of model type {run.anatomy.model_type!r} looks "
                 f"at values ({error.func})"

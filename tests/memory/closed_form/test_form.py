@@ -9,10 +9,12 @@ import pytest
 from moetune.config import RunConfig
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.form import ClosedForm
-from moetune.memory.routing import parse_routing
+from moetune.memory.closed_form.record import NoClosedForm
+from moetune.memory.routing import Routing, parse_routing
 from moetune.memory.trace import trace
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import LAYOUTS, toy_run, write_toy
+from tests.toys import toy_config
 
 ADAPT: dict[str, dict[str, Any]] = {
     "router": {"router": "all"},
@@ -89,6 +91,56 @@ def test_uneven_routing(routing: str, tmp_path: Path) -> None:
     traced = trace(resolve(config, like=run), assumed)
     found = ClosedForm(run).at(config, assumed)
     assert found.parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-3)
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 40))])
+def test_any_routing_to_the_byte(number: int, tmp_path: Path) -> None:
+    """Another load in each layer, experts without a token in all of them, all tokens on the same experts: what the
+    trace says, or no closed form."""
+    draw = random.Random(number)
+    model_type = draw.choice(["mixtral", "olmoe", "qwen3_moe", "deepseek_v3"])
+    adapt = ADAPT[draw.choice(sorted(ADAPT))]
+    train = {"checkpointing": draw.choice(["none", "full"]), "expert_memory": draw.choice(["0", "auto"])}
+    toy = write_toy(tmp_path, model_type, num_hidden_layers=6)
+    run = resolve(toy_run(toy, model_type, adapt, train={**train, "sequence_length": draw.choice([32, 64, 48])}))
+    idle = draw.choice([None, None, 0, 3])
+    skew = draw.choice([1, 3])
+    load = tuple(
+        (layer.index, tuple(0.0 if expert == idle else 0.1 + draw.expovariate(1) ** skew for expert in range(4)))
+        for layer in run.anatomy.moe_layers
+    )
+    for routing in (Routing("load", None, load), parse_routing(draw.choice(["worst", "skew:1.7"]))):
+        traced = trace(run, routing)
+        try:
+            found = ClosedForm(run).at(run.config, routing)
+        except NoClosedForm:
+            assert number > 0  # not where no expert is idle
+            continue
+        assert found.parts.total == traced.parts(traced.peak).total, routing
+
+
+def test_unlike_idle_experts_are_left_to_the_trace(tmp_path: Path) -> None:
+    run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["router"]))
+    load = ((0, (1.0, 0.0, 1.0, 1.0)), (1, (1.0, 1.0, 1.0, 1.0)))
+    with pytest.raises(NoClosedForm, match="which experts receive no token"):
+        ClosedForm(run).at(run.config, Routing("load", None, load))
+
+
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", pytest.param("deepseek_v32", marks=pytest.mark.full)])
+def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: str, tmp_path: Path) -> None:
+    """An indexer chooses `index_topk` keys, or all if there are fewer; layers of one return them."""
+    toy_config(model_type).save_pretrained(tmp_path)
+    run = resolve(toy_run(tmp_path, model_type, ADAPT["router"]))
+    assert trace(run).peak
+    with pytest.raises(NoClosedForm, match="not a product of sizes"):
+        ClosedForm(run).at(run.config)
+
+
+def test_a_loop_over_the_sequence_is_noticed_at_once(tmp_path: Path) -> None:
+    toy_config("qwen3_next").save_pretrained(tmp_path)
+    run = resolve(toy_run(tmp_path, "qwen3_next", ADAPT["router"]))
+    with pytest.raises(NoClosedForm, match=r"qwen3_next.* of 256 tokens and .* of 768"):
+        ClosedForm(run).at(run.config)
 
 
 def test_several_ranks(tmp_path: Path) -> None:
