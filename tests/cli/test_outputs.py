@@ -267,3 +267,34 @@ def test_a_page_of_ours_is_replaced(command: tuple[str, str], here: Path, moetun
     for _ in range(2):
         assert moetune(*line).code in (0, 1)
     assert sorted(os.listdir(here / "out")) == ["beside.txt", "page.html"]
+
+
+@pytest.mark.full
+def test_a_profile_that_the_system_takes_nowhere(here: Path, moetune: Callable[..., Any]) -> None:
+    """Where torch's writer says nothing."""
+    if not Path("/proc/self").exists():
+        pytest.skip("needs /proc")
+    line = FILES["verify", "--profile"].format("/proc/trace.json").split()
+    ended = moetune(*line)
+    assert_refused(ended, "/proc/trace.json")
+    assert "written" not in ended.err.replace("cannot be written", "")
+
+
+def test_outputs_that_name_an_input(here: Path, moetune: Callable[..., Any]) -> None:
+    before = listing(here)
+    for line in (
+        "predict run.yaml --gpu 44GiB --html run.yaml", "data run.yaml --html run.yaml",
+        "data run.yaml --html data.jsonl", "select scores.json --k 1 --out scores.json",
+        "score run.yaml --data data.jsonl --overwrite --out data.jsonl", "quantize model --out model",
+        "export done --format delta --out done --overwrite", "apply delta --to model --out delta --overwrite",
+        "report done --out done/metrics.jsonl", "verify run.yaml --profile run.yaml",
+    ):  # fmt: skip
+        assert_refused(moetune(*line.split()), line.split()[-1 - line.endswith("--overwrite")])
+    assert listing(here) == before
+
+
+def test_sums_of_ones_own_beside_scores(here: Path, moetune: Callable[..., Any]) -> None:
+    (here / "out" / ".it.begun").write_text("mine")
+    before = listing(here)
+    assert_refused(moetune(*FILES["score", "--out"].format("out/it").split()), ".it.begun")
+    assert listing(here) == before
