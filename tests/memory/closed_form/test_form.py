@@ -1,5 +1,6 @@
 """The closed form is what a trace says, at sizes that were never recorded."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from moetune.config import RunConfig
+from moetune.errors import UserError
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import NoClosedForm
@@ -161,9 +163,22 @@ def test_records_are_kept_and_a_damaged_one_is_made_again(tmp_path: Path, monkey
     assert again is not None
     assert again.parts == first.parts
     assert again.load == first.load
+    other = file.with_name(f"{'0' * 32}.npz")
+    other.write_bytes(file.read_bytes())
+    assert store.read("0" * 32) is None  # another's, under its name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert ClosedForm(run).at(run.config, may_record=False) is None
     assert ClosedForm(run).at(run.config).parts == first.parts
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.close(-1))  # a disk that refuses
+    other.unlink()
+    store.write("1" * 32, store.read(ClosedForm(run).key))
+    assert list((tmp_path / "cache").iterdir()) == [file]
+
+
+def test_a_cache_that_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", "~nosuch/x")
+    with pytest.raises(UserError, match=r"MOETUNE_CACHE: '~nosuch/x'.*no user 'nosuch'"):
+        store.read("0" * 32)
 
 
 def test_what_changes_storages_changes_the_kind(tmp_path: Path) -> None:
