@@ -97,8 +97,8 @@ class Adapted:
 
     def of_experts(self) -> list[nn.Parameter]:
         """What trains in expert banks."""
-        banks = [self.model.get_submodule(layer.experts) for layer in self.anatomy.moe_layers]
-        return [p for bank in banks for p in bank.parameters() if p.requires_grad]
+        banks = tuple(f"{layer.experts}." for layer in self.anatomy.moe_layers)
+        return [p for name, p in self.trainable().items() if name.startswith(banks)]
 
 
 def build(

@@ -19,14 +19,20 @@ from tests.processes import processes
 _TIMEOUT = timedelta(seconds=60)
 
 
-def run(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(*args)` returns on each of so many ranks. `work` is a function of a module that tests can import."""
+def run(ranks: int, work: Callable[..., Any], *args: Any, joined: bool = True) -> list[Any]:
+    """What `work(*args)` returns on each of so many ranks. `work` is a function of a module that tests can import.
+
+    Args:
+        joined: whether ranks know of each other; if not, their numbers come before `args`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ends, started = [], []
         for rank in range(ranks):
             mine, theirs = processes.Pipe(duplex=False)
-            process = processes.Process(target=_rank, args=(theirs, store, rank, ranks, work, args), daemon=True)
+            given = args if joined else (rank, *args)
+            its = (theirs, store, rank, ranks if joined else 1, work, given)
+            process = processes.Process(target=_rank, args=its, daemon=True)
             process.start()
             theirs.close()
             ends.append(mine)
