@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from moetune.anatomy.anatomy import COMPONENTS, Anatomy
+from moetune.anatomy.anatomy import COMPONENTS, Anatomy, Component, Part
 from moetune.config import AdaptConfig, ChoiceConfig, ExpertsOrChoice, LoraConfig
 from moetune.errors import UserError, suggest
 from moetune.fields import IdsByLayer, IdSet
@@ -87,6 +87,13 @@ def examine_selection(adapt: AdaptConfig, anatomy: Anatomy, inert: Collection[st
     return Selection(frozenset(full), experts, lora_experts, lora_linears, adapt.lora, left_out), resolver.problems
 
 
+_MLP: tuple[Component, ...] = ("experts", "dense_mlp")
+_OTHER_TARGETS: Mapping[str, tuple[Component, ...]] = {
+    "all-linear": ("attention", *_MLP),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value"), ("attention",)),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "mlp"), _MLP),
+}
+"""What other tools call linear layers that a model has under other names, or in its experts' stacks."""
 _UNREACHED = "only chooses among tokens or experts, by comparison, so no gradient reaches it"
 
 
@@ -114,7 +121,12 @@ class _Resolver:
             matched = self.anatomy.parts_of(target)
         else:
             matched = tuple(part for part in self.anatomy.parts if fnmatchcase(part.name, target))
-        if not matched:
+        if not matched and (first := self._tied_to(target)):
+            self.problems.append(
+                f"{where}: {target!r} is one weight with {first.name} in this model (tied), which would train with it; "
+                f"write {first.component} to train both, or leave it out"
+            )
+        elif not matched:
             self.problems.append(f"{where}: {target!r} matches no parameter.{self._hint(target)}")
         elif not any(part.has_gradient for part in matched):
             self.problems.append(f"{where}: {target!r} {_UNREACHED} ({matched[0].name}); leave it out")
@@ -167,6 +179,12 @@ class _Resolver:
             ]
             if not found:
                 self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
+            if tied := [path for path in found if f"{path}.weight" in self.anatomy.tied]:
+                self.problems.append(
+                    f"{where}: {target!r} takes in {tied[0]}, which has one weight with "
+                    f"{self.anatomy.tied[f'{tied[0]}.weight']} (tied), so factors on it could not be merged; name the "
+                    "other layers, or train both in full with adapt.also: [embedding]"
+                )
             unreached = [path for path in found if not self.anatomy.linears()[path].has_gradient]
             if target in COMPONENTS:
                 cannot = {*unreached, *self.inert}
@@ -211,8 +229,22 @@ class _Resolver:
             self.problems.append(f"{where}: layer {_numbers(wrong)} {wrong_how}; choose from {_numbers(existing)}")
         return [layer for layer in layers if layer in existing]
 
+    def _tied_to(self, target: str) -> Part | None:
+        """The parameter that this component or pattern is another name of."""
+        linears = self.anatomy.linears()
+        names = {
+            first
+            for name, first in self.anatomy.tied.items()
+            if _matches(name, target)
+            or _matches(path := name.rpartition(".")[0], target)
+            or (path in linears and linears[path].component == target)
+        }
+        return next((part for part in self.anatomy.parts if part.name in names), None)
+
     def _hint(self, target: str) -> str:
         components = [c for c in COMPONENTS if self.anatomy.parts_of(c)]
+        if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
+            return f" Components have names of their own here: write [{', '.join(meant)}]."
         names = {piece for path in self.anatomy.linears() for piece in path.split(".") if not piece.isdigit()}
         return suggest(target, [*components, *names]) or (
             f" Components: {', '.join(components)}; patterns match names such as {self.anatomy.parts[-1].name!r}"

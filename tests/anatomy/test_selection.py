@@ -252,3 +252,42 @@ def test_lora_ids_without_experts_among_the_targets() -> None:
     lora = {"rank": 2, "alpha": 4, "targets": ["attention"], "ids": [1]}
     with pytest.raises(UserError, match=r"adapt\.lora\.ids: chooses experts, and adapt\.lora\.targets has no experts"):
         select(AdaptConfig.model_validate({"lora": lora}), anatomy)
+
+
+@pytest.mark.parametrize(
+    ("target", "components"),
+    [("all-linear", "attention, experts"), ("gate_proj", "experts"), ("model.layers.*.mlp.w1", "experts")],
+)
+def test_linear_layers_under_the_names_of_other_tools(mixtral: Anatomy, target: str, components: str) -> None:
+    (problem,) = problems(mixtral, lora={**LORA, "targets": [target]})
+    assert problem.startswith(f"adapt.lora.targets[0]: {target!r} matches no linear layer")
+    assert f"write [{components}]." in problem
+
+
+def test_all_linear_of_other_models(deepseek: Anatomy, dense: Anatomy) -> None:
+    lora = {**LORA, "targets": ["all-linear"]}
+    assert "write [attention, experts, dense_mlp]." in problems(deepseek, lora=lora)[0]
+    assert "write [attention, dense_mlp]." in problems(dense, lora=lora)[0]
+    assert "write [attention]." in problems(deepseek, lora={**LORA, "targets": ["q_proj"]})[0]
+
+
+@pytest.fixture(scope="module")
+def tied() -> Anatomy:
+    return read_anatomy(meta_model(toy_config("mixtral", tie_word_embeddings=True)))
+
+
+@pytest.mark.parametrize("target", ["lm_head", "lm_head.weight", "*head*"])
+def test_a_tied_head_is_named_with_its_embedding(tied: Anatomy, target: str) -> None:
+    (problem,) = problems(tied, also=[target])
+    assert problem.startswith(f"adapt.also[0]: {target!r} is one weight with model.embed_tokens.weight")
+    assert "write embedding" in problem
+    assert chosen(tied, also=["embedding"]).full == {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("target", ["lm_head", "*"])
+def test_lora_on_a_tied_head_is_refused_before_it_trains(tied: Anatomy, target: str) -> None:
+    (problem,) = problems(tied, lora={**LORA, "targets": ["attention", target]})
+    assert problem.startswith(f"adapt.lora.targets[1]: {target!r} takes in lm_head")
+    assert "model.embed_tokens.weight (tied)" in problem
+    assert "adapt.also: [embedding]" in problem
+    assert chosen(tied, lora=LORA).lora_linears
