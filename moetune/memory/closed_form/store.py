@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from moetune.documents import parse_json
 from moetune.memory.closed_form.record import Kind, Piece, Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.report import LoadPeaks
@@ -75,13 +75,13 @@ def read(key: str) -> Recorded | None:
     try:
         with np.load(folder() / f"{key}.npz", allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
-        said = json.loads(str(arrays.pop("said")))
+        said = parse_json(str(arrays.pop("said")).encode(), dict[str, Any], key)
         records = {
             _shape(one["shape"]): _record(one, {n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)})
             for p, one in said["records"].items()
         }
         return Recorded(KnownTail(**said["tail"]), LoadPeaks(**said["load"]), records)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
+    except Exception:  # whatever is wrong with it: it is made again
         return None
 
 
