@@ -204,7 +204,7 @@ def test_how_long(moetune: Run, tmp_path: Path) -> None:
 
 def test_a_run_without_a_speed_is_named(moetune: Run, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 1}\n')
-    for run, said in ((tmp_path, "has tokens_per_second"), (TINY, "is no metrics.jsonl"), ("gone", "cannot be read")):
+    for run, said in ((tmp_path, "has tokens_per_second"), (TINY, "line 1 cannot be read"), ("gone", "cannot be read")):
         ended = moetune("predict", TINY, "--measured", run)
         assert (ended.code, ended.out) == (2, "")
         assert said in ended.err

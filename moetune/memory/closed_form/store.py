@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from moetune.documents import parse_json
+from moetune.files import expanded
 from moetune.memory.closed_form.record import Kind, Piece, Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.report import LoadPeaks
@@ -66,7 +67,7 @@ def _source() -> str:
 def folder() -> Path:
     """Where records lie."""
     if own := os.environ.get("MOETUNE_CACHE"):
-        return Path(own).expanduser()
+        return expanded(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / "closed_form"
 
 
