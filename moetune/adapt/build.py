@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ from moetune.adapt.unread import unread_tensors
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
 from moetune.config import Part
+from moetune.documents import read_json
 from moetune.errors import UserError, reading
 from moetune.experts.dense import DenseWeights
 from moetune.experts.links import BankLinks
@@ -258,10 +258,9 @@ def checked_folder(model: ResolvedModel) -> Path:
     folder = Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
     stored = open_checkpoint(folder)
     index = folder / INDEX_FILE
-    if not (folder / SINGLE_FILE).is_file():  # transformers notes there which tensors it read
-        with reading(repr(str(index))):
-            if not isinstance(json.loads(index.read_text(encoding="utf-8")).get("metadata"), dict):
-                raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
+    indexed = not (folder / SINGLE_FILE).is_file()
+    if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes there
+        raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
     state, homes = model.plain.state_dict(), find_homes(model.plain, stored)
     wrong = []
     for name, home in homes.items():

@@ -34,9 +34,8 @@ def apply(
 ) -> None:
     """Write a copy of a checkpoint with what a delta changed; another checkpoint than the delta's own is refused."""
     import json
-    import sys
 
-    from moetune.report.console import terminal
+    from moetune.report.console import note, terminal
 
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
@@ -45,8 +44,8 @@ def apply(
 
     with reading(terminal(stderr=True), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
-    for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in result.notes:
+        note(text)
     if json_:
         print(json.dumps(result.to_json()))
     else:

@@ -55,7 +55,8 @@ def export(
         )
 
     import json
-    import sys
+
+    from moetune.report.console import note
 
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
@@ -66,8 +67,8 @@ def export(
 
         check_push(push)
     result = export_trained(run, format_.value, out, overwrite=overwrite)
-    for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in result.notes:
+        note(text)
     checked = None
     if check:
         with heavy_imports():

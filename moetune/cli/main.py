@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -33,11 +35,12 @@ from moetune.cli.score import score
 from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
-from moetune.errors import DoesNotFit, UserError, one_line, shown
+from moetune.errors import DoesNotFit, UserError, one_line, printable, shown
 from moetune.report.console import quieten
 
 _debug = False  # as the last command was told
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
+_LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 def _show_version(asked: bool) -> None:
@@ -97,9 +100,9 @@ def main() -> None:
     code = _run()
     try:
         sys.stdout.flush()
-    except (OSError, ValueError) as error:
+    except UserError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python has still to write at its end
-        code = code if code == _INTERNAL else _fail(UserError(f"stdout cannot be written: {one_line(error)}"))
+        code = _failed(error) if code in (0, 1) else code
     sys.exit(code)
 
 
@@ -109,46 +112,48 @@ def _run() -> int:
         quieten()
         app()
     except SystemExit as ended:
-        if isinstance(ended.__context__, OSError):  # typer's answer to a pipe that nobody reads
-            return _fail(UserError(f"stdout cannot be written: {one_line(ended.__context__)}"))
+        cause = ended.__context__ and (ended.__context__.__cause__ or ended.__context__)
+        if isinstance(cause, OSError | EOFError):  # typer ends with 1 for some of them
+            return _failed(cause)
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 2
     except DoesNotFit as error:
-        _say(str(error))
+        _say(f"error: {error}", str(error))
         return 1
     except Exception as error:
-        if (bad := _bad_input(error)) is not None:
-            return _fail(bad)
-        _note_failure(traceback.format_exc())
-        traceback.print_exc()
-        return _INTERNAL
+        return _failed(error)
     return 0
 
 
-def _fail(error: UserError) -> int:
-    if _debug:
-        traceback.print_exc()
-    _say(str(error))
+def _failed(error: BaseException) -> int:
+    """Says what has ended the command. Returns its exit code."""
+    said, trace = str(error), printable("".join(traceback.format_exception(error)))
+    if not isinstance(error, UserError):
+        if (system := _of_system(error)) is None:
+            _say(trace.rstrip(), trace)
+            return _INTERNAL
+        said = str(UserError(f"{system}; moetune --debug says where"))
+    _say(f"{trace if _debug else ''}error: {said}", said)
     return 2
 
 
-def _say(message: str) -> None:
-    if not _note_failure(message):
-        print(f"error: {message}", file=sys.stderr)
+def _say(text: str, message: str) -> None:
+    with contextlib.suppress(OSError):  # where nothing can be written, the exit code is left
+        if not _note_failure(message):
+            print(text, file=sys.stderr, flush=True)
 
 
-def _bad_input(error: BaseException) -> UserError | None:
-    """The error, or what the system lacks or has against a file; None for an error of ours."""
-    if isinstance(error, UserError):
-        return error
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's is a RuntimeError
-        return UserError("the host has no more memory for this process; free some, or raise its limit (ulimit -v)")
+def _of_system(error: BaseException) -> str | None:
+    """What the system lacks or has against a file, or what is too much for it; None for an error of ours."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
+        return "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
     if isinstance(error, RecursionError):
-        return UserError("what was given is nested too deeply")
+        return "what was given is nested too deeply"
     if isinstance(error, UnicodeError):
-        return UserError(f"a text is not UTF-8: {one_line(error)}")
-    if isinstance(error, OSError):
-        file = "stdout or another stream: " if error.filename is None else f"{shown(str(error.filename), 300)}: "
-        return UserError(f"{file}{one_line(error)}")
+        return f"a text is not UTF-8: {one_line(error)}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{shown(str(error.filename), 300)}: {one_line(error)}"
+    if isinstance(error, OSError) and error.errno in _LACKS:
+        return f"the system takes no more: {one_line(error)}"
     return None
 
 

@@ -14,6 +14,7 @@ from moetune.cli.imports import heavy_imports
 from moetune.config import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded, names_in, refuse_taken
+from moetune.report.console import note
 from moetune.run_file import load_run_config
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ def opened(model: str, base: str | None) -> Opened:
     with heavy_imports():
         from moetune.inference.opened import open_model
     found = open_model(model, base=packed)
-    for note in found.notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in found.notes:
+        note(text)
     return found
 
 

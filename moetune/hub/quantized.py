@@ -12,7 +12,6 @@ when they are asked for, as transformers and bitsandbytes compute them.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -25,7 +24,9 @@ import torch
 from bitsandbytes.functional import QuantState, create_dynamic_map, dequantize_4bit
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from moetune.documents import Amount, read_json
 from moetune.errors import reading
 from moetune.hub.tensor_files import NAMES, Stored, read_checkpoint
 
@@ -165,6 +166,14 @@ def _grouped(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return groups
 
 
+class _Blocks(TypedDict):
+    weight_block_size: tuple[Amount, Amount]
+
+
+class _Config(TypedDict):
+    quantization_config: _Blocks
+
+
 def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
     if "blocks" in parts:
         blocks, scales = parts["blocks"], parts["scales"]
@@ -173,8 +182,7 @@ def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
         return Mxfp4(blocks.file, "BF16", (experts, 32 * groups, out), 0, parts)
     weight = parts[""]
     if "scale_inv" in parts:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-        high, wide = settings["weight_block_size"]
+        high, wide = read_json(folder / "config.json", _Config)["quantization_config"]["weight_block_size"]
         rows, columns = weight.shape
         scales = parts["scale_inv"]
         _require(scales.shape == (-(-rows // high), -(-columns // wide)) and scales.dtype in ("F32", "BF16"), parts)

@@ -11,11 +11,14 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from moetune.documents import parse_json, read_json
 from moetune.errors import UserError, reading, shown
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -116,6 +119,10 @@ class Held:
         return (tensor if tensor.dim() else tensor[None])[start:stop].cpu()
 
 
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint in hub format: the single one, or those that the index lists.
 
@@ -129,10 +136,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise UserError(
             f"{str(folder)!r} holds no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read"
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except Exception as error:
-        raise UserError(f"{str(index)!r} is not a valid index of a checkpoint") from error
+    names = sorted(set(read_json(index, _Index)["weight_map"].values()))
     if not names:
         raise UserError(f"{str(index)!r} lists no file")
     for name in names:
@@ -174,7 +178,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             pass
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length), dict[str, Any], repr(str(file)))
         return {
             name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
             for name, entry in header.items()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata
 from pathlib import Path
 
 from moetune.adapt.count import count
 from moetune.documents import read_json
 from moetune.exporting.finished_run import config_of, refuse_other_model
+from moetune.report.console import note
 from moetune.report.run import RunFacts
 from moetune.run.dtypes import this_device
 from moetune.run.records import DriftFile, MemoryFile
@@ -25,8 +25,8 @@ def run_of(path: Path) -> ResolvedRun:
         UserError: it is no run folder, or its model is gone.
     """
     run = resolve(config_of(path), this_device())
-    for note in refuse_other_model(RunFolder(path), run.model):
-        print(f"note: {note}", file=sys.stderr)
+    for text in refuse_other_model(RunFolder(path), run.model):
+        note(text)
     return run
 
 

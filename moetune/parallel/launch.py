@@ -14,6 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
+from moetune.documents import read_json
 from moetune.errors import UserError, shown
 
 PARENT = "MOETUNEPARENT"
@@ -128,13 +131,22 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
                 break
 
 
+class _Message(TypedDict):
+    message: str
+    at: float
+
+
+class _Failure(TypedDict):
+    message: _Message
+
+
 def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
     """What the rank says that failed first; of one that was killed, that it was."""
     said = []
     for rank, process in enumerate(processes):
         file = folder / f"{rank}.json"
         if file.is_file():
-            said.append((json.loads(file.read_text(encoding="utf-8"))["message"], rank))
+            said.append((read_json(file, _Failure)["message"], rank))
         elif process.returncode and process.returncode < 0 and process.returncode != -signal.SIGTERM:
             name = signal.Signals(-process.returncode).name
             return f"error: rank {rank} was ended by {name}; the other ranks were stopped"

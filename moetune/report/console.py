@@ -3,12 +3,13 @@
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from moetune.errors import printable
+from moetune.errors import UserError, one_line, printable
 
 
 class _Terminal(Console):
@@ -17,6 +18,38 @@ class _Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+class _Stdout:
+    """stdout that writes out control characters, and whose errors say that they are its own."""
+
+    def __init__(self, stream: Any, shown: Callable[[str], str] = printable) -> None:
+        self._stream, self._shown = stream, shown
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def rich_proxied_file(self) -> "_Stdout":
+        """Where rich writes its colours: `_Terminal` has seen to the rest."""
+        return _Stdout(self._stream, str)
+
+    def write(self, text: str) -> int:
+        return self._try(self._stream.write, self._shown(text))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[..., Any], *given: str) -> Any:
+        try:
+            return act(*given)
+        except (OSError, ValueError) as error:
+            raise UserError(f"stdout cannot be written: {one_line(error)}") from error
+
+
+def note(text: str) -> None:
+    """Says on stderr what a user should know."""
+    print(printable(f"note: {text}"), file=sys.stderr)
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
@@ -31,6 +64,8 @@ def quieten() -> None:
         if getattr(sys, name) is None:  # closed by who started us
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         getattr(sys, name).reconfigure(errors="backslashreplace")
+    if not isinstance(sys.stdout, _Stdout):
+        sys.stdout = _Stdout(sys.stdout)
     if not sys.stderr.isatty():  # in a log file, a progress bar is a line a frame
         os.environ.setdefault("TQDM_DISABLE", "1")
     # bitsandbytes says on import that it lacks an optional CPU kernel, which this package does not use.

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from moetune.documents import Amount, Number, parse_json, read_json
 from moetune.errors import UserError, reading
 
+_REMEDY = "delete that line, if this is a run's metrics.jsonl"
 _LARGEST = 1e300  # sums and shares of such are finite
 
 
@@ -116,7 +117,7 @@ def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
 
 
 def _line(line: bytes, what: str) -> MetricsLine:
-    made = cast("dict[str, Any]", parse_json(line, MetricsLine, what, "delete that line"))
+    made = cast("dict[str, Any]", parse_json(line, MetricsLine, what, _REMEDY))
     if "step" not in made:
-        raise UserError(f"{what} has no step; delete that line")
+        raise UserError(f"{what} has no step; {_REMEDY}")
     return cast("MetricsLine", made)

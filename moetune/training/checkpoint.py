@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,8 +30,10 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
+from moetune.documents import Amount, read_json
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.hub.tensor_files import read_header, refuse_not_finite
@@ -215,9 +217,20 @@ def _cut(part: Part) -> str:
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
+class _Number(TypedDict):
+    value: int | float | bool | None
+    dtype: NotRequired[str]
+
+
+class _Optimizer(TypedDict):
+    numbers: dict[str, dict[str, _Number]]
+    loss_scale: dict[str, float]
+    scheduler_step: Amount
+
+
 def check(folder: Path) -> None:
     """Opens each file; raises what its reader raises if it is not what it should be."""
-    json.loads((folder / OPTIMIZER_FILE).read_text(encoding="utf-8"))
+    read_json(folder / OPTIMIZER_FILE, _Optimizer, OPTIMIZER_FILE)
     for path in (folder, folder / OPTIMIZER_FOLDER):
         if path.is_dir():
             HuggingFaceStorageReader(str(path)).read_metadata()
@@ -253,7 +266,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
     Raises:
         UserError: states that cannot be cut anew for these ranks.
     """
-    said = json.loads((folder / OPTIMIZER_FILE).read_text(encoding="utf-8"))
+    said = read_json(folder / OPTIMIZER_FILE, _Optimizer, OPTIMIZER_FILE)
     path = folder / OPTIMIZER_FOLDER
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata if path.is_dir() else {}
     parts = parts_of(adapted)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
+from moetune.documents import Amount, Number, read_json
 from moetune.errors import UserError, one_line
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.training import checkpoint
@@ -73,8 +74,8 @@ def check_checkpoint(folder: Path) -> None:
 
 def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     """By layer, the tokens that each expert had received at a checkpoint; raises what reading a damaged one does."""
-    received = json.loads((folder / LOAD_FILE).read_text(encoding="utf-8"))
-    load = {int(layer): torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
+    received = read_json(folder / LOAD_FILE, dict[Amount, list[Number]], LOAD_FILE)
+    load = {layer: torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
     sizes = {layer.index: layer.shape.num_experts for layer in adapted.anatomy.moe_layers}
     if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):
         raise ValueError(f"{LOAD_FILE} is of a model with other experts")

@@ -190,7 +190,7 @@ def test_no_folder_is_made_for_a_page(option: str, moetune: Run, tmp_path: Path)
 
 def test_how_long(moetune: Run, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
-        '{"tokens_per_second": 1}\n{"eval_loss": 1}\n{"tokens_per_second": 500.0}\n'
+        '{"step": 1, "tokens_per_second": 1}\n{"step": 1, "eval_loss": 1}\n{"step": 2, "tokens_per_second": 500.0}\n'
     )
     options = ("--set", "train.sequence_length=64", "--gpu", "l40s", "--tokens", "1800000", "--measured", tmp_path)
     found = json.loads(moetune("predict", TINY, *options, "--json").out)
@@ -203,8 +203,8 @@ def test_how_long(moetune: Run, tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_speed_is_named(moetune: Run, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"eval_loss": 1}\n')
-    for run, said in ((tmp_path, "has tokens_per_second"), (TINY, "is no metrics.jsonl"), ("gone", "cannot be read")):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 1}\n')
+    for run, said in ((tmp_path, "has tokens_per_second"), (TINY, "line 1 cannot be read"), ("gone", "cannot be read")):
         ended = moetune("predict", TINY, "--measured", run)
         assert (ended.code, ended.out) == (2, "")
         assert said in ended.err

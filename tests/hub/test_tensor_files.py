@@ -52,7 +52,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
         ({"weight_map": {"a": "gone.safetensors"}}, "'gone.safetensors', which is missing"),
         ({"weight_map": {"a": "../x.safetensors"}}, "no safetensors file beside it"),
         ({"weight_map": {"a": "model.bin"}}, "no safetensors file beside it"),
-        ({}, "is not a valid index"),
+        ({}, "weight_map: Field required"),
     ],
 )
 def test_an_index_that_misleads_is_refused(index: dict[str, object], message: str, tmp_path: Path) -> None:

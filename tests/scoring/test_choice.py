@@ -152,7 +152,9 @@ def test_scores_of_another_model_are_refused(tmp_path: Path, mixtral: Anatomy) -
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "layers": {}}', '{"schema": 1, "layers": {"0": 3}}'])
 def test_a_file_that_holds_no_scores_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "scores.json").write_text(text)
-    with pytest.raises(UserError, match=r"adapt.experts.from: .*scores.json' is not what moetune score writes"):
+    with pytest.raises(
+        UserError, match=r"adapt.experts.from: .*scores.json' cannot be read: .*; give what moetune score writes"
+    ):
         read_scores(tmp_path / "scores.json", "adapt.experts.from")
 
 

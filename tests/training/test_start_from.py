@@ -297,7 +297,7 @@ def test_what_is_neither_is_named(small_model: Path, small_data: Path, delta: Pa
     refused(starting(tmp_path / "merged"), r"is a whole checkpoint; give it as model\.path")
     (tmp_path / "empty").mkdir()
     shutil.copy(delta / "delta.safetensors", tmp_path / "empty")
-    refused(starting(tmp_path / "empty"), r"is not a delta: no valid manifest\.json in it")
+    refused(starting(tmp_path / "empty"), r"is not a delta: its manifest\.json cannot be read")
 
 
 def test_a_resumed_run_needs_no_start(

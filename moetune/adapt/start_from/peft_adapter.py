@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from moetune.adapt.start_from.peft_layout import (
     split_parts,
 )
 from moetune.anatomy.anatomy import MoeLayer
+from moetune.documents import read_json
 from moetune.errors import UserError, reading, shown, time_limit
 from moetune.hub.tensor_files import read_header, refuse_not_finite
 from moetune.run.names import linear_factors
@@ -232,9 +232,8 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         pickled = (folder / "adapter_model.bin").exists()
         reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
         raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it'}")
-    with reading(f"adapter {str(folder)!r}: {CONFIG_FILE}"):
-        settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
+    settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"adapter {str(folder)!r}: {CONFIG_FILE}")
+    if settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
     refuse_not_finite(read_header(folder / WEIGHTS_FILE), f"adapter {str(folder)!r}")
     with reading(repr(str(folder / WEIGHTS_FILE))):

@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import os
-import zipfile
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from moetune.documents import parse_json
 from moetune.errors import UserError
 from moetune.files import check_path, write_whole
 from moetune.memory.closed_form.formula import Events
@@ -92,7 +92,7 @@ def read(key: str) -> Recorded | None:
     try:
         with np.load(folder() / f"{key}.npz", allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
-        said = json.loads(str(arrays.pop("said")))
+        said = parse_json(str(arrays.pop("said")).encode(), dict[str, Any], key)
         if said["key"] != key:  # another's, under its name
             return None
         records = {
@@ -100,7 +100,7 @@ def read(key: str) -> Recorded | None:
             for p, one in said["records"].items()
         }
         return Recorded(KnownTail(**said["tail"]), LoadPeaks(**said["load"]), records)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
+    except Exception:  # whatever is wrong with it: it is made again
         return None
 
 
