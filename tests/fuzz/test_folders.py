@@ -26,7 +26,7 @@ from moetune.hub.delta_folder import read_delta
 from moetune.hub.tensor_files import read_checkpoint
 from moetune.optim.optimizers import make_optimizer
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.placement import read_load
+from moetune.run.records import read_load
 from moetune.run.resolve import resolve
 from moetune.run_file import load_run_config
 from moetune.training import checkpoint as checkpoints
@@ -162,7 +162,7 @@ def readers(written: Written) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
             lambda path: check_delta(written["of_experts"], read_delta(path)),
         ),
         "adapter": (Path("peft/adapter_config.json"), lambda path: check_peft(written["adapted"], path)),
-        "load": (Path("run/memory.json"), lambda path: read_load(str(path / "memory.json"), "--routing")),
+        "load": (Path("run/memory.json"), lambda path: read_load(path / "memory.json", "--routing")),
         "deepspeed": (Path("ds/ds.json"), deepspeed),
         "checkpoint": (Path("run/checkpoints/step-2/manifest.json"), damage),
         "index": (Path("index/model.safetensors.index.json"), read_checkpoint),

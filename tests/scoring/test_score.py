@@ -13,7 +13,7 @@ import yaml
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.memory.routing import parse_routing
-from moetune.run.placement import read_load
+from moetune.run.records import read_load
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores, read_scores
 from moetune.scoring.budget import within_budget
@@ -156,8 +156,8 @@ def test_no_more_rows_are_read_than_asked_for(whole: Scores, small_model: Path, 
 def test_the_file_is_a_routing_and_a_load(whole: Scores, tmp_path: Path) -> None:
     file = tmp_path / "scores.json"
     file.write_text(whole.to_text())
-    assert dict(parse_routing(str(file)).load) == read_load(str(file), "parallel.load")
-    assert read_load(str(file), "it") == {layer: tuple(map(float, load)) for layer, load in whole.expert_load.items()}
+    assert dict(parse_routing(str(file)).load) == read_load(file, "parallel.load")
+    assert read_load(file, "it") == {layer: tuple(map(float, load)) for layer, load in whole.expert_load.items()}
 
 
 def test_score_then_select_then_count(
@@ -198,7 +198,7 @@ def test_score_then_select_then_count(
         (["score", "llama-7b", "--data", "unicode-names"], "is a dense model"),
         (["score", "llama-7b", "--predict"], "is a dense model"),
         (["score", "tiny-mixtral", "--data", "unicode-names", "--gpu", "l40s"], "--gpu is the card that --predict"),
-        (["select", "missing.json", "--k", "1"], "'missing.json' is not what moetune score writes: No such file"),
+        (["select", "missing.json", "--k", "1"], "'missing.json' cannot be read: No such file"),
         (["select", "made.json"], "says how many experts in no way"),
         (["select", "made.json", "--k", "1", "--rule", "best"], "--rule: "),
         (["select", "made.json", "--budget", "44GiB"], "give --run RUN.yaml"),
