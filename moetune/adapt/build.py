@@ -242,7 +242,7 @@ def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.
     if tensors is not None and (folder / "generation_config.json").is_file():  # transformers was given no folder
         with reading(repr(str(folder / "generation_config.json"))):
             built.generation_config = GenerationConfig.from_pretrained(str(folder))
-    built.hf_quantizer.remove_quantization_config(built)  # to Trainer it is a model like any other
+    built.hf_quantizer.remove_quantization_config(built)  # to other trainers it is a model like any other
     return built
 
 

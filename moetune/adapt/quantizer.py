@@ -299,6 +299,8 @@ class MoetuneQuantizer(HfQuantizer):
         for path, layer in self.layers.items():
             if path not in self.quantization_config.done:
                 install_bank(model, layer, self._bank(path))
+        if self.quantization_config.on_read is not None:
+            self.quantization_config.on_read(1.0)  # what is not packed has been read too
         return model
 
 

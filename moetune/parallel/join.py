@@ -69,7 +69,7 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
     )
     for name in _ABOUT_RANK:
         os.environ.pop(name, None)
-    # Trainer, which runs each rank as if it were alone, wonders whether that is meant.
+    # The TrainingArguments of reporters, which run each rank as if it were alone, wonder whether that is meant.
     about_mode = "parallel_mode != ParallelMode.DISTRIBUTED"
     logging.getLogger("transformers.training_args").addFilter(lambda record: about_mode not in record.getMessage())
     try:

@@ -18,6 +18,7 @@ from moetune.config import RunConfig
 from moetune.exporting.export import export
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder
+from moetune.watch import memory_record
 from tests import small
 from tests.resolved import train
 
@@ -180,7 +181,7 @@ def answer(
     moetune: Any, monkeypatch: pytest.MonkeyPatch, command: str, folder: Path, what: str = "run"
 ) -> tuple[str, str]:
     """How a command takes what there is, and what it wrote to stderr."""
-    monkeypatch.setattr("moetune.training.memory_record.predicted_peak", lambda *_: None)
+    monkeypatch.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
     monkeypatch.setattr("sys.stdin", open(folder / "held.jsonl", encoding="utf-8"))  # noqa: SIM115
     few = ("--max-new-tokens", "2")
     arguments: tuple[str | Path, ...] = {

@@ -1,11 +1,9 @@
 """What is changed of transformers, and used of it without being public, is still necessary and possible."""
 
 import inspect
-from dataclasses import fields
-from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel, TrainingArguments
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.distributed.expert_parallel import AllToAllEP, _AllToAllState
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -18,7 +16,6 @@ from moetune.patches.transformers import (
     draw,
     mark_initialized,
     never_ask_for_the_length,
-    one_device,
 )
 from tests.toys import toy_model
 
@@ -78,11 +75,3 @@ def test_a_rotary_embedding_that_asks_for_the_length_does_not() -> None:
     rotary(x, positions)  # beyond the length that it was made for
     assert rotary.inv_freq is before
     assert config.rope_parameters["rope_type"] == "dynamic"
-
-
-def test_trainer_has_no_argument_for_one_device(tmp_path: Path) -> None:
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert "n_gpu" not in {field.name for field in fields(TrainingArguments) if field.init}
-    arguments._n_gpu = 4
-    one_device(arguments)
-    assert arguments.n_gpu == 1
