@@ -51,7 +51,7 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.placement import Placement
 from moetune.run.resolve import ResolvedModel, ResolvedRun
 
-_WEIGHTS = ("F64", "F32", "F16", "BF16")
+WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Types of tensors that are weights, when nothing says that they are quantized."""
 
 
@@ -268,7 +268,7 @@ def checked_folder(model: ResolvedModel) -> Path:
             continue
         keys = home.every_key()
         if there.is_floating_point():
-            wrong += [f"{k} is of type {stored[k].dtype}, no weight" for k in keys if stored[k].dtype not in _WEIGHTS]
+            wrong += [f"{k} is of type {stored[k].dtype}, no weight" for k in keys if stored[k].dtype not in WEIGHTS]
         if (found := sum(stored[key].numel for key in keys)) != there.numel():
             shape = [*stored[keys[0]].shape] if len(keys) == 1 else f"{found:,} values in {len(keys)} tensors"
             wrong.append(f"{name} is {shape}, not {[*there.shape]}")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from moetune.adapt.base import checkpoint_of, folder_of, refuse_changed_base
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import WEIGHTS, Adapted, build
 from moetune.config import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base, Fingerprint, headers
-from moetune.hub.tensor_files import DTYPES, Held, Stored, read_header, refuse_not_finite
+from moetune.hub.tensor_files import Held, Stored, read_header, refuse_not_finite
 from moetune.run.resolve import ResolvedModel, resolve
 from moetune.run_file import load_run_config
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
@@ -99,7 +99,7 @@ def open_run(path: Path) -> FinishedRun:
                 f"{str(trained[name].file if found else checkpoint)!r} does not fit {RUN_FILE}: {name} is "
                 f"{_shape(found)} in it, not {_shape(expected.get(name))}"
             )
-        if trained[name].dtype not in DTYPES:
+        if trained[name].dtype not in WEIGHTS:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
     refuse_not_finite(trained, f"checkpoint {str(checkpoint)!r}")
     damaged = (f"skipping damaged {reason}" for reason in folder.damaged)

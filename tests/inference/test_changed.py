@@ -20,7 +20,7 @@ from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder
 from moetune.watch import memory_record
 from tests import small
-from tests.resolved import train
+from tests.resolved import train, write_packed_base
 
 Change = Callable[[Path], object]
 ADAPT = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"]}, "router": "all"}
@@ -77,6 +77,9 @@ ALL = dict.fromkeys(COMMANDS[:7], REFUSED)
 WEIGHTS = ALL | {"report": AS_BEFORE}
 NOTED = dict.fromkeys(COMMANDS[:7], SAID)
 OLDER = NOTED | {"report": AS_BEFORE}
+REST, BANK = "packed/rest.safetensors", "packed/model.layers.1.mlp.experts.safetensors"
+PACKED = WEIGHTS | {"export": AS_BEFORE}
+"""An export goes by the checkpoint that was packed."""
 
 RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     "nothing": (lambda folder: None, "", dict.fromkeys(COMMANDS[:7], AS_BEFORE)),
@@ -142,6 +145,35 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     "newest checkpoint: another shape": (
         sealed(values(TRAINED, lambda t: t.update({min(t): torch.ones(2, 2)}))), r"self_attn|gate", WEIGHTS,
     ),
+    "newest checkpoint: bool": (
+        sealed(values(TRAINED, lambda t: t.update({min(t): t[min(t)].bool()}))), "type BOOL|other trained tensors", WEIGHTS,
+    ),
+    "every checkpoint gone": (lambda f: shutil.rmtree(f / "run/checkpoints"), "no checkpoint|not a run folder", WEIGHTS),
+    "packed: nothing": (lambda folder: None, "", dict.fromkeys(COMMANDS[:7], AS_BEFORE)),
+    "packed: one value": (values(REST, lambda t: t["lm_head.weight"][0].add_(1)), "rest.safetensors' was changed", PACKED),
+    "packed: experts": (values(BANK, lambda t: first(t, 3.0)), "experts.safetensors' was changed", PACKED),
+    "packed: a file gone": (gone(BANK), "experts.safetensors' is missing", PACKED),
+    "packed: cut short": (lambda f: (f / REST).write_bytes((f / REST).read_bytes()[:-8]), "rest.safetensors' has", PACKED),
+    "packed: of another checkpoint": (
+        text("packed/packed.json", "F32 [2048", "F16 [2048"), "has changed since", PACKED,
+    ),
+    "packed: in another precision": (said("packed/packed.json", base="int8"), "packed with int8", PACKED),
+    "packed: a precision that is a number": (said("packed/packed.json", base=5), "packed with 5", PACKED),
+    "packed: without a manifest": (gone("packed/packed.json"), "packed", WEIGHTS),
+    "packed: a manifest cut short": (
+        lambda f: (f / "packed/packed.json").write_text("{"), "packed.json' is damaged", WEIGHTS,
+    ),
+    "packed: its checkpoint gone": (
+        gone(MODEL), "model.safetensors|'.*model'", dict.fromkeys(COMMANDS[:7], AS_BEFORE) | {"export": REFUSED},
+    ),
+    "packed: its checkpoint changed": (
+        values(MODEL, lambda t: t["lm_head.weight"].add_(1)), "has changed since",
+        dict.fromkeys(COMMANDS[:7], AS_BEFORE) | {"export": REFUSED},
+    ),
+    "packed: config": (said("packed/config.json", rms_norm_eps=0.5), "rms_norm_eps is 0.5", ALL),
+    "packed: tokenizer": (
+        said("packed/tokenizer.json", normalizer={"type": "Lowercase"}), "tokenizer.json", ALL,
+    ),
 }  # fmt: skip
 
 
@@ -156,12 +188,15 @@ def made(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         train={"steps": 2, "save_every": 1, "eval_every": 2},
     ) | {"adapt": ADAPT}  # fmt: skip
     train(RunConfig.model_validate(file), device="cpu")
+    write_packed_base(str(folder / "model"), folder / "packed", "nf4", True)
+    packed = file | {"model": {"path": str(folder / "packed"), "base": "nf4"}, "output": str(folder / "packed_run")}
+    train(RunConfig.model_validate(packed), device="cpu")
     lora = file | {"adapt": {"lora": ADAPT["lora"]}, "output": str(folder / "lora")}
     train(RunConfig.model_validate(lora), device="cpu")
     export(folder / "lora", "peft", folder / "adapter")
-    (folder / "longer.yaml").write_text(
-        RunConfig.model_validate(file | {"train": file["train"] | {"steps": 3}}).to_yaml()
-    )
+    for which in (file, packed):
+        longer = RunConfig.model_validate(which | {"train": file["train"] | {"steps": 3}})
+        (folder / f"{Path(which['output']).name}.yaml").write_text(longer.to_yaml())
     start = file | {"adapt": {"lora": ADAPT["lora"], "start_from": str(folder / "adapter")}}
     (folder / "start.yaml").write_text(RunConfig.model_validate(start | {"output": str(folder / "new")}).to_yaml())
     return folder
@@ -172,7 +207,9 @@ def copied(made: Path, to: Path) -> Path:
     folder = Path(shutil.copytree(made, to))
     for file in (*folder.rglob("*.yaml"), folder / "adapter/adapter_config.json"):
         file.write_text(file.read_text().replace(str(made), str(folder)))
-    for checkpoint in RunFolder(folder / "run").checkpoints():
+    manifest = folder / "packed/packed.json"
+    manifest.write_text(manifest.read_text().replace(str(made), str(folder)))
+    for checkpoint in (*RunFolder(folder / "run").checkpoints(), *RunFolder(folder / "packed_run").checkpoints()):
         write_manifest(checkpoint, int(checkpoint.name[5:]))
     return folder
 
@@ -191,7 +228,7 @@ def answer(
         "drift": ("drift", folder / what),
         "export": ("export", folder / what, "--format", "merged", "--out", folder / "out"),
         "report": ("report", folder / what, "--no-timeline"),
-        "train": ("train", folder / "longer.yaml", "--resume", "auto"),
+        "train": ("train", folder / f"{what}.yaml", "--resume", "auto"),
         "score": ("score", folder / "start.yaml", "--out", folder / "scores.json"),
     }[command]
     ended = moetune(*arguments)
@@ -219,7 +256,8 @@ def test_a_run_of_which_something_changed(
     folder = copied(made, tmp_path / "copy")
     change, message, expected = RUNS[name]
     change(folder)
-    found, err = answer(moetune, monkeypatch, command, folder)
+    what = "packed_run" if name.startswith("packed") else "run"
+    found, err = answer(moetune, monkeypatch, command, folder, what)
     mentions = bool(message) and re.search(message, err) is not None
     if expected[command] == AS_BEFORE:
         assert (found, "has changed" in err or "skipping" in err) == (SAID, False), err
@@ -252,8 +290,6 @@ def test_an_adapter_that_matches_in_part(
     change, message = ADAPTERS[name]
     change(folder)
     found, err = answer(moetune, monkeypatch, command, folder, "adapter")
-    if name == "other targets" and command == "score":
-        return  # what is read there is where the run file's targets are
     assert (found, re.search(message, err) is not None) == (REFUSED, True), err
 
 
@@ -347,8 +383,8 @@ def test_scores_of_another_base(made: Path, tmp_path: Path, moetune: Any) -> Non
     )
     values(MODEL, lambda t: t["lm_head.weight"].add_(1))(folder)
     for arguments in (
-        ("train", folder / "longer.yaml", *choice),
-        ("select", folder / "scores.json", "--k", "1", "--run", folder / "longer.yaml"),
+        ("train", folder / "run.yaml", *choice),
+        ("select", folder / "scores.json", "--k", "1", "--run", folder / "run.yaml"),
     ):
         ended = moetune(*arguments)
         assert ended.code == 2, ended
