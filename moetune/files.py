@@ -141,7 +141,8 @@ class Ledger:
         self.file, self.paths = folder / self.NAME, set[str]()
         self.kind: str | None = None
         with suppress(OSError, ValueError):
-            self._read(self.file.read_text(encoding="utf-8"))
+            if self.file.is_file():
+                self._read(self.file.read_text(encoding="utf-8"))
 
     def _read(self, text: str) -> None:
         said = []

@@ -269,7 +269,8 @@ def checked_folder(model: ResolvedModel) -> Path:
         keys = home.every_key()
         if there.is_floating_point():
             wrong += [f"{k} is of type {stored[k].dtype}, no weight" for k in keys if stored[k].dtype not in WEIGHTS]
-        if len(keys) == 1 and (found := stored[keys[0]]).numel != there.numel():  # of experts, each is checked when read
+        # Each expert's tensors are checked when they are read.
+        if len(keys) == 1 and (found := stored[keys[0]]).numel != there.numel():
             wrong.append(f"{name} is {[*found.shape]}, not {[*there.shape]}")
     refuse_misfit(wrong, f"the weights in {source.folder!r}", source.name)
     described, held = sum(part.numel for part in model.anatomy.parts), sum(tensor.numel for tensor in stored.values())

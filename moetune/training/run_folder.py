@@ -9,6 +9,7 @@ by them.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -26,7 +27,19 @@ from torch.distributed.checkpoint import CheckpointException
 from moetune.config import RunConfig
 from moetune.documents import read_sealed, sealed
 from moetune.errors import UserError
-from moetune.files import Ledger, WriterLock, aside_of, expanded, foreign_in, lock, refused, settle, sync, write_whole
+from moetune.files import (
+    Ledger,
+    WriterLock,
+    aside_of,
+    expanded,
+    foreign_in,
+    lock,
+    refuse_taken,
+    refused,
+    settle,
+    sync,
+    write_whole,
+)
 from moetune.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.records import MetricsLine, parse_metrics
@@ -200,11 +213,12 @@ class RunFolder:
         Raises:
             UserError: there is one of that name that moetune did not write, or it cannot be noted.
         """
-        file, self._ledger = self.path / name, Ledger(self.path)
-        if os.path.lexists(file) and name not in self._ledger.paths:
-            raise UserError(f"{str(file)!r} is in the way, and moetune did not write it; move it away")
-        with self._writing():
-            self._own(name)
+        self._ledger = Ledger(self.path)
+        if name not in self._ledger.paths:
+            refuse_taken(self.path / name)
+        if self._is_run():
+            with self._writing():
+                self._own(name)
 
     def _own(self, *names: str) -> None:
         self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
@@ -320,6 +334,7 @@ class RunFolder:
             if first:
                 if self._is_ours(aside):
                     shutil.rmtree(aside, ignore_errors=True)
+                _refuse(aside)
                 self._own(f"checkpoints/{aside.name}")
                 aside.mkdir(parents=True)
             self.ranks.barrier()
@@ -332,6 +347,7 @@ class RunFolder:
                 write_manifest(aside, step)
                 sync(self.metrics_file)
                 settle(aside)
+                _refuse(final)
                 self._own(*(f"checkpoints/{final.name}/{file.relative_to(aside)}" for file in files_in(aside)))
                 aside.rename(final)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
@@ -373,9 +389,10 @@ class RunFolder:
 
     def write_base(self, base: Base) -> None:
         """Writes `base.json`: the base's name and fingerprint, and a digest of what the file says."""
-        with self._writing():
-            self._own(BASE_FILE, f".{BASE_FILE}")
-            self._write(BASE_FILE, sealed(base.to_json()))
+        if self.ranks.is_first:
+            with self._writing():
+                self._own(BASE_FILE, f".{BASE_FILE}")
+                self._write(BASE_FILE, sealed(base.to_json()))
 
     def base(self) -> Base | None:
         """What the run noted of its base; None if the file is missing.
@@ -490,3 +507,9 @@ class RunFolder:
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _refuse(path: Path) -> None:
+    """Raises `OSError` if something has that name by now."""
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

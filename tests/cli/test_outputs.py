@@ -208,7 +208,7 @@ class Refusing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, number: int, *, late: bool) -> None:
         self.folder, self.number = str(folder), number
         if late:
-            monkeypatch.setattr(os, "fsync", lambda descriptor: self.refuse())
+            monkeypatch.setattr(os, "fsync", self.not_kept)
             return
         for module in (builtins, io):
             monkeypatch.setattr(module, "open", self.watched(module.open, lambda mode="r", *_: set(mode) & set("wax+")))
@@ -226,6 +226,10 @@ class Refusing:
 
         return call
 
+    def not_kept(self, descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(self.folder):
+            self.refuse()
+
     def refuse(self, *what: Any) -> None:
         raise OSError(self.number, os.strerror(self.number), *map(str, what))
 
@@ -241,6 +245,7 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=[pytest.mark.full] * (case not in on_a_push)) for case in every]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("command", "how", "late"), cases())
 def test_what_the_system_refuses(
     command: tuple[str, str], how: str, late: bool, here: Path, moetune: Callable[..., Any]

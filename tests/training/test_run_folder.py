@@ -431,3 +431,12 @@ def test_what_the_system_refuses_is_said(number: int, tmp_path: Path, monkeypatc
                 raise refusal
         finally:
             folder.close()
+
+
+@pytest.mark.parametrize("name", ["step-2", ".step-2"])
+def test_what_came_meanwhile_is_neither_replaced_nor_removed(name: str, tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    plant(folder.path, [f"checkpoints/{name}/weights"])
+    with pytest.raises(UserError, match=r"step 2: .*File exists"), folder.new_checkpoint(2, keep=2):
+        pass
+    assert (folder.checkpoints_path / name / "weights").read_text() == f"checkpoints/{name}/weights"
