@@ -114,11 +114,9 @@ class ClosedForm:
 
     @cached_property
     def limits(self) -> set[int]:
-        """Numbers of the model's configuration that are no width of a weight, or named like a limit: a sequence's
-        length may be compared with them, as with a window, a block, or how many keys are chosen."""
-        widths = {size for p in self.run.model.plain.parameters() for size in p.shape}
-        found = _numbers(self.run.model.settings.to_dict())
-        return {number for number, name in found if number not in widths or any(word in name for word in _LIMITS)}
+        """Numbers of the model's configuration that a sequence's length is compared with, as with a window, a block, or
+        how many keys are chosen."""
+        return _limits(self.run.model.settings.to_dict())
 
     @cached_property
     def key(self) -> str:
@@ -214,17 +212,16 @@ class ClosedForm:
 
 
 _LIMITS = ("topk", "window", "block", "chunk", "budget")
-"""In names of limits, which may be as large as some width."""
+"""In their names."""
 
 
-def _numbers(settings: Any, name: str = "") -> set[tuple[int, str]]:
-    """The integers of a configuration but for tokens and positions, and their names."""
+def _limits(settings: Any, name: str = "") -> set[int]:
     if isinstance(settings, Mapping):
-        return set().union(*(_numbers(value, str(key)) for key, value in settings.items()))
+        return set().union(*(_limits(value, str(key)) for key, value in settings.items()))
     if isinstance(settings, (list, tuple)):
-        return set().union(*(_numbers(value, name) for value in settings))
-    is_one = isinstance(settings, int) and not isinstance(settings, bool) and settings > 1
-    return {(settings, name)} if is_one and "position" not in name and "token_id" not in name else set()
+        return set().union(*(_limits(value, name) for value in settings))
+    is_one = isinstance(settings, int) and not isinstance(settings, bool)
+    return {settings} if is_one and any(word in name for word in _LIMITS) else set()
 
 
 def kind_of(run: ResolvedRun) -> dict[str, Any]:
