@@ -145,14 +145,20 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
         sealed(values(TRAINED, lambda t: t.update({min(t): torch.ones(2, 2)}))), r"self_attn|gate", WEIGHTS,
     ),
     "newest checkpoint: bool": (
-        sealed(values(TRAINED, lambda t: t.update({min(t): t[min(t)].bool()}))), "type BOOL|other trained tensors", WEIGHTS,
+        sealed(values(TRAINED, lambda t: t.update({min(t): t[min(t)].bool()}))), "type BOOL|other trained", WEIGHTS,
     ),
-    "every checkpoint gone": (lambda f: shutil.rmtree(f / "run/checkpoints"), "no checkpoint|not a run folder", WEIGHTS),
+    "every checkpoint gone": (
+        lambda f: shutil.rmtree(f / "run/checkpoints"), "no checkpoint|not a run folder", WEIGHTS,
+    ),
     "packed: nothing": (lambda folder: None, "", dict.fromkeys(COMMANDS[:7], AS_BEFORE)),
-    "packed: one value": (values(REST, lambda t: t["lm_head.weight"][0].add_(1)), "rest.safetensors' was changed", PACKED),
+    "packed: one value": (
+        values(REST, lambda t: t["lm_head.weight"][0].add_(1)), "rest.safetensors' was changed", PACKED,
+    ),
     "packed: experts": (values(BANK, lambda t: first(t, 3.0)), "experts.safetensors' was changed", PACKED),
     "packed: a file gone": (gone(BANK), "experts.safetensors' is missing", PACKED),
-    "packed: cut short": (lambda f: (f / REST).write_bytes((f / REST).read_bytes()[:-8]), "rest.safetensors' has", PACKED),
+    "packed: cut short": (
+        lambda f: (f / REST).write_bytes((f / REST).read_bytes()[:-8]), "rest.safetensors' has", PACKED,
+    ),
     "packed: of another checkpoint": (
         text("packed/packed.json", "F32 [2048", "F16 [2048"), "has changed since", PACKED,
     ),
@@ -289,6 +295,13 @@ def test_an_adapter_that_matches_in_part(
     change, message = ADAPTERS[name]
     change(folder)
     found, err = answer(moetune, monkeypatch, command, folder, "adapter")
+    if name == "other targets" and command == "score":  # which goes by the names of the factors, all of which fit
+        changed = json.loads((folder / "scores.json").read_text())
+        gone("scores.json")(folder)
+        shutil.copy(made / "adapter/adapter_config.json", folder / "adapter")
+        assert (found, answer(moetune, monkeypatch, command, folder, "adapter")) == (SAID, (SAID, err))
+        assert changed["layers"] == json.loads((folder / "scores.json").read_text())["layers"]
+        return
     assert (found, re.search(message, err) is not None) == (REFUSED, True), err
 
 
