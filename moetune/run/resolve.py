@@ -187,8 +187,9 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
     scored: tuple[tuple[str, Scores], ...] = ()
     try:
+        settled = settle(config.adapt, anatomy)
         scored = scores_of(config.adapt)
-        config = config.model_copy(update={"adapt": settle(config.adapt, anatomy)})
+        config = config.model_copy(update={"adapt": settled})
         selection, wrong = examine_selection(config.adapt, anatomy)
     except UserError as error:
         selection, wrong = NOTHING, [str(error)]

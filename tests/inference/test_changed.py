@@ -331,10 +331,10 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
     "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
     "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "1000000000"),
-    "900 layers": ("eval", said("model/config.json", num_hidden_layers=900), "describes"),
+    "900 layers": ("eval", said("model/config.json", num_hidden_layers=900), "describes|does not fit"),
     "an index without metadata": ("eval", indexed({}), "metadata"),
     "an index with other metadata": ("eval", indexed({"metadata": "x"}), "metadata"),
-    "not a number": ("eval", values(MODEL, lambda t: t["model.norm.weight"].fill_(float("nan"))), "nan"),
+    "not a number": ("eval", values(MODEL, lambda t: t["model.embed_tokens.weight"].fill_(float("nan"))), "nan"),
     "an end outside of the vocabulary": (
         "eval", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20",
     ),
@@ -352,15 +352,18 @@ MODELS: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("also", [None, *(pytest.param(it, marks=pytest.mark.full) for it in ("score", "generate"))])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_cannot_be_used(
-    name: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, also: str | None, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One error that names what is wrong, or, where the value decides nothing, an answer."""
     folder = copied(made, tmp_path / "copy")
     command, change, message = MODELS[name]
+    if also is not None and command != "eval":
+        pytest.skip(f"of {command} alone")
     change(folder)
-    found, err = answer(moetune, monkeypatch, command, folder, "model")
+    found, err = answer(moetune, monkeypatch, also or command, folder, "model")
     assert (found, re.search(message, err) is not None) == (REFUSED if message else SAID, True), err
 
 
