@@ -124,6 +124,7 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     "run file: other seed": (text("run/run.yaml", "seed: 0", "seed: 1"), "seed", WEIGHTS),
     "run file: other rank": (text("run/run.yaml", "rank: 2", "rank: 4"), "rank", WEIGHTS),
     "base.json: edited": (text("run/base.json", '"schema": 1', '"schema": 2'), "base.json", WEIGHTS),
+    "base.json: gone": (gone("run/base.json"), "base.json.* is missing", WEIGHTS | {"train": SAID}),
     "inputs.json: edited": (text("run/inputs.json", '"schema": 1', '"schema": 2'), "inputs.json", ALL),
     "inputs.json: gone": (gone("run/inputs.json"), "inputs.json", WEIGHTS),
     "newest checkpoint: a byte": (values(TRAINED, lambda t: first(t, 3.0)), "step-2", OLDER),
