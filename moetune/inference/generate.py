@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
+from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
 from moetune.data.load import pad_token_id
@@ -33,8 +34,8 @@ def generate(
         stream: also print it as it comes.
 
     Raises:
-        UserError: messages, and the tokenizer has no chat template; or the prompt is empty, or longer than the model
-            reads.
+        UserError: messages, and the tokenizer has no chat template; the prompt is empty, or longer than the model
+            reads; or the model computes no numbers.
     """
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
@@ -66,6 +67,12 @@ def generate(
             raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model positions for {positions:,}")
         max_new_tokens = min(max_new_tokens, positions - ids.shape[1])
     torch.manual_seed(seed)
+
+    def numbers(_: Tensor, logits: Tensor) -> Tensor:
+        if logits.isnan().any():
+            raise UserError(f"{opened.name!r} computes no numbers (nan): its weights are damaged")
+        return logits
+
     how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     written = model.generate(
         input_ids=ids,
@@ -74,6 +81,7 @@ def generate(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad,
         use_cache=True,
+        logits_processor=[numbers],
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
         **how,
     )

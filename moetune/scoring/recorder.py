@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from moetune.adapt.build import Adapted
 from moetune.anatomy.moe import MoeLayer
 from moetune.anatomy.routers import find_logits, logits_module
+from moetune.errors import UserError
 from moetune.parallel.ranks import Ranks
 from moetune.run.scores import SCOPES, LayerScores, Statistics
 from moetune.step.batch import Batch, Row
@@ -192,6 +193,8 @@ class Recorder:
         assert replicates is not None
         assert weight is not None
         assert reap is not None
+        if not (weight + reap).isfinite().all():
+            raise UserError(f"the experts of layer {layer.index} give no numbers (nan or inf); its weights are damaged")
         count = sum(self.count(source, scope) for source in sources)
         tokens = pairs.diagonal()
         share_RE = replicates.double() / replicates.sum(1, keepdim=True).clamp(min=1)

@@ -125,6 +125,7 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     "run file: other seed": (text("run/run.yaml", "seed: 0", "seed: 1"), "seed", WEIGHTS),
     "run file: other rank": (text("run/run.yaml", "rank: 2", "rank: 4"), "rank", WEIGHTS),
     "base.json: edited": (text("run/base.json", '"schema": 1', '"schema": 2'), "base.json", WEIGHTS),
+    "base.json: gone": (gone("run/base.json"), "base.json.* is missing", WEIGHTS | {"train": SAID}),
     "inputs.json: edited": (text("run/inputs.json", '"schema": 1', '"schema": 2'), "inputs.json", ALL),
     "inputs.json: gone": (gone("run/inputs.json"), "inputs.json", WEIGHTS),
     "newest checkpoint: a byte": (values(TRAINED, lambda t: first(t, 3.0)), "step-2", OLDER),
@@ -146,14 +147,20 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
         sealed(values(TRAINED, lambda t: t.update({min(t): torch.ones(2, 2)}))), r"self_attn|gate", WEIGHTS,
     ),
     "newest checkpoint: bool": (
-        sealed(values(TRAINED, lambda t: t.update({min(t): t[min(t)].bool()}))), "type BOOL|other trained tensors", WEIGHTS,
+        sealed(values(TRAINED, lambda t: t.update({min(t): t[min(t)].bool()}))), "type BOOL|other trained", WEIGHTS,
     ),
-    "every checkpoint gone": (lambda f: shutil.rmtree(f / "run/checkpoints"), "no checkpoint|not a run folder", WEIGHTS),
+    "every checkpoint gone": (
+        lambda f: shutil.rmtree(f / "run/checkpoints"), "no checkpoint|not a run folder", WEIGHTS,
+    ),
     "packed: nothing": (lambda folder: None, "", dict.fromkeys(COMMANDS[:7], AS_BEFORE)),
-    "packed: one value": (values(REST, lambda t: t["lm_head.weight"][0].add_(1)), "rest.safetensors' was changed", PACKED),
+    "packed: one value": (
+        values(REST, lambda t: t["lm_head.weight"][0].add_(1)), "rest.safetensors' was changed", PACKED,
+    ),
     "packed: experts": (values(BANK, lambda t: first(t, 3.0)), "experts.safetensors' was changed", PACKED),
     "packed: a file gone": (gone(BANK), "experts.safetensors' is missing", PACKED),
-    "packed: cut short": (lambda f: (f / REST).write_bytes((f / REST).read_bytes()[:-8]), "rest.safetensors' has", PACKED),
+    "packed: cut short": (
+        lambda f: (f / REST).write_bytes((f / REST).read_bytes()[:-8]), "rest.safetensors' has", PACKED,
+    ),
     "packed: of another checkpoint": (
         text("packed/packed.json", "F32 [2048", "F16 [2048"), "has changed since", PACKED,
     ),
@@ -290,6 +297,13 @@ def test_an_adapter_that_matches_in_part(
     change, message = ADAPTERS[name]
     change(folder)
     found, err = answer(moetune, monkeypatch, command, folder, "adapter")
+    if name == "other targets" and command == "score":  # which goes by the names of the factors, all of which fit
+        changed = json.loads((folder / "scores.json").read_text())
+        gone("scores.json")(folder)
+        shutil.copy(made / "adapter/adapter_config.json", folder / "adapter")
+        assert (found, answer(moetune, monkeypatch, command, folder, "adapter")) == (SAID, (SAID, err))
+        assert changed["layers"] == json.loads((folder / "scores.json").read_text())["layers"]
+        return
     assert (found, re.search(message, err) is not None) == (REFUSED, True), err
 
 
@@ -319,10 +333,10 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
     "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
     "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "1000000000"),
-    "900 layers": ("eval", said("model/config.json", num_hidden_layers=900), "describes"),
+    "900 layers": ("eval", said("model/config.json", num_hidden_layers=900), "describes|does not fit"),
     "an index without metadata": ("eval", indexed({}), "metadata"),
     "an index with other metadata": ("eval", indexed({"metadata": "x"}), "metadata"),
-    "not a number": ("eval", values(MODEL, lambda t: t["model.norm.weight"].fill_(float("nan"))), "nan"),
+    "not a number": ("eval", values(MODEL, lambda t: t["model.embed_tokens.weight"].fill_(float("nan"))), "nan"),
     "an end outside of the vocabulary": (
         "eval", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20",
     ),
@@ -340,15 +354,18 @@ MODELS: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("also", [None, *(pytest.param(it, marks=pytest.mark.full) for it in ("score", "generate"))])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_cannot_be_used(
-    name: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, also: str | None, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One error that names what is wrong, or, where the value decides nothing, an answer."""
     folder = copied(made, tmp_path / "copy")
     command, change, message = MODELS[name]
+    if also is not None and command != "eval":
+        pytest.skip(f"of {command} alone")
     change(folder)
-    found, err = answer(moetune, monkeypatch, command, folder, "model")
+    found, err = answer(moetune, monkeypatch, also or command, folder, "model")
     assert (found, re.search(message, err) is not None) == (REFUSED if message else SAID, True), err
 
 

@@ -15,6 +15,7 @@ from moetune.catalog import find_model
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
+from moetune.inference.opened import open_model
 from moetune.memory.measure import measure
 from moetune.memory.trace import trace
 from moetune.parallel.ranks import Ranks
@@ -139,6 +140,17 @@ def test_an_adapter_has_them(base: Path, small_data: Path, tmp_path: Path) -> No
 def test_they_stay_unless_it_is_asked_for(base: Path, small_data: Path, tmp_path: Path) -> None:
     train(run_config(base, small_data, tmp_path / "run", router_bias_rate=0.0, steps=1, save_every=1))
     assert not biases(tmp_path / "run/checkpoints/step-1/trained.safetensors")
+
+
+def test_a_run_is_opened_with_them(base: Path, small_data: Path, tmp_path: Path) -> None:
+    """In float32, whatever the model computes in."""
+    train(run_config(base, small_data, tmp_path / "run"))
+    trained, before = biases(tmp_path / "run/checkpoints/step-4/trained.safetensors"), tensors_of(base)
+    assert trained
+    opened = open_model(str(tmp_path / "run"), device="cpu", dtype="bf16").model
+    for name, bias in trained.items():
+        assert opened.get_buffer(name).equal(bias), name
+        assert not bias.equal(before[name]), name
 
 
 def test_ranks_update_by_the_load_of_all(base: Path, small_data: Path) -> None:
