@@ -1,6 +1,8 @@
 """The exceptions a user is meant to see, the boundary that makes one of bad input, and what goes into its message."""
 
 import difflib
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +54,26 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # Ctrl-C
         raise UserError(f"{what} cannot be read: {one_line(error)}{remedy and '; '}{remedy}") from error
+
+
+@contextmanager
+def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
+    """Raise `UserError` if the body, a match of somebody's regular expression say, takes longer: on the main thread,
+    the only one that hears signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: Any) -> None:
+        raise UserError(f"{what}: no end after {seconds:g} s; simplify it")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import datasets
@@ -19,7 +20,7 @@ from moetune.anatomy.source import find_model_source
 from moetune.config import DataConfig, TrainConfig, WeightedData
 from moetune.data.documents import Chosen, Documents, values
 from moetune.data.packing import packed, separate
-from moetune.data.records import Reading, read_documents
+from moetune.data.records import Reading, Way, read_documents
 from moetune.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.errors import UserError, reading
 from moetune.files import expanded
@@ -34,7 +35,9 @@ class DataCounts:
 
     Attributes:
         lengths: tokens of each document, int32.
-        dropped, cut: records that were too long.
+        records: of which they were made.
+        dropped, cut, unended: documents that were too long; the last ended in the middle of what trains.
+        chats: by how the assistant's tokens were found (`records.Way`), of all that were read.
         sequences: rows to train on.
         tokens: in these, padding left out; of a document that was cut into several, the context counts again.
         loss_tokens: those of them that are predicted.
@@ -42,8 +45,11 @@ class DataCounts:
     """
 
     lengths: np.ndarray
+    records: int
     dropped: int
     cut: int
+    unended: int
+    chats: Mapping[Way, int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -150,30 +156,40 @@ def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:
-    documents = np.concatenate([np.arange(0), *(part.documents for part in parts)])
-    return Reading(documents, sum(part.dropped for part in parts), sum(part.cut for part in parts))
+    return Reading(
+        np.concatenate([np.arange(0), *(part.documents for part in parts)]),
+        np.concatenate([np.arange(0), *(part.records for part in parts)]),
+        dropped=sum(part.dropped for part in parts),
+        cut=sum(part.cut for part in parts),
+        unended=sum(part.unended for part in parts),
+        chats=sum((part.chats for part in parts), Counter()),
+    )
 
 
 def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
-    """Every document `weight` times, and of what is left over a share that is drawn."""
+    """Every record `weight` times, and of what is left over a share that is drawn."""
     whole, rest = divmod(weight, 1)
-    drawn = draw.permutation(len(read.documents))[: round(rest * len(read.documents))] if rest else np.arange(0)
-    again = np.tile(read.documents, int(whole))
-    return replace(read, documents=np.concatenate([again, read.documents[np.sort(drawn)]]))
+    records = np.unique(read.records)
+    drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
+    again = np.flatnonzero(np.isin(read.records, records[drawn]))
+    return _taken(read, np.concatenate([np.tile(np.arange(len(read.records)), int(whole)), again]))
 
 
 def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
-    """The training and the held-out part of documents, none of which is in both."""
-    _, firsts = np.unique(read.documents, return_index=True)  # weights have some more than once
-    documents = read.documents[np.sort(firsts)]
-    count = max(1, round(share * len(documents)))
-    if count >= len(documents):
-        raise UserError(f"data.validation: {share:g} of {len(documents)} records leaves none to train on")
-    held = documents[draw.permutation(len(documents))[:count]]
-    return (
-        replace(read, documents=read.documents[~np.isin(read.documents, held)]),
-        Reading(documents[np.isin(documents, held)]),
-    )
+    """The training and the held-out part of records, none of which is in both."""
+    _, firsts = np.unique(read.records, return_index=True)  # weights have some more than once
+    records = read.records[np.sort(firsts)]
+    count = max(1, round(share * len(records)))
+    if count >= len(records):
+        raise UserError(f"data.validation: {share:g} of {len(records)} records leaves none to train on")
+    is_held = np.isin(read.records, records[draw.permutation(len(records))[:count]])
+    once = np.sort(np.unique(read.documents, return_index=True)[1])
+    held = _taken(read, once[is_held[once]])
+    return _taken(read, np.flatnonzero(~is_held)), Reading(held.documents, held.records)
+
+
+def _taken(read: Reading, at: np.ndarray) -> Reading:
+    return replace(read, documents=read.documents[at], records=read.records[at])
 
 
 def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
@@ -182,10 +198,14 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
     there = sum(map(len, values(rows, "input_ids")))
     tokens = there if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
+    starts = int((read.documents == read.records).sum())
     counts = DataCounts(
         lengths=documents.lengths[read.documents],
+        records=starts,
         dropped=read.dropped,
         cut=read.cut,
+        unended=read.unended,
+        chats=read.chats,
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),

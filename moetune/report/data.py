@@ -66,7 +66,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"a record has {sizes['shortest']:,} to {sizes['longest']:,} tokens, the median {sizes['median']:,.0f}; "
         f"{train['dropped']:,} were dropped and {train['cut']:,} cut (data.too_long)"
+        + (f", {train['unended']:,} of them before the first answer ends" if train["unended"] else "")
     )
+    yield from found["notes"]
     if held_out is not None:
         yield f"held out: {held_out['records']:,} records, {held_out['loss_tokens']:,} tokens with loss"
 

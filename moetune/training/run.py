@@ -23,7 +23,7 @@ from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
 from moetune.data.documents import values
 from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
-from moetune.data.preview import steps_an_epoch
+from moetune.data.preview import notes, steps_an_epoch
 from moetune.errors import UserError, suggest
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base
@@ -381,6 +381,7 @@ def _announce(console: Console, config: RunConfig, counts: dict[str, int], data:
         f"{config.model.path}: trains {counts['total']:,} parameters ({parts})",
         f"data: {len(data.lengths):,} examples in {data.sequences:,} sequences, {data.tokens:,} training tokens, "
         f"{data.loss_tokens:,} with loss{padding}{left_out}",
+        *(f"data: {note}" for note in notes(data)),
         f"length: {config.train.steps:,} steps of {an_epoch:,} an epoch, {epochs:.3g} epochs",
     ]
     if epochs > MANY_EPOCHS:

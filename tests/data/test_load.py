@@ -1,6 +1,8 @@
 """Records to tokens and labels, token by token, with a tokenizer of one token a byte."""
 
 import json
+import random
+import re
 import shlex
 
 import pyarrow as pa
@@ -125,10 +127,10 @@ def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
     assert "line 1: the assistant speaks first" in message(tmp_path / "one.jsonl", make_tokenizer(CHATML))
 
 
-def test_a_token_across_the_boundary_of_a_chat_does_not_train(tmp_path):
+def test_no_token_holds_characters_of_two_messages(tmp_path):
     tokenizer = make_tokenizer(CHATML, merges=[("Ċ", "Ċ")])
     ids, labels = load_one(tmp_path, {"messages": [USER, {"role": "assistant", "content": "\ny"}]}, tokenizer)
-    assert trained_text(tokenizer, ids, labels) == "y<|im_end|>\n"
+    assert trained_text(tokenizer, ids, labels) == "\ny<|im_end|>\n"
 
 
 def test_chat_trains_what_a_template_marks(tmp_path):
@@ -433,9 +435,10 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
     ("template", "problem"),
     [
         (
-            CHATML + "{% if messages[-1].role == 'assistant' %}END{% endif %}",
-            "the chat template writes message 3 differently when it stands last, so what is the assistant's "
-            "cannot be told; give the template {% generation %} markers",
+            CHATML.replace("assistant\n", "assistant\n<think>\n"),
+            "the chat template does not begin message 3 with its own generation prompt, so what is the assistant's "
+            "cannot be told; name one in data.chat_template (a chat_template.jinja) that does, or that has "
+            "{% generation %} markers",
         ),
         (
             "{{ raise_exception('roles must alternate') }}",
@@ -523,7 +526,7 @@ def test_a_template_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_TEMPLATE_SECONDS", 0.2)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     file = write(tmp_path / "data.jsonl", {"messages": TALK})
-    assert "it has not ended after 0.2 s" in message(file, make_tokenizer(loops))
+    assert "no end after 0.2 s" in message(file, make_tokenizer(loops))
 
 
 def test_a_chat_template_can_be_a_model_folders(tmp_path):
@@ -533,3 +536,97 @@ def test_a_chat_template_can_be_a_model_folders(tmp_path):
     tokenizer = make_tokenizer()
     load(file, tokenizer, chat_template=str(tmp_path / "model"))
     assert tokenizer.chat_template == CHATML
+
+
+# In the manner of published templates: reasoning of earlier turns is dropped (thinking, harmony), or turns after a
+# tool's have no generation prompt (bars).
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n{% endif %}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}{% if loop.last and m.thinking %}"
+    "<|c|>analysis<|m|>{{ m.thinking }}<|im_end|><|im_start|>assistant{% endif %}<|c|>final<|m|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|im_end|>' }}{% else %}<|m|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+BARS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}|A|{% endif %}{{ m.content }}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}<o>{{ m.content }}</o>{% elif m.role == 'user' %}|U|{{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}|A|{% endif %}"
+)
+
+
+def _answer(template, message, last):
+    """What the assistant writes for a message that stands last, or that others follow."""
+    reason = message.get("reasoning_content") or message.get("thinking")
+    if template is THINKING:
+        return f"<think>\n{reason or ''}\n</think>\n{message['content']}<|im_end|>\n"
+    if template is HARMONY:
+        thought = f"<|c|>analysis<|m|>{reason}<|im_end|><|im_start|>assistant" if reason else ""
+        return f"{thought}<|c|>final<|m|>{message['content']}" + ("<|return|>" if last else "<|im_end|>")
+    return message["content"] + ("</s>" if template is BARS else "<|im_end|>\n")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("template", [CHATML, THINKING, HARMONY, BARS], ids=["chatml", "thinking", "harmony", "bars"])
+def test_exactly_what_the_assistant_writes_trains(tmp_path, template, seed):
+    draw = random.Random(seed)
+
+    def words():
+        return "".join(draw.choice(["a", "\n", " ", "é", "🙂", "b|", "<", "the"]) for _ in range(9)) + "."
+
+    reasons = {THINKING: "reasoning_content", HARMONY: "thinking"}
+    talks = []
+    for _ in range(8):
+        talk = [{"role": "system", "content": words()}] * draw.randrange(2)
+        for _ in range(draw.randrange(1, 5)):
+            talk.append({"role": "user", "content": words()})
+            for _ in range(draw.randrange(3) if template in (THINKING, BARS) else 0):
+                talk += [{"role": "assistant", "content": words()}, {"role": "tool", "content": words()}]
+            talk.append({"role": "assistant", "content": words()})
+            if template in reasons and draw.random() < 0.5:
+                talk[-1][reasons[template]] = words()
+        talk[0] = {**talk[0], "content": f"#{len(talks)};" + words()}
+        talks.append(talk)
+    file = write(tmp_path / "talks.jsonl", *({"messages": talk} for talk in talks))
+    tokenizer = make_tokenizer(
+        template, merges=[("Ċ", "Ċ"), ("t", "h"), ("Ċ", "t"), (".", "<"), ("|", "a"), ("<", "|")]
+    )
+    data = load(file, tokenizer, 4096, packing=False)
+    # Each is trained once, in a document that ends as it would be generated, whole turns in one where they agree.
+    expected = [_answer(template, m, last=True) for talk in talks for m in talk if m["role"] == "assistant"]
+    trained = [trained_text(tokenizer, row["input_ids"], row["labels"]) for row in data.train]
+    assert "".join(trained) == "".join(expected)
+    assert data.counts.records == len(talks) == data.counts.chats.total()
+    assert ("turns" in data.counts.chats) == (template in reasons) == (len(data.train) > len(talks))
+    rendered = {tokenizer.apply_chat_template(talk[:at], tokenize=False) for talk in talks for at in range(1, 99)}
+    assert all(tokenizer.decode(row["input_ids"]) in rendered for row in data.train)
+    held = load(file, tokenizer, 4096, packing=False, validation=0.3)
+    parts = [[tokenizer.decode(row["input_ids"]) for row in part] for part in (held.train, held.eval)]
+    assert (held.counts.records, held.eval_counts.records) == (6, 2)
+    assert sorted(parts[0] + parts[1]) == sorted(tokenizer.decode(row["input_ids"]) for row in data.train)
+    openings = [{re.search(r"#\d+;", text).group() for text in part} for part in parts]
+    assert not openings[0] & openings[1]
+
+
+def test_reasoning_that_no_turn_keeps_is_refused(tmp_path):
+    file = write(tmp_path / "data.jsonl", {"messages": [USER, {"role": "assistant", "content": "<think>x</think>yes"}]})
+    drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    assert "leaves out what stands before </think> in message 2" in message(file, make_tokenizer(drops))
+    assert len(load(file, make_tokenizer(CHATML), 256).train) == 1
+
+
+def test_a_cut_chat_ends_with_a_whole_turn(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    talk = [USER, ASSISTANT, USER, {"role": "assistant", "content": "b" * 90}]
+    file = write(tmp_path / "data.jsonl", {"messages": talk}, {"messages": talk[2:]})
+    data = load(file, tokenizer, 64, packing=False, too_long="truncate")
+    texts = [trained_text(tokenizer, row["input_ids"], row["labels"]) for row in data.train]
+    assert texts[0] == "yes<|im_end|>\n"
+    assert set(texts[1]) == {"b"}
+    assert (data.counts.cut, data.counts.unended) == (2, 1)
