@@ -45,6 +45,11 @@ _TEMPLATE_SECONDS = 10.0  # that it may take for a record
 LISTED_NUMBERS = 3
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
 """Keys of a message that hold what was said and that not every template writes; several names of one thing together."""
+_WINDOW = 2**18
+"""Characters that are tokenized at once: tokenizers take 200 bytes and more of memory for each."""
+_OVERLAPS = (2**12, 2**14, 2**16)
+_LONGEST_SLOW = 2**23
+"""Characters of a record for a tokenizer without offsets, which has no windows."""
 Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
 KEYS: dict[Format, tuple[str, ...]] = {
     "chat": ("messages",),
@@ -68,7 +73,7 @@ _TEXTS = ("content", "body", "document", "passage")
 _READERS = {".jsonl": "from_json", ".json": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
 
 
-Tokens = tuple[list[int], list[bool]]
+Tokens = tuple[np.ndarray, np.ndarray]
 """Ids, and which of them train."""
 Spanned = tuple[str, list[tuple[int, int]]]
 """A text, and the stretches of its characters that train."""
@@ -230,19 +235,19 @@ class Encoder:
 
     def _text(self, record: dict[str, Any]) -> Tokens:
         body = self._tokens(checked_text(record["text"], "text"))
-        if not body:
+        if not len(body):
             raise MalformedError("text yields no token")
-        ids = [*self._bos, *body, *self._eos]
-        return ids, [True] * len(ids)
+        ids = _joined(self._bos, body, self._eos)
+        return ids, np.ones(len(ids), dtype=bool)
 
     def _prompt(self, record: dict[str, Any]) -> Tokens:
         # Tokenized apart, so that the boundary is exact: no token holds characters of both.
-        prompt = [*self._bos, *self._tokens(checked_text(record["prompt"], "prompt"))]
+        prompt = _joined(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
         body = self._tokens(checked_text(record["completion"], "completion"))
-        if not body:
+        if not len(body):
             raise MalformedError("completion yields no token")
-        completion = [*body, *self._eos]
-        return [*prompt, *completion], [False] * len(prompt) + [True] * len(completion)
+        ids = _joined(prompt, body, self._eos)
+        return ids, np.arange(len(ids)) >= len(prompt)
 
     def _chat(self, record: dict[str, Any]) -> tuple[list[Spanned], Way]:
         """A chat as texts, and what of each the assistant wrote."""
@@ -277,30 +282,27 @@ class Encoder:
             MalformedError: a token of the whole holds a border.
         """
         borders = [0, *sorted({border for span in spans for border in span}), len(text)]
-        ids: list[int] = []
-        trains: list[bool] = []
+        pieces, trains = [], []
         for low, high in itertools.pairwise(borders):
-            piece = self._tokens(text[low:high])
-            ids += piece
-            trains += [any(start <= low < stop for start, stop in spans)] * len(piece)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        whole = encoded["input_ids"]
-        if ids == whole or self._decoded(ids) == self._decoded(whole):
-            return ids, trains
-        trains = []
-        for start, stop in encoded["offset_mapping"]:
-            if any(start < border < stop for border in borders):
+            pieces.append(self._tokens(text[low:high]))
+            trains.append(np.full(len(pieces[-1]), any(start <= low < stop for start, stop in spans)))
+        ids, (whole, offsets) = _joined(*pieces), self._encoded(text)
+        if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
+            return ids, np.concatenate(trains)
+        starts, stops = offsets.T
+        # Of a token that is whitespace alone, some tokenizers leave nothing but the position after it.
+        firsts = np.where(stops > starts, starts, starts - 1)
+        for border in borders:
+            if (across := np.flatnonzero((starts < border) & (border < stops))).size:
+                start, stop = offsets[across[0]]
                 raise MalformedError(
                     f"the token of {text[start:stop]!r} holds the end of one message's part and the beginning of the "
                     "next; name a template in data.chat_template that parts them by a special token"
                 )
-            # Of a token that is whitespace alone, some tokenizers leave nothing but the position after it.
-            first = start if stop > start else start - 1
-            trains.append(any(low <= first < high for low, high in spans))
-        return whole, trains
+        return whole, np.any([(low <= firsts) & (firsts < high) for low, high in [(0, 0), *spans]], axis=0)
 
-    def _decoded(self, ids: list[int]) -> str:
-        text: Any = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    def _decoded(self, ids: np.ndarray) -> str:
+        text: Any = self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return text
 
     def _refuse_ignored(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
@@ -401,8 +403,58 @@ class Encoder:
         )
         return rendered
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def _tokens(self, text: str) -> np.ndarray:
+        if self.tokenizer.is_fast:
+            return self._encoded(text)[0]
+        if len(text) > _LONGEST_SLOW:
+            raise MalformedError(
+                f"{len(text):,} characters are more than this tokenizer, which has no tokenizer.json, takes at once; "
+                f"cut the record into some of up to {_LONGEST_SLOW:,}"
+            )
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+
+    def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and the characters of each (int32 [tokens, 2]), window by window.
+
+        Windows overlap. Where both say the same of the middle half of what they share, they are joined in its middle:
+        what a tokenizer makes of a text's place does not depend on what is far away. Where they differ, more is shared.
+
+        Raises:
+            MalformedError: they differ in all that is tried.
+        """
+        ids, offsets = self._window(text, 0)
+        kept, end = [], min(_WINDOW, len(text))
+        while end < len(text):
+            for overlap in _OVERLAPS:
+                begin, middle, quarter = end - overlap, end - overlap // 2, overlap // 4
+                next_ids, next_offsets = self._window(text, begin)
+                (a, at, b), (c, then, d) = (
+                    np.searchsorted(some[:, 0], [middle - quarter, middle, middle + quarter])
+                    for some in (offsets, next_offsets)
+                )
+                alike = [(ids[a:b], next_ids[c:d]), (offsets[a:b], next_offsets[c:d])]
+                if a < b and at - a == then - c and all(np.array_equal(one, other) for one, other in alike):
+                    break
+            else:
+                raise MalformedError(
+                    f"its {len(text):,} characters are too many to tokenize at once, and near character {end:,} there "
+                    f"is no place to part them; cut the record into some of up to {_WINDOW:,} characters"
+                )
+            kept.append((ids[:at], offsets[:at]))
+            ids, offsets = next_ids[then:], next_offsets[then:]
+            end = min(begin + _WINDOW, len(text))
+        kept.append((ids, offsets))
+        return np.concatenate([one for one, _ in kept]), np.concatenate([one for _, one in kept])
+
+    def _window(self, text: str, begin: int) -> tuple[np.ndarray, np.ndarray]:
+        part = text[begin : begin + _WINDOW]
+        encoded = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int32).reshape(-1, 2) + begin
+        return np.array(encoded["input_ids"], dtype=np.int32), offsets.astype(np.int32)
+
+
+def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 
 def _weighted(messages: list[dict[str, Any]], spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,9 +1,11 @@
 """Records to tokens and labels, token by token, with a tokenizer of one token a byte."""
 
 import json
+import os
 import random
 import re
 import shlex
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -630,3 +632,70 @@ def test_a_cut_chat_ends_with_a_whole_turn(tmp_path):
     assert texts[0] == "yes<|im_end|>\n"
     assert set(texts[1]) == {"b"}
     assert (data.counts.cut, data.counts.unended) == (2, 1)
+
+
+def _unlike(kind):
+    """A tokenizer whose words are cut by a pattern, whose tokens hold spaces, or that marks the first word."""
+    tokenizer = make_tokenizer(merges=[("a", "b"), ("Ġ", "ab"), ("Ċ", "Ċ"), ("c", "Ġ"), ("ab", "ab")])
+    if kind == "pattern":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    if kind == "metaspace":
+        words = [
+            ("▁ab", -2.0),
+            ("▁", -3.0),
+            ("ab", -3.0),
+            ("bab", -3.5),
+            ("\n", -2.0),
+            *((c, -5.0) for c in "abc é🙂/s<>"),
+        ]
+        backend = Tokenizer(models.Unigram([("<unk>", -9.0), *words], unk_id=0))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["spaces", "pattern", "metaspace"])
+@pytest.mark.parametrize("seed", range(5))
+def test_windows_join_to_what_the_whole_is(monkeypatch, kind, seed):
+    monkeypatch.setattr(records, "_WINDOW", 512)
+    monkeypatch.setattr(records, "_OVERLAPS", (32, 128, 256))
+    draw, tokenizer = random.Random(seed), _unlike(kind)
+    parts = ["ab", "a", "b", "c ", " ", "\n", "é", "🙂", "</s>", "abab"]
+    text = "".join(draw.choice(parts) * draw.choice([1, 1, 1, 5]) for _ in range(4000))
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = records.Encoder(tokenizer, "text")._encoded(text)
+    assert ids.tolist() == whole["input_ids"]
+    assert [tuple(one) for one in offsets.tolist()] == whole["offset_mapping"]
+
+
+def test_a_long_record_without_a_place_to_part_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_WINDOW", 500)
+    monkeypatch.setattr(records, "_OVERLAPS", (33, 129))
+    tokenizer = make_tokenizer(merges=[("a", "a")])
+    file = write(tmp_path / "one.jsonl", {"text": "a" * 2001})
+    assert "2,001 characters are too many to tokenize at once" in message(file, tokenizer)
+    assert "cut the record into some of up to 500" in message(file, tokenizer)
+    monkeypatch.setattr(records, "_OVERLAPS", (32,))
+    assert load(file, tokenizer, packing=False).counts.loss_tokens == 1002  # the end is one
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.full)])
+def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, suffix):
+    size = 2**21
+    text, file = "some words of a text, " * (size // 22), tmp_path / f"long.{suffix}"
+    if suffix == "jsonl":
+        write(file, {"text": text})
+    else:
+        pq.write_table(pa.table({"text": [text]}), file)
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": text[: 2**18]}))
+
+    def peak():
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+    tokenizer = _unlike("pattern")
+    load(tmp_path / "short.jsonl", tokenizer, 1024)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    load(file, tokenizer, 1024)
+    assert peak() - before < 80 * size
