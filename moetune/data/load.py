@@ -6,14 +6,18 @@ each: `sources` (where records come from), `records` (what they mean), `packing`
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import datasets
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
@@ -27,6 +31,7 @@ from moetune.files import expanded
 from moetune.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds
+_MOST_GROWTH = 1000  # of a text, by a tokenizer's replacements; a space becomes three bytes
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,33 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
         UserError: it cannot be loaded.
     """
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if tokenizer.is_fast:
+            _refuse_growth(tokenizer.backend_tokenizer)
+        return tokenizer
+
+
+def _refuse_growth(backend: Tokenizer) -> None:
+    """Refuse a tokenizer whose replacements multiply a text: it would not end, and nothing can stop it."""
+    empty = Tokenizer(BPE())
+    empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
+    said = json.loads(empty.to_str())
+
+    def growth(step: dict[str, Any] | None) -> float:
+        if step is None or step["type"] not in ("Sequence", "Replace"):
+            return 1.0
+        if step["type"] == "Sequence":
+            steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
+            return float(np.prod([growth(one) for one in steps]))
+        pattern = step["pattern"].get("String")
+        return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
+
+    for part in ("normalizer", "decoder"):
+        if (times := growth(said[part])) > _MOST_GROWTH:
+            raise UserError(
+                f"the {part} in tokenizer.json may make a text {times:.3g} times as long, and {_MOST_GROWTH} is the "
+                "most; take the original tokenizer of the model"
+            )
 
 
 def chat_template(spec: str) -> str:
@@ -212,6 +243,24 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
         padding=there - tokens,
     )
     return rows, counts
+
+
+def checked_padding(data: Datasets, tokenizer: PreTrainedTokenizerBase, known: int, name: str) -> int:
+    """The token that pads.
+
+    Raises:
+        UserError: it, or a token of the data, is none of the `known` ones that the model has embeddings for.
+    """
+    parts = [part for part in (data.train, data.eval) if part is not None]
+    largest = max(int(some.max()) for part in parts for some in values(part, "input_ids"))
+    padding = pad_token_id(tokenizer)
+    if max(largest, padding) >= known:
+        what = "pads with" if padding >= known else "gives"
+        raise UserError(
+            f"the tokenizer of {name!r} {what} token {max(largest, padding)}; the model has embeddings "
+            f"for {known} only. Its tokenizer_config.json says which tokens there are"
+        )
+    return padding
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

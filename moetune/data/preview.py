@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
 from moetune.config import RunConfig
-from moetune.data.load import DataCounts, Datasets, load_data, tokenizer_of
+from moetune.data.load import DataCounts, Datasets, checked_padding, load_data, tokenizer_of
 from moetune.data.records import WAYS
 from moetune.errors import UserError
 from moetune.parallel.coordinates import data_ranks
@@ -64,6 +64,7 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
     source = find_model_source(config.model.path)
     tokenizer = tokenizer_of(source.name, source.folder)
     data = load_data(config.data, tokenizer, config.train)
+    checked_padding(data, tokenizer, source.config.get_text_config().vocab_size, config.model.path)
     return Preview(
         name=source.name,
         sequence_length=config.train.sequence_length,

@@ -21,8 +21,7 @@ from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
-from moetune.data.documents import values
-from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
+from moetune.data.load import DataCounts, Datasets, checked_padding, load_data, tokenizer_of
 from moetune.data.preview import notes, steps_an_epoch
 from moetune.errors import UserError, suggest
 from moetune.files import expanded
@@ -353,16 +352,7 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     data = load_data(config.data, tokenizer, config.train)
     known = run.model.settings.get_text_config().vocab_size
-    parts = [part for part in (data.train, data.eval) if part is not None]
-    largest = max(int(some.max()) for part in parts for some in values(part, "input_ids"))
-    padding = pad_token_id(tokenizer)
-    if max(largest, padding) >= known:
-        what = "pads with" if padding >= known else "gives"
-        raise UserError(
-            f"the tokenizer of {config.model.path!r} {what} token {max(largest, padding)}; the model has embeddings "
-            f"for {known} only. Its tokenizer_config.json says which tokens there are"
-        )
-    return data, padding
+    return data, checked_padding(data, tokenizer, known, config.model.path)
 
 
 def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moetune.config import DataConfig, TrainConfig
 from moetune.data import records
-from moetune.data.load import load_data, pad_token_id
+from moetune.data.load import load_data, pad_token_id, tokenizer_of
 from moetune.errors import UserError
 from moetune.step.batch import collate
 
@@ -679,16 +679,30 @@ def test_a_long_record_without_a_place_to_part_is_refused(tmp_path, monkeypatch)
     assert load(file, tokenizer, packing=False).counts.loss_tokens == 1002  # the end is one
 
 
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
+    steps = {"normalizer": normalizers.Replace("a", "a" * 9), "decoder": decoders.Replace("a", "a" * 9)}
+    for part, step in steps.items():
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(tmp_path / part)
+        assert tokenizer_of("own", str(tmp_path / part)).is_fast
+        sequence = normalizers.Sequence if part == "normalizer" else decoders.Sequence
+        setattr(tokenizer.backend_tokenizer, part, sequence([step] * 30))
+        tokenizer.save_pretrained(tmp_path / part)
+        with pytest.raises(UserError, match=rf"the {part} in tokenizer.json may make a text 4.24e\+28 times as long"):
+            tokenizer_of("own", str(tmp_path / part))
+
+
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
 @pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.full)])
-def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, suffix):
-    size = 2**21
+def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, monkeypatch, suffix):
+    size = 2**19
+    monkeypatch.setattr(records, "_WINDOW", 2**15)
     text, file = "some words of a text, " * (size // 22), tmp_path / f"long.{suffix}"
     if suffix == "jsonl":
         write(file, {"text": text})
     else:
         pq.write_table(pa.table({"text": [text]}), file)
-    (tmp_path / "short.jsonl").write_text(json.dumps({"text": text[: 2**18]}))
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": text[: 2**16]}))
 
     def peak():
         return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
