@@ -50,6 +50,11 @@ class Document:
         labels[0] = IGNORED
         return Document(self.ids[start:stop], labels, self.divisible)
 
+    def shortened(self, longest: int) -> tuple[Document, bool]:
+        """Its first tokens, to the end of the last whole stretch that trains, and whether there was one."""
+        ends = np.flatnonzero((self.labels[:longest] != IGNORED) & (self.labels[1 : longest + 1] == IGNORED)) + 1
+        return (self.piece(0, int(ends[-1])), True) if len(ends) else (self.piece(0, longest), False)
+
 
 class Documents:
     """Documents in the order in which they were added; once one is read, no more are. Memory has 17 bytes of each."""

@@ -6,26 +6,32 @@ each: `sources` (where records come from), `records` (what they mean), `packing`
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import datasets
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
 from moetune.config import DataConfig, TrainConfig, WeightedData
 from moetune.data.documents import Chosen, Documents, values
 from moetune.data.packing import packed, separate
-from moetune.data.records import Reading, read_documents
+from moetune.data.records import Reading, Way, read_documents
 from moetune.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds
+_MOST_GROWTH = 1000  # of a text, by a tokenizer's replacements; a space becomes three bytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,9 @@ class DataCounts:
 
     Attributes:
         lengths: tokens of each document, int32.
-        dropped, cut: records that were too long.
+        records: of which they were made.
+        dropped, cut, unended: documents that were too long; the last ended in the middle of what trains.
+        chats: by how the assistant's tokens were found (`records.Way`), of all that were read.
         sequences: rows to train on.
         tokens: in these, padding left out; of a document that was cut into several, the context counts again.
         loss_tokens: those of them that are predicted.
@@ -42,8 +50,11 @@ class DataCounts:
     """
 
     lengths: np.ndarray
+    records: int
     dropped: int
     cut: int
+    unended: int
+    chats: Mapping[Way, int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -111,7 +122,33 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
         UserError: it cannot be loaded.
     """
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if tokenizer.is_fast:
+            _refuse_growth(tokenizer.backend_tokenizer)
+        return tokenizer
+
+
+def _refuse_growth(backend: Tokenizer) -> None:
+    """Refuse a tokenizer whose replacements multiply a text: it would not end, and nothing can stop it."""
+    empty = Tokenizer(BPE())
+    empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
+    said = json.loads(empty.to_str())
+
+    def growth(step: dict[str, Any] | None) -> float:
+        if step is None or step["type"] not in ("Sequence", "Replace"):
+            return 1.0
+        if step["type"] == "Sequence":
+            steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
+            return float(np.prod([growth(one) for one in steps]))
+        pattern = step["pattern"].get("String")
+        return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
+
+    for part in ("normalizer", "decoder"):
+        if (times := growth(said[part])) > _MOST_GROWTH:
+            raise UserError(
+                f"the {part} in tokenizer.json may make a text {times:.3g} times as long, and {_MOST_GROWTH} is the "
+                "most; take the original tokenizer of the model"
+            )
 
 
 def chat_template(spec: str) -> str:
@@ -150,30 +187,40 @@ def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:
-    documents = np.concatenate([np.arange(0), *(part.documents for part in parts)])
-    return Reading(documents, sum(part.dropped for part in parts), sum(part.cut for part in parts))
+    return Reading(
+        np.concatenate([np.arange(0), *(part.documents for part in parts)]),
+        np.concatenate([np.arange(0), *(part.records for part in parts)]),
+        dropped=sum(part.dropped for part in parts),
+        cut=sum(part.cut for part in parts),
+        unended=sum(part.unended for part in parts),
+        chats=sum((part.chats for part in parts), Counter()),
+    )
 
 
 def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
-    """Every document `weight` times, and of what is left over a share that is drawn."""
+    """Every record `weight` times, and of what is left over a share that is drawn."""
     whole, rest = divmod(weight, 1)
-    drawn = draw.permutation(len(read.documents))[: round(rest * len(read.documents))] if rest else np.arange(0)
-    again = np.tile(read.documents, int(whole))
-    return replace(read, documents=np.concatenate([again, read.documents[np.sort(drawn)]]))
+    records = np.unique(read.records)
+    drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
+    again = np.flatnonzero(np.isin(read.records, records[drawn]))
+    return _taken(read, np.concatenate([np.tile(np.arange(len(read.records)), int(whole)), again]))
 
 
 def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
-    """The training and the held-out part of documents, none of which is in both."""
-    _, firsts = np.unique(read.documents, return_index=True)  # weights have some more than once
-    documents = read.documents[np.sort(firsts)]
-    count = max(1, round(share * len(documents)))
-    if count >= len(documents):
-        raise UserError(f"data.validation: {share:g} of {len(documents)} records leaves none to train on")
-    held = documents[draw.permutation(len(documents))[:count]]
-    return (
-        replace(read, documents=read.documents[~np.isin(read.documents, held)]),
-        Reading(documents[np.isin(documents, held)]),
-    )
+    """The training and the held-out part of records, none of which is in both."""
+    _, firsts = np.unique(read.records, return_index=True)  # weights have some more than once
+    records = read.records[np.sort(firsts)]
+    count = max(1, round(share * len(records)))
+    if count >= len(records):
+        raise UserError(f"data.validation: {share:g} of {len(records)} records leaves none to train on")
+    is_held = np.isin(read.records, records[draw.permutation(len(records))[:count]])
+    once = np.sort(np.unique(read.documents, return_index=True)[1])
+    held = _taken(read, once[is_held[once]])
+    return _taken(read, np.flatnonzero(~is_held)), Reading(held.documents, held.records)
+
+
+def _taken(read: Reading, at: np.ndarray) -> Reading:
+    return replace(read, documents=read.documents[at], records=read.records[at])
 
 
 def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
@@ -182,16 +229,35 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
     there = sum(map(len, values(rows, "input_ids")))
     tokens = there if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
+    starts = int((read.documents == read.records).sum())
     counts = DataCounts(
         lengths=documents.lengths[read.documents],
+        records=starts,
         dropped=read.dropped,
         cut=read.cut,
+        unended=read.unended,
+        chats=read.chats,
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),
         padding=there - tokens,
     )
     return rows, counts
+
+
+def refuse_unknown_tokens(
+    settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
+) -> None:
+    """Raise `UserError` if the tokenizer gives or pads with a token that the model has no embedding for."""
+    known = settings.get_text_config().vocab_size
+    there = (some for part in parts if part is not None for some in values(part, "input_ids"))
+    largest = max((int(some.max()) for some in there), default=0)
+    if max(largest, padding) >= known:
+        what = "pads with" if padding >= known else "gives"
+        raise UserError(
+            f"the tokenizer of {model!r} {what} token {max(largest, padding)}; the model has embeddings for {known} "
+            "only. Its tokenizer_config.json says which tokens there are"
+        )
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

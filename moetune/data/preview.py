@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from moetune.anatomy.source import find_model_source
 from moetune.config import RunConfig
-from moetune.data.load import DataCounts, Datasets, load_data, tokenizer_of
+from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
+from moetune.data.records import WAYS
 from moetune.errors import UserError
 from moetune.parallel.coordinates import data_ranks
 from moetune.step.loss import IGNORED
@@ -47,6 +48,7 @@ class Preview:
             "sequence_length": self.sequence_length,
             "sequences_a_step": self.sequences_a_step,
             "steps_an_epoch": self.steps_an_epoch,
+            "notes": notes(self.counts),
             "first": self.first,
         }
 
@@ -62,6 +64,7 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
     source = find_model_source(config.model.path)
     tokenizer = tokenizer_of(source.name, source.folder)
     data = load_data(config.data, tokenizer, config.train)
+    refuse_unknown_tokens(source.config, config.model.path, pad_token_id(tokenizer), data.train, data.eval)
     return Preview(
         name=source.name,
         sequence_length=config.train.sequence_length,
@@ -92,12 +95,20 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
     return [(index * width, (index + 1) * width - 1, int(count)) for index, count in enumerate(found)]
 
 
+def notes(counts: DataCounts) -> list[str]:
+    """How the assistant's tokens were found, in words."""
+    return [f"{count:,} chats: {WAYS[way]}" for way, count in counts.chats.items()]
+
+
 def counts_json(counts: DataCounts) -> dict[str, Any]:
     lengths = counts.lengths
     return {
-        "records": len(lengths),
+        "records": counts.records,
+        "documents": len(lengths),
         "dropped": counts.dropped,
         "cut": counts.cut,
+        "unended": counts.unended,
+        "chats": dict(counts.chats),
         "sequences": counts.sequences,
         "tokens": counts.tokens,
         "loss_tokens": counts.loss_tokens,

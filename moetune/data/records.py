@@ -10,6 +10,7 @@ Labels stand under their own token, as transformers expects: the model's loss sh
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.data.bounded import bounded_memory, bounded_time
+from moetune.data.bounded import bounded_memory
 from moetune.data.chats import (
     MalformedError,
     alpaca_chat,
@@ -35,7 +36,7 @@ from moetune.data.chats import (
 )
 from moetune.data.documents import Document, Documents
 from moetune.data.sources import Source
-from moetune.errors import UserError, one_line, reading
+from moetune.errors import UserError, one_line, reading, time_limit
 from moetune.step.loss import IGNORED
 
 LISTED_PROBLEMS = 20
@@ -44,6 +45,11 @@ _TEMPLATE_SECONDS = 10.0  # that it may take for a record
 LISTED_NUMBERS = 3
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
 """Keys of a message that hold what was said and that not every template writes; several names of one thing together."""
+_WINDOW = 2**18
+"""Characters that are tokenized at once: tokenizers take 200 bytes and more of memory for each."""
+_OVERLAPS = (2**12, 2**14, 2**16)
+_LONGEST_SLOW = 2**23
+"""Characters of a record for a tokenizer without offsets, which has no windows."""
 Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
 KEYS: dict[Format, tuple[str, ...]] = {
     "chat": ("messages",),
@@ -52,10 +58,25 @@ KEYS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+Way = Literal["markers", "prompts", "turns"]
+"""How the assistant's tokens of a chat were found: by `{% generation %}`, by the generation prompts of the whole chat,
+or by those of its turns, each a document of its own."""
+WAYS: dict[Way, str] = {
+    "markers": "the assistant's part is what the chat template marks with {% generation %}",
+    "prompts": "the assistant's part is what follows the chat template's generation prompts",
+    "turns": "the chat template writes earlier turns differently, so that each turn of the assistant is a document of "
+    "its own, as it stands last; its part is what follows the generation prompt",
+}
 _ASKS = ("question", "query", "instruction", "input", "prompt", "problem", "user")
 _ANSWERS = ("answer", "response", "output", "completion", "solution", "target", "assistant")
 _TEXTS = ("content", "body", "document", "passage")
 _READERS = {".jsonl": "from_json", ".json": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
+
+
+Tokens = tuple[np.ndarray, np.ndarray]
+"""Ids, and which of them train."""
+Spanned = tuple[str, list[tuple[int, int]]]
+"""A text, and the stretches of its characters that train."""
 
 
 @dataclass
@@ -64,13 +85,18 @@ class Reading:
 
     Attributes:
         documents: where they are among all that were read, in the order of the source.
-        dropped: records left out, those included of which no token to train on was left.
-        cut: records whose end was left out.
+        records: for each of them, the first document of its record: a chat may need several.
+        dropped: documents left out, those included of which no token to train on was left.
+        cut: documents whose end was left out; `unended` of them in the middle of what trains.
+        chats: by how the assistant's tokens were found.
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
+    records: np.ndarray = field(default_factory=lambda: np.arange(0))
     dropped: int = 0
     cut: int = 0
+    unended: int = 0
+    chats: Counter[Way] = field(default_factory=Counter)
 
 
 def read_documents(
@@ -99,6 +125,7 @@ def read_documents(
     read, first = Reading(), len(documents)
     problems = _Problems()
     needed, misread = longest, None
+    records: list[int] = []
     for row in source.rows:
         try:
             if row.problem is not None:
@@ -110,20 +137,26 @@ def read_documents(
             if encoder is None:
                 with reading("the tokenizer"):
                     encoder = Encoder(tokenizer, _detect(record) if format == "auto" else format)
-            document = encoder.encode(record)
-            if len(document) > longest and not document.divisible:
-                if too_long == "error":
-                    needed = max(needed, len(document))
-                    raise MalformedError(f"{len(document)} tokens do not fit train.sequence_length {longest}")
-                document = document.piece(0, longest)
-                if too_long == "drop" or (document.labels == IGNORED).all():
-                    read.dropped += 1
-                    continue
-                read.cut += 1
-            documents.add(document)
+            encoded, way = encoder.encode(record)
+            if way:
+                read.chats[way] += 1
+            of_record = len(documents)
+            for document in encoded:
+                if len(document) > longest and not document.divisible:
+                    if too_long == "error":
+                        needed = max(needed, *map(len, encoded))
+                        raise MalformedError(f"{needed} tokens do not fit train.sequence_length {longest}")
+                    document, whole = document.shortened(longest)
+                    if too_long == "drop" or (document.labels == IGNORED).all():
+                        read.dropped += 1
+                        continue
+                    read.cut += 1
+                    read.unended += not whole
+                documents.add(document)
+                records.append(of_record)
         except MalformedError as problem:
             problems.add(row.number, one_line(problem))
-    read.documents = np.arange(first, len(documents))
+    read.documents, read.records = np.arange(first, len(documents)), np.array(records, dtype=np.int64)
     if problems.count:
         hints = [] if encoder is not None or misread is None else [*_conversion(source.name, misread)]
         if needed > longest:
@@ -144,7 +177,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format) -> None:
         self.tokenizer = tokenizer
         self.format = format
-        self._encode: Callable[[dict[str, Any]], tuple[list[int], list[bool]]]
+        self._encode: Callable[[dict[str, Any]], Tokens]
         self._convert: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record
         if format == "sharegpt":
             self._convert = sharegpt_chat
@@ -164,7 +197,6 @@ class Encoder:
             except ValueError as error:  # several named templates, and none is the default
                 raise UserError(f"the tokenizer's chat template cannot be used: {error}") from None
             self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
-            self._encode = self._chat
             return
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-sequence token to put after a document")
@@ -173,8 +205,8 @@ class Encoder:
         self._bos = [first] if first == tokenizer.bos_token_id else []
         self._encode = self._text if format == "text" else self._prompt
 
-    def encode(self, record: dict[str, Any]) -> Document:
-        """Ids and labels of one record.
+    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Way | None]:
+        """Ids and labels of one record, and for a chat how the assistant's tokens were found.
 
         Raises:
             MalformedError: the record is not of this format, or nothing in it would train.
@@ -183,77 +215,125 @@ class Encoder:
         if missing:
             found = ", ".join(key for key, value in record.items() if value is not None)
             raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
+        record = self._convert(record)
+        way: Way | None = None
         with reading("the record, by the tokenizer,"):
-            ids, trains = self._encode(self._convert(record))
-        labels = np.where(trains, ids, IGNORED).astype(np.int32)
-        labels[:1] = IGNORED
-        if (labels == IGNORED).all():
+            if "messages" in record and self.format not in ("text", "prompt"):
+                texts, way = self._chat(record)
+                parts = [self._spanned(text, spans) for text, spans in texts]
+            else:
+                parts = [self._encode(record)]
+        encoded = []
+        for ids, trains in parts:
+            labels = np.where(trains, ids, IGNORED).astype(np.int32)
+            labels[:1] = IGNORED
+            if (labels != IGNORED).any():
+                encoded.append(Document(np.asarray(ids, dtype=np.int32), labels, divisible=self.format == "text"))
+        if not encoded:
             raise MalformedError("no token to train on")
-        return Document(np.asarray(ids, dtype=np.int32), labels, divisible=self.format == "text")
+        return encoded, way
 
-    def _text(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    def _text(self, record: dict[str, Any]) -> Tokens:
         body = self._tokens(checked_text(record["text"], "text"))
-        if not body:
+        if not len(body):
             raise MalformedError("text yields no token")
-        ids = [*self._bos, *body, *self._eos]
-        return ids, [True] * len(ids)
+        ids = _joined(self._bos, body, self._eos)
+        return ids, np.ones(len(ids), dtype=bool)
 
-    def _prompt(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    def _prompt(self, record: dict[str, Any]) -> Tokens:
         # Tokenized apart, so that the boundary is exact: no token holds characters of both.
-        prompt = [*self._bos, *self._tokens(checked_text(record["prompt"], "prompt"))]
+        prompt = _joined(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
         body = self._tokens(checked_text(record["completion"], "completion"))
-        if not body:
+        if not len(body):
             raise MalformedError("completion yields no token")
-        completion = [*body, *self._eos]
-        return [*prompt, *completion], [False] * len(prompt) + [True] * len(completion)
+        ids = _joined(prompt, body, self._eos)
+        return ids, np.arange(len(ids)) >= len(prompt)
 
-    def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    def _chat(self, record: dict[str, Any]) -> tuple[list[Spanned], Way]:
+        """A chat as texts, and what of each the assistant wrote."""
         messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
         try:
-            with bounded_memory(_TEMPLATE_BYTES), bounded_time(_TEMPLATE_SECONDS):
+            with bounded_memory(_TEMPLATE_BYTES), time_limit("the chat template", _TEMPLATE_SECONDS):
                 messages = self._with_content(messages, tools)
                 self._refuse_ignored(messages, tools)
-                find = self._marked_spans if self._has_markers else self._prefix_spans
-                text, spans = find(messages, tools)
-                spans = _weighted(messages, spans)
-        except MalformedError:
-            raise
+                if self._has_markers:
+                    text, spans = self._marked_spans(messages, tools)
+                    texts = [(text, _weighted(messages, spans))]
+                else:
+                    texts = self._turns(messages, tools)
+        except UserError as error:
+            raise MalformedError(str(error)) from None
         except Exception as error:  # templates can do what Python can do to a value
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
-        if not isinstance(text, str) or len(text) > _TEMPLATE_BYTES // 16:
-            raise MalformedError("the chat template writes more than any text")
-        encoded = self.tokenizer(
-            checked_text(text, "rendered chat"),
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        trains = [False] * len(encoded["input_ids"])
-        for index, (start, stop) in enumerate(encoded["offset_mapping"]):
-            # Byte-level tokenizers may trim whitespace off an offset; of a token that is whitespace alone,
-            # nothing but the position after it is left.
-            first = start if stop > start else start - 1
-            trains[index] = any(low <= first < high for low, high in spans)
-        return encoded["input_ids"], trains
+        for text, _ in texts:
+            if not isinstance(text, str) or len(text) > _TEMPLATE_BYTES // 16:
+                raise MalformedError("the chat template writes more than any text")
+            checked_text(text, "rendered chat")
+        return texts, "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
+
+    def _spanned(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
+        """The tokens of a text, of which those within the spans train.
+
+        The pieces between borders are tokenized apart, as a prompt is before its answer is written: so no token holds
+        characters of both. Tokenizers that write a space before each piece change the text by that; with them it is
+        tokenized whole.
+
+        Raises:
+            MalformedError: a token of the whole holds a border.
+        """
+        borders = [0, *sorted({border for span in spans for border in span}), len(text)]
+        pieces, trains = [], []
+        for low, high in itertools.pairwise(borders):
+            pieces.append(self._tokens(text[low:high]))
+            trains.append(np.full(len(pieces[-1]), any(start <= low < stop for start, stop in spans)))
+        ids, (whole, offsets) = _joined(*pieces), self._encoded(text)
+        if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
+            return ids, np.concatenate(trains)
+        starts, stops = offsets.T
+        # Of a token that is whitespace alone, some tokenizers leave nothing but the position after it.
+        firsts = np.where(stops > starts, starts, starts - 1)
+        for border in borders:
+            if (across := np.flatnonzero((starts < border) & (border < stops))).size:
+                start, stop = offsets[across[0]]
+                raise MalformedError(
+                    f"the token of {text[start:stop]!r} holds the end of one message's part and the beginning of the "
+                    "next; name a template in data.chat_template that parts them by a special token"
+                )
+        return whole, np.any([(low <= firsts) & (firsts < high) for low, high in [(0, 0), *spans]], axis=0)
+
+    def _decoded(self, ids: np.ndarray) -> str:
+        text: Any = self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return text
 
     def _refuse_ignored(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        """Refuse a chat of which the template leaves something out: it writes the same without it."""
-        without: list[tuple[str, list[dict[str, Any]], list[Any] | None]] = []
-        if tools:
-            without.append(("tools", messages, None))
+        """Refuse a chat of which the template leaves something out: it writes the same without it.
+
+        Without markers each turn is also written as the last one, and what is there is not lost.
+        """
+        without: list[tuple[str, int, dict[str, Any]]] = []
         for at, message in enumerate(messages):
             for names in _MAY_BE_IGNORED:
                 # A tool's name stands in the call that it answers.
                 here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
                 if here:
                     left = {key: value for key, value in message.items() if key not in here}
-                    without.append(
-                        (f"{here[0]} of message {at + 1}", [*messages[:at], left, *messages[at + 1 :]], tools)
-                    )
-        full = self._render(messages, tools) if without else ""
-        for what, fewer, tools_left in without:
+                    without.append((f"{here[0]} of message {at + 1}", at, left))
+            thought, mark, said = (message["content"] or "").rpartition("</think>")
+            if mark and thought.strip() and message["role"] == "assistant":
+                without.append((f"what stands before </think> in message {at + 1}", at, {**message, "content": said}))
+        ends = [len(messages)]
+        if not self._has_markers:
+            ends = [at for at, message in enumerate(messages, 1) if message["role"] == "assistant"] + ends
+        cases = [
+            (what, [*messages[:at], left, *messages[at + 1 :]], tools, next(end for end in ends if end > at))
+            for what, at, left in without
+        ]
+        for what, fewer, tools_left, end in [*([("tools", messages, None, len(messages))] if tools else []), *cases]:
+            full = self._render(messages[:end], tools)
             try:
-                is_lost = self._render(fewer, tools_left) == full
+                is_lost = self._render(fewer[:end], tools_left) == full
+            except UserError:  # the time is over
+                raise
             except Exception:  # the template needs it
                 continue
             if is_lost:
@@ -269,13 +349,13 @@ class Encoder:
         empty = [{**message, "content": message["content"] or ""} for message in messages]
         try:
             written = self._render(messages, tools)
+        except UserError:  # the time is over
+            raise
         except Exception:  # templates can do what Python can do to a value
             return empty
         return empty if written.count("None") > self._render(empty, tools).count("None") else messages
 
-    def _marked_spans(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _marked_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Spanned:
         """The rendered chat, and which characters the template's `{% generation %}` blocks wrote.
 
         `apply_chat_template(return_assistant_tokens_mask=True)` reads the same blocks, but drops the rest of
@@ -286,12 +366,10 @@ class Encoder:
         texts, spans = rendered
         return texts[0], [(low, high) for low, high in spans[0]]
 
-    def _prefix_spans(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The same without markers: what `messages[:i+1]` adds to the generation prompt of `messages[:i]`."""
-        full = self._render(messages, tools)
-        spans = []
+    def _turns(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Spanned]:
+        """The same without markers: what a turn of the assistant, standing last, adds to the generation prompt of the
+        messages before it. Turns that the next one repeats to the letter are one text with it."""
+        texts: list[Spanned] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -302,13 +380,20 @@ class Encoder:
                 )
             before = self._render(messages[:index], tools, add_generation_prompt=True)
             after = self._render(messages[: index + 1], tools)
-            if not (after.startswith(before) and full.startswith(after)):
+            if not after.startswith(before):
                 raise MalformedError(
-                    f"the chat template writes message {index + 1} differently when it stands last, so what "
-                    "is the assistant's cannot be told; give the template {% generation %} markers"
+                    f"the chat template does not begin message {index + 1} with its own generation prompt, so what is "
+                    "the assistant's cannot be told; name one in data.chat_template (a chat_template.jinja) that does, "
+                    "or that has {% generation %} markers"
                 )
-            spans.append((len(before), len(after)))
-        return full, spans
+            spans = [(len(before), len(after))] if message.get("weight", 1) else []
+            if texts and after.startswith(texts[-1][0]):
+                spans = texts.pop()[1] + spans
+            texts.append((after, spans))
+        full = self._render(messages, tools)
+        if full.startswith(texts[-1][0]):
+            texts[-1] = full, texts[-1][1]
+        return texts
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool = False
@@ -318,8 +403,58 @@ class Encoder:
         )
         return rendered
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def _tokens(self, text: str) -> np.ndarray:
+        if self.tokenizer.is_fast:
+            return self._encoded(text)[0]
+        if len(text) > _LONGEST_SLOW:
+            raise MalformedError(
+                f"{len(text):,} characters are more than this tokenizer, which has no tokenizer.json, takes at once; "
+                f"cut the record into some of up to {_LONGEST_SLOW:,}"
+            )
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+
+    def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and the characters of each (int32 [tokens, 2]), window by window.
+
+        Windows overlap. Where both say the same of the middle half of what they share, they are joined in its middle:
+        what a tokenizer makes of a text's place does not depend on what is far away. Where they differ, more is shared.
+
+        Raises:
+            MalformedError: they differ in all that is tried.
+        """
+        ids, offsets = self._window(text, 0)
+        kept, end = [], min(_WINDOW, len(text))
+        while end < len(text):
+            for overlap in _OVERLAPS:
+                begin, middle, quarter = end - overlap, end - overlap // 2, overlap // 4
+                next_ids, next_offsets = self._window(text, begin)
+                (a, at, b), (c, then, d) = (
+                    np.searchsorted(some[:, 0], [middle - quarter, middle, middle + quarter])
+                    for some in (offsets, next_offsets)
+                )
+                alike = [(ids[a:b], next_ids[c:d]), (offsets[a:b], next_offsets[c:d])]
+                if a < b and at - a == then - c and all(np.array_equal(one, other) for one, other in alike):
+                    break
+            else:
+                raise MalformedError(
+                    f"its {len(text):,} characters are too many to tokenize at once, and near character {end:,} there "
+                    f"is no place to part them; cut the record into some of up to {_WINDOW:,} characters"
+                )
+            kept.append((ids[:at], offsets[:at]))
+            ids, offsets = next_ids[then:], next_offsets[then:]
+            end = min(begin + _WINDOW, len(text))
+        kept.append((ids, offsets))
+        return np.concatenate([one for one, _ in kept]), np.concatenate([one for _, one in kept])
+
+    def _window(self, text: str, begin: int) -> tuple[np.ndarray, np.ndarray]:
+        part = text[begin : begin + _WINDOW]
+        encoded = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int32).reshape(-1, 2) + begin
+        return np.array(encoded["input_ids"], dtype=np.int32), offsets.astype(np.int32)
+
+
+def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 
 def _weighted(messages: list[dict[str, Any]], spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

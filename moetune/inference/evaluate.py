@@ -14,13 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from moetune.config import DataConfig, RunConfig, TrainConfig
-from moetune.data.load import load_data, pad_token_id
+from moetune.data.load import load_data, pad_token_id, refuse_unknown_tokens
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.inference.opened import Opened
 from moetune.step.batch import Row, collate
 from moetune.step.step import held_out_loss
-from moetune.training.inputs import refuse_unknown_tokens
 
 _ROWS = 4
 _MOST_LOSS = 700.0  # nats: beyond, a perplexity is no number

@@ -30,7 +30,7 @@ def print_data(name: str, found: dict[str, Any], console: Console) -> None:
         if before and console.color_system is None:
             text.append("»")
         console.print(text, highlight=False)
-    console.rule("tokens a record", align="left", style="dim")
+    console.rule("tokens a document", align="left", style="dim")
     bins, tallest = _bins(found)
     for low, high, count in bins:
         console.print(f"{f'{low:,} – {high:,}':>17} {count:>9,} {'█' * -(-_BAR * count // tallest)}", highlight=False)
@@ -64,9 +64,11 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"{train['tokens']:,} tokens, {train['loss_tokens']:,} of them ({share:.0%}) with loss{padding}"
     sizes = train["lengths"]
     yield (
-        f"a record has {sizes['shortest']:,} to {sizes['longest']:,} tokens, the median {sizes['median']:,.0f}; "
+        f"a document has {sizes['shortest']:,} to {sizes['longest']:,} tokens, the median {sizes['median']:,.0f}; "
         f"{train['dropped']:,} were dropped and {train['cut']:,} cut (data.too_long)"
+        + (f", {train['unended']:,} of them before the first answer ends" if train["unended"] else "")
     )
+    yield from found["notes"]
     if held_out is not None:
         yield f"held out: {held_out['records']:,} records, {held_out['loss_tokens']:,} tokens with loss"
 

@@ -33,7 +33,7 @@ from moetune.adapt.base import build_noting
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.config import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
-from moetune.data.load import load_data, pad_token_id, tokenizer_of
+from moetune.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
 from moetune.errors import UserError
 from moetune.files import write_whole
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -45,7 +45,6 @@ from moetune.run.scores import Scored, Scores, read_scores
 from moetune.scoring.recorder import Recorder, Sums, documents_of
 from moetune.step.batch import Row, collate
 from moetune.step.tail import split
-from moetune.training.inputs import refuse_unknown_tokens
 from moetune.training.isolation import refuse_leaky_packing
 
 TOKENS = 131_072

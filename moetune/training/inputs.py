@@ -11,7 +11,6 @@ from typing import Any
 
 import datasets
 import pyarrow.compute as pc
-from transformers import PretrainedConfig
 
 from moetune.data.documents import values
 from moetune.data.load import Datasets
@@ -108,21 +107,6 @@ def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     config = files.pop(CONFIG_FILE, None)
     said = {} if config is None else read_json(config, dict[str, Any])
     return said, {name: digest(file) for name, file in files.items()}
-
-
-def refuse_unknown_tokens(
-    settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
-) -> None:
-    """Raise `UserError` if the tokenizer gives or pads with a token that the model has no embedding for."""
-    known = settings.get_text_config().vocab_size
-    there = (some for part in parts if part is not None for some in values(part, "input_ids"))
-    largest = max((int(some.max()) for some in there), default=0)
-    if max(largest, padding) >= known:
-        what = "pads with" if padding >= known else "gives"
-        raise UserError(
-            f"the tokenizer of {model!r} {what} token {max(largest, padding)}; the model has embeddings for {known} "
-            "only. Its tokenizer_config.json says which tokens there are"
-        )
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

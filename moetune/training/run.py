@@ -19,8 +19,8 @@ from moetune.adapt.count import count_trainable
 from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
-from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, tokenizer_of
-from moetune.data.preview import steps_an_epoch
+from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
+from moetune.data.preview import notes, steps_an_epoch
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base
@@ -33,7 +33,7 @@ from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
-from moetune.training.inputs import Inputs, refuse_unknown_tokens
+from moetune.training.inputs import Inputs
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.loop import Loop
 from moetune.training.notices import Notices
@@ -334,6 +334,7 @@ def _announce(console: Console, config: RunConfig, counts: dict[str, int], data:
         f"{config.model.path}: trains {counts['total']:,} parameters ({parts})",
         f"data: {len(data.lengths):,} examples in {data.sequences:,} sequences, {data.tokens:,} training tokens, "
         f"{data.loss_tokens:,} with loss{padding}{left_out}",
+        *(f"data: {note}" for note in notes(data)),
         f"length: {config.train.steps:,} steps of {an_epoch:,} an epoch, {epochs:.3g} epochs",
     ]
     if epochs > MANY_EPOCHS:

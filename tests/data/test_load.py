@@ -1,18 +1,22 @@
 """Records to tokens and labels, token by token, with a tokenizer of one token a byte."""
 
 import json
+import os
+import random
+import re
 import shlex
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moetune.config import DataConfig, TrainConfig
 from moetune.data import records
-from moetune.data.load import load_data, pad_token_id
+from moetune.data.load import load_data, pad_token_id, tokenizer_of
 from moetune.errors import UserError
 from moetune.step.batch import collate
 
@@ -125,10 +129,10 @@ def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
     assert "line 1: the assistant speaks first" in message(tmp_path / "one.jsonl", make_tokenizer(CHATML))
 
 
-def test_a_token_across_the_boundary_of_a_chat_does_not_train(tmp_path):
+def test_no_token_holds_characters_of_two_messages(tmp_path):
     tokenizer = make_tokenizer(CHATML, merges=[("Ċ", "Ċ")])
     ids, labels = load_one(tmp_path, {"messages": [USER, {"role": "assistant", "content": "\ny"}]}, tokenizer)
-    assert trained_text(tokenizer, ids, labels) == "y<|im_end|>\n"
+    assert trained_text(tokenizer, ids, labels) == "\ny<|im_end|>\n"
 
 
 def test_chat_trains_what_a_template_marks(tmp_path):
@@ -433,9 +437,10 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
     ("template", "problem"),
     [
         (
-            CHATML + "{% if messages[-1].role == 'assistant' %}END{% endif %}",
-            "the chat template writes message 3 differently when it stands last, so what is the assistant's "
-            "cannot be told; give the template {% generation %} markers",
+            CHATML.replace("assistant\n", "assistant\n<think>\n"),
+            "the chat template does not begin message 3 with its own generation prompt, so what is the assistant's "
+            "cannot be told; name one in data.chat_template (a chat_template.jinja) that does, or that has "
+            "{% generation %} markers",
         ),
         (
             "{{ raise_exception('roles must alternate') }}",
@@ -523,7 +528,7 @@ def test_a_template_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_TEMPLATE_SECONDS", 0.2)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     file = write(tmp_path / "data.jsonl", {"messages": TALK})
-    assert "it has not ended after 0.2 s" in message(file, make_tokenizer(loops))
+    assert "no end after 0.2 s" in message(file, make_tokenizer(loops))
 
 
 def test_a_chat_template_can_be_a_model_folders(tmp_path):
@@ -533,3 +538,178 @@ def test_a_chat_template_can_be_a_model_folders(tmp_path):
     tokenizer = make_tokenizer()
     load(file, tokenizer, chat_template=str(tmp_path / "model"))
     assert tokenizer.chat_template == CHATML
+
+
+# In the manner of published templates: reasoning of earlier turns is dropped (thinking, harmony), or turns after a
+# tool's have no generation prompt (bars).
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n{% endif %}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}{% if loop.last and m.thinking %}"
+    "<|c|>analysis<|m|>{{ m.thinking }}<|im_end|><|im_start|>assistant{% endif %}<|c|>final<|m|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|im_end|>' }}{% else %}<|m|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+BARS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}|A|{% endif %}{{ m.content }}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}<o>{{ m.content }}</o>{% elif m.role == 'user' %}|U|{{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}|A|{% endif %}"
+)
+
+
+def _answer(template, message, last):
+    """What the assistant writes for a message that stands last, or that others follow."""
+    reason = message.get("reasoning_content") or message.get("thinking")
+    if template is THINKING:
+        return f"<think>\n{reason or ''}\n</think>\n{message['content']}<|im_end|>\n"
+    if template is HARMONY:
+        thought = f"<|c|>analysis<|m|>{reason}<|im_end|><|im_start|>assistant" if reason else ""
+        return f"{thought}<|c|>final<|m|>{message['content']}" + ("<|return|>" if last else "<|im_end|>")
+    return message["content"] + ("</s>" if template is BARS else "<|im_end|>\n")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("template", [CHATML, THINKING, HARMONY, BARS], ids=["chatml", "thinking", "harmony", "bars"])
+def test_exactly_what_the_assistant_writes_trains(tmp_path, template, seed):
+    draw = random.Random(seed)
+
+    def words():
+        return "".join(draw.choice(["a", "\n", " ", "é", "🙂", "b|", "<", "the"]) for _ in range(9)) + "."
+
+    reasons = {THINKING: "reasoning_content", HARMONY: "thinking"}
+    talks = []
+    for _ in range(8):
+        talk = [{"role": "system", "content": words()}] * draw.randrange(2)
+        for _ in range(draw.randrange(1, 5)):
+            talk.append({"role": "user", "content": words()})
+            for _ in range(draw.randrange(3) if template in (THINKING, BARS) else 0):
+                talk += [{"role": "assistant", "content": words()}, {"role": "tool", "content": words()}]
+            talk.append({"role": "assistant", "content": words()})
+            if template in reasons and draw.random() < 0.5:
+                talk[-1][reasons[template]] = words()
+        talk[0] = {**talk[0], "content": f"#{len(talks)};" + words()}
+        talks.append(talk)
+    file = write(tmp_path / "talks.jsonl", *({"messages": talk} for talk in talks))
+    tokenizer = make_tokenizer(
+        template, merges=[("Ċ", "Ċ"), ("t", "h"), ("Ċ", "t"), (".", "<"), ("|", "a"), ("<", "|")]
+    )
+    data = load(file, tokenizer, 4096, packing=False)
+    # Each is trained once, in a document that ends as it would be generated, whole turns in one where they agree.
+    expected = [_answer(template, m, last=True) for talk in talks for m in talk if m["role"] == "assistant"]
+    trained = [trained_text(tokenizer, row["input_ids"], row["labels"]) for row in data.train]
+    assert "".join(trained) == "".join(expected)
+    assert data.counts.records == len(talks) == data.counts.chats.total()
+    assert ("turns" in data.counts.chats) == (template in reasons) == (len(data.train) > len(talks))
+    rendered = {tokenizer.apply_chat_template(talk[:at], tokenize=False) for talk in talks for at in range(1, 99)}
+    assert all(tokenizer.decode(row["input_ids"]) in rendered for row in data.train)
+    held = load(file, tokenizer, 4096, packing=False, validation=0.3)
+    parts = [[tokenizer.decode(row["input_ids"]) for row in part] for part in (held.train, held.eval)]
+    assert (held.counts.records, held.eval_counts.records) == (6, 2)
+    assert sorted(parts[0] + parts[1]) == sorted(tokenizer.decode(row["input_ids"]) for row in data.train)
+    openings = [{re.search(r"#\d+;", text).group() for text in part} for part in parts]
+    assert not openings[0] & openings[1]
+
+
+def test_reasoning_that_no_turn_keeps_is_refused(tmp_path):
+    file = write(tmp_path / "data.jsonl", {"messages": [USER, {"role": "assistant", "content": "<think>x</think>yes"}]})
+    drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    assert "leaves out what stands before </think> in message 2" in message(file, make_tokenizer(drops))
+    assert len(load(file, make_tokenizer(CHATML), 256).train) == 1
+
+
+def test_a_cut_chat_ends_with_a_whole_turn(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    talk = [USER, ASSISTANT, USER, {"role": "assistant", "content": "b" * 90}]
+    file = write(tmp_path / "data.jsonl", {"messages": talk}, {"messages": talk[2:]})
+    data = load(file, tokenizer, 64, packing=False, too_long="truncate")
+    texts = [trained_text(tokenizer, row["input_ids"], row["labels"]) for row in data.train]
+    assert texts[0] == "yes<|im_end|>\n"
+    assert set(texts[1]) == {"b"}
+    assert (data.counts.cut, data.counts.unended) == (2, 1)
+
+
+def _unlike(kind):
+    """A tokenizer whose words are cut by a pattern, whose tokens hold spaces, or that marks the first word."""
+    tokenizer = make_tokenizer(merges=[("a", "b"), ("Ġ", "ab"), ("Ċ", "Ċ"), ("c", "Ġ"), ("ab", "ab")])
+    if kind == "pattern":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    if kind == "metaspace":
+        words = [
+            ("▁ab", -2.0),
+            ("▁", -3.0),
+            ("ab", -3.0),
+            ("bab", -3.5),
+            ("\n", -2.0),
+            *((c, -5.0) for c in "abc é🙂/s<>"),
+        ]
+        backend = Tokenizer(models.Unigram([("<unk>", -9.0), *words], unk_id=0))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["spaces", "pattern", "metaspace"])
+@pytest.mark.parametrize("seed", range(5))
+def test_windows_join_to_what_the_whole_is(monkeypatch, kind, seed):
+    monkeypatch.setattr(records, "_WINDOW", 512)
+    monkeypatch.setattr(records, "_OVERLAPS", (32, 128, 256))
+    draw, tokenizer = random.Random(seed), _unlike(kind)
+    parts = ["ab", "a", "b", "c ", " ", "\n", "é", "🙂", "</s>", "abab"]
+    text = "".join(draw.choice(parts) * draw.choice([1, 1, 1, 5]) for _ in range(4000))
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = records.Encoder(tokenizer, "text")._encoded(text)
+    assert ids.tolist() == whole["input_ids"]
+    assert [tuple(one) for one in offsets.tolist()] == whole["offset_mapping"]
+
+
+def test_a_long_record_without_a_place_to_part_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_WINDOW", 500)
+    monkeypatch.setattr(records, "_OVERLAPS", (33, 129))
+    tokenizer = make_tokenizer(merges=[("a", "a")])
+    file = write(tmp_path / "one.jsonl", {"text": "a" * 2001})
+    assert "2,001 characters are too many to tokenize at once" in message(file, tokenizer)
+    assert "cut the record into some of up to 500" in message(file, tokenizer)
+    monkeypatch.setattr(records, "_OVERLAPS", (32,))
+    assert load(file, tokenizer, packing=False).counts.loss_tokens == 1002  # the end is one
+
+
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
+    steps = {"normalizer": normalizers.Replace("a", "a" * 9), "decoder": decoders.Replace("a", "a" * 9)}
+    for part, step in steps.items():
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(tmp_path / part)
+        assert tokenizer_of("own", str(tmp_path / part)).is_fast
+        sequence = normalizers.Sequence if part == "normalizer" else decoders.Sequence
+        setattr(tokenizer.backend_tokenizer, part, sequence([step] * 30))
+        tokenizer.save_pretrained(tmp_path / part)
+        with pytest.raises(UserError, match=rf"the {part} in tokenizer.json may make a text 4.24e\+28 times as long"):
+            tokenizer_of("own", str(tmp_path / part))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.full)])
+def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, monkeypatch, suffix):
+    size = 2**19
+    monkeypatch.setattr(records, "_WINDOW", 2**15)
+    text, file = "some words of a text, " * (size // 22), tmp_path / f"long.{suffix}"
+    if suffix == "jsonl":
+        write(file, {"text": text})
+    else:
+        pq.write_table(pa.table({"text": [text]}), file)
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": text[: 2**16]}))
+
+    def peak():
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+    tokenizer = _unlike("pattern")
+    load(tmp_path / "short.jsonl", tokenizer, 1024)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    load(file, tokenizer, 1024)
+    assert peak() - before < 80 * size

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moetune.data.preview import preview
 from moetune.errors import UserError
 from moetune.step import router_losses
 from moetune.training.manifest import write_manifest
@@ -98,8 +99,10 @@ def test_a_run_is_not_continued_in_another_precision(small_model: Path, small_da
 
 def test_a_tokenizer_with_more_tokens_than_the_model(small_data: Path, tmp_path: Path) -> None:
     folder = small.write_model(tmp_path / "model", vocab_size=300)
-    with pytest.raises(UserError, match=r"gives token \d+; the model has embeddings for 300 only"):
-        train(small.run_config(folder, small_data, tmp_path / "run"))
+    config = small.run_config(folder, small_data, tmp_path / "run")
+    for command in (train, preview):
+        with pytest.raises(UserError, match=r"gives token \d+; the model has embeddings for 300 only"):
+            command(config)
 
 
 def test_problems_of_every_kind_are_reported_together(small_model: Path, tmp_path: Path) -> None:
