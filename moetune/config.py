@@ -294,7 +294,15 @@ class TrainConfig(Section):
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
     neftune_alpha: Strength = 0.0
-    report_to: tuple[Text, ...] = ()
+    report_to: Annotated[
+        tuple[Text, ...], BeforeValidator(lambda v: (() if v == "none" else (v,)) if isinstance(v, str) else v)
+    ] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_steps(cls, raw: Any) -> Any:
+        """`steps: null` leaves them out, as `epochs: null` does."""
+        return {k: v for k, v in raw.items() if (k, v) != ("steps", None)} if isinstance(raw, dict) else raw
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
