@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -23,6 +24,7 @@ from moetune.data.records import Reading, read_documents
 from moetune.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.errors import UserError, reading
 from moetune.files import expanded
+from moetune.hub.reach import hub_is_reachable
 from moetune.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds
@@ -111,7 +113,8 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
         UserError: it cannot be loaded.
     """
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
+        return AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
 
 
 def chat_template(spec: str) -> str:

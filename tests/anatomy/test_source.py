@@ -67,7 +67,7 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
     ("config", "message"),
     [
         ("{not json", "config.json cannot be read"),
-        ([1], "has no model_type"),
+        ([1], "Input should be an object"),
         ({"hidden_size": 4}, "has no model_type"),
         ({"model_type": "mixtrall"}, "'mixtrall'.*never run.*Did you mean 'mixtral'"),
         ({"model_type": "mixtral", "hidden_size": "many"}, "config.json is not valid.*hidden_size"),
