@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from moetune.catalog import recipes
 from moetune.config import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig
 from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import expanded, names_in
@@ -83,7 +84,10 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     """
     path = expanded(path)
     what = f"run file {str(path)!r}"
-    if not os.path.lexists(path) and (near := suggest(path.name, names_in(path.parent))):
+    if not os.path.lexists(path):
+        near = suggest(path.name, names_in(path.parent))
+        if path.stem in recipes():  # the guides name those of the repository
+            near = f" moetune init {path.stem} --out {path.name} writes that recipe here."
         raise UserError(f"{what} cannot be read: No such file or directory.{near}")
     with reading(what), path.open("rb") as file:
         text = file.read(_MOST_BYTES + 1).decode("utf-8")

@@ -365,6 +365,11 @@ def test_what_is_said_last_says_how_long_to_train(
     assert RunConfig.model_validate(yaml.safe_load(config.to_yaml())).train == config.train
 
 
+def test_a_recipe_that_is_not_here_is_answered_with_init(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="moetune init tiny-lora --out tiny-lora.yaml writes that recipe here"):
+        load_run_config(tmp_path / "configs" / "tiny-lora.yaml")
+
+
 def test_steps_and_epochs_in_one_file_are_refused(tmp_path: Path) -> None:
     assert "train: steps and epochs both say how long" in problems(tmp_path, BASE + "train: {steps: 4, epochs: 2}")
 
