@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from moetune.errors import counted
 from moetune.fields import (
     Count,
     Decay,
@@ -468,8 +469,8 @@ class RunConfig(Section):
             self.__dict__["hardware"] = hardware
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(
-                f"parallel: asks for {self.parallel.ranks} ranks and hardware.count is {self.hardware.count}; "
-                f"set hardware.count: {self.parallel.ranks}"
+                f"parallel: asks for {counted(self.parallel.ranks, 'rank')} and hardware.count is "
+                f"{self.hardware.count}; set hardware.count: {self.parallel.ranks}"
             )
         return self
 

@@ -366,7 +366,7 @@ def test_what_is_said_last_says_how_long_to_train(
 
 
 def test_a_recipe_that_is_not_here_is_answered_with_init(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="moetune init tiny-lora --out tiny-lora.yaml writes that recipe here"):
+    with pytest.raises(UserError, match=r"moetune init tiny-lora --out tiny-lora\.yaml writes that recipe here"):
         load_run_config(tmp_path / "configs" / "tiny-lora.yaml")
 
 
