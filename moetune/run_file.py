@@ -88,7 +88,7 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
         near = suggest(path.name, names_in(path.parent))
         if path.stem in recipes():  # the guides name those of the repository
             near = f" moetune init {path.stem} --out {path.name} writes that recipe here."
-        raise UserError(f"{what} cannot be read: No such file or directory.{near}")
+        raise UserError(f"{what} cannot be read: No such file or directory{near and '.'}{near}")
     with reading(what), path.open("rb") as file:
         text = file.read(_MOST_BYTES + 1).decode("utf-8")
     raw = parse(text, what)

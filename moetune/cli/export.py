@@ -82,9 +82,8 @@ def export(
     if json_:
         print(json.dumps({**result.to_json(), "check": checked and checked.to_json(), "pushed": address}))
         return
-    print(
-        f"{result.format} of step {result.step}: {counted(result.tensors, 'tensor')}, {result.bytes:,} bytes, in {result.out}"
-    )
+    tensors = counted(result.tensors, "tensor")
+    print(f"{result.format} of step {result.step}: {tensors}, {result.bytes:,} bytes, in {result.out}")
     if checked is not None:
         losses = f"{checked.trained_loss:.4f} trained, {checked.exported_loss:.4f} exported"
         print(f"loss on {counted(checked.rows, 'record')} of {checked.of}, {checked.tokens:,} tokens: {losses}")

@@ -34,7 +34,8 @@ def check_launch(parallel: ParallelConfig) -> None:
     if torch.cuda.is_available() and torch.cuda.device_count() < on_this:
         raise UserError(
             f"parallel: wants {counted(on_this, 'rank')} on this machine, which has "
-            f"{counted(torch.cuda.device_count(), 'GPU')}; each rank needs one of its own. Start the other ranks on other machines with torchrun"
+            f"{counted(torch.cuda.device_count(), 'GPU')}; each rank needs one of its own. "
+            f"Start the other ranks on other machines with torchrun"
         )
 
 
