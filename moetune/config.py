@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from moetune.errors import counted
 from moetune.fields import (
     Count,
     Decay,
@@ -294,7 +295,15 @@ class TrainConfig(Section):
     loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
     expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
     neftune_alpha: Strength = 0.0
-    report_to: tuple[Text, ...] = ()
+    report_to: Annotated[
+        tuple[Text, ...], BeforeValidator(lambda v: (() if v == "none" else (v,)) if isinstance(v, str) else v)
+    ] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_steps(cls, raw: Any) -> Any:
+        """`steps: null` leaves them out, as `epochs: null` does."""
+        return {k: v for k, v in raw.items() if (k, v) != ("steps", None)} if isinstance(raw, dict) else raw
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
@@ -460,8 +469,8 @@ class RunConfig(Section):
             self.__dict__["hardware"] = hardware
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(
-                f"parallel: asks for {self.parallel.ranks} ranks and hardware.count is {self.hardware.count}; "
-                f"set hardware.count: {self.parallel.ranks}"
+                f"parallel: asks for {counted(self.parallel.ranks, 'rank')} and hardware.count is "
+                f"{self.hardware.count}; set hardware.count: {self.parallel.ranks}"
             )
         return self
 

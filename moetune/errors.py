@@ -90,6 +90,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {spelled[nearest[0]]!r}?" if nearest else ""
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 expert`, `2,000 experts`: a number of things that have a plural in s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def one_line(error: BaseException) -> str:
     """The first line of what an error says, or what it is."""
     said = getattr(error, "strerror", None) if isinstance(error, OSError) else None

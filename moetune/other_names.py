@@ -25,7 +25,7 @@ OTHER_NAMES = {
     ),
     "gradient_checkpointing": "train.checkpointing",
     "auto_find_batch_size": "train.on_oom",
-    **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "train.warmup"),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_ratio"), "train.warmup"),
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), "train.schedule"),
     "neftune_noise_alpha": "train.neftune_alpha",
     "logging_steps": "train.log_every",

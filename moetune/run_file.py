@@ -11,13 +11,15 @@ import types
 import typing
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from moetune.config import ChoiceConfig, PartOptimizers, RunConfig
+from moetune.catalog import recipes
+from moetune.config import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig
 from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 from moetune.other_names import OTHER_NAMES
@@ -82,8 +84,11 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     """
     path = expanded(path)
     what = f"run file {str(path)!r}"
-    if not os.path.lexists(path) and (near := suggest(path.name, names_in(path.parent))):
-        raise UserError(f"{what} cannot be read: No such file or directory.{near}")
+    if not os.path.lexists(path):
+        near = suggest(path.name, names_in(path.parent))
+        if path.stem in recipes():  # the guides name those of the repository
+            near = f" moetune init {path.stem} --out {path.name} writes that recipe here."
+        raise UserError(f"{what} cannot be read: No such file or directory{near and '.'}{near}")
     with reading(what), path.open("rb") as file:
         text = file.read(_MOST_BYTES + 1).decode("utf-8")
     raw = parse(text, what)
@@ -107,7 +112,7 @@ def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) ->
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = list(islice(_explain(error), _MOST_PROBLEMS))
+        lines = list(islice(_explain(error, raw), _MOST_PROBLEMS))
         if error.error_count() > len(lines):
             lines.append(f"and {error.error_count() - len(lines):,} more")
         raise UserError(f"{what}:\n" + "\n".join(f"  {line}" for line in lines)) from None
@@ -230,9 +235,12 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
                 f"--set {shown(override)}: {'.'.join(parts[: depth + 1])[:80]} holds a value, not a section"
             )
     node[parts[-1]] = value
+    other = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
+    if other and value is not None:  # what is said last says how long to train
+        node.pop(other, None)
 
 
-def _explain(error: ValidationError) -> Iterable[str]:
+def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
     """One line a problem: where, what was written, what would be valid."""
     for item in error.errors():
         where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
@@ -245,6 +253,8 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
                 if ours is not None and ours != where:
                     hint = f" Here it is {ours}."
+                if item["loc"][-1] == "warmup_ratio":
+                    hint = f" Here it is train.warmup, a number of updates{_share_of_steps(item['input'], raw)}."
                 yield f"{where}: unknown key.{hint}"
             case "missing":
                 yield f"{where}: missing, and required"
@@ -261,6 +271,18 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 yield f"{where}: {item['ctx']['error']}" if where else f"{item['ctx']['error']}"
             case _:
                 yield f"{where}: {value} is not valid: {item['msg'][:300]}"
+
+
+def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
+    """What to write for a share of the steps, where the run file says how many these are."""
+    try:
+        train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
+        steps = ceil(float(str(share)) * train.steps)
+    except (AttributeError, ValueError, OverflowError):
+        return ""
+    if train.epochs is not None:
+        return f": {share} of those that train --dry-run says {train.epochs:g} epochs come to"
+    return f": write warmup: {steps}, {share} of {train.steps:,}"
 
 
 _UNION_TAGS = frozenset(

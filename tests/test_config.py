@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from moetune.catalog import read_recipe, recipes
 from moetune.config import RunConfig, TrainConfig
 from moetune.errors import UserError, suggest
 from moetune.fields import parse_ids
 from moetune.other_names import OTHER_NAMES
-from moetune.run_file import _fields_at, load_run_config, refuse_missing_files
+from moetune.run_file import _fields_at, load_run_config, read_run_config, refuse_missing_files
 
 BASE = "model: {path: tiny-mixtral}\nadapt: {router: all}\n"
 
@@ -119,7 +120,7 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 model: {pth: tiny-mixtral, base: nf5}
 adapt: {experts: {layer: 0, ids: 5-2}, lora: {rank: 0}}
 optimizer: {name: adam, betas: [0.9, 2]}
-train: {steps: many, seed: 99999999999, report_to: wandb}
+train: {steps: many, seed: 99999999999, report_to: 5}
 data: 5
 hardware:
 sheduler: cosine
@@ -139,7 +140,7 @@ sheduler: cosine
         "optimizer.betas.1: 2 is not valid: Input should be less than 1",
         "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",
-        "train.report_to: 'wandb' is not a list; write [wandb]",
+        "train.report_to: 5 is not a list; write [5]",
         "data: 5 is not a section; write keys under it. Keys: train, eval, format, packing, chat_template, "
         "too_long, validation",
         "hardware: None is not a section; write keys under it. Keys: gpu, count",
@@ -321,6 +322,61 @@ def test_keys_of_other_tools_are_named(written: str, said: str, tmp_path: Path) 
         f"model: {{path: tiny-mixtral}}\n{'' if written.startswith('adapt') else 'adapt: {router: all}'}\n{written}\n"
     )
     assert problems(tmp_path, text).splitlines()[1:] == [f"  {said}"]
+
+
+@pytest.mark.parametrize(
+    ("train", "remedy"),
+    [
+        ("warmup_ratio: 0.03", "write warmup: 6, 0.03 of 200"),
+        ("{steps: 501, warmup_ratio: 0.1}", "write warmup: 51, 0.1 of 501"),
+        ("{epochs: 3, warmup_ratio: 0.1}", "0.1 of those that train --dry-run says 3 epochs come to"),
+        ("{steps: [], warmup_ratio: 0.1}", "Here it is train.warmup, a number of updates."),
+        ("{warmup_ratio: [1]}", "Here it is train.warmup, a number of updates."),
+    ],
+)
+def test_a_warmup_ratio_is_answered_with_the_updates(train: str, remedy: str, tmp_path: Path) -> None:
+    text = BASE + (f"train: {train}" if train[0] == "{" else train)
+    assert remedy in problems(tmp_path, text)
+
+
+@pytest.mark.parametrize(("written", "kept"), [("wandb", ("wandb",)), ("[wandb]", ("wandb",)), ("none", ())])
+def test_a_reporter_needs_no_brackets(written: str, kept: tuple[str, ...], tmp_path: Path) -> None:
+    assert load(tmp_path, BASE + f"train: {{report_to: {written}}}").train.report_to == kept
+
+
+@pytest.mark.parametrize(
+    ("train", "overrides", "length"),
+    [
+        ("{steps: 100}", ["train.epochs=3"], (None, 3)),
+        ("{epochs: 2}", ["train.steps=7"], (7, None)),
+        ("{steps: 100}", ["train.steps=null", "train.epochs=3"], (None, 3)),
+        ("{steps: null, epochs: 1}", [], (None, 1)),
+        ("{steps: 100}", ["train.epochs=3", "train.steps=5"], (5, None)),
+        ("{steps: 100}", ["train.epochs=null"], (100, None)),
+    ],
+)
+def test_what_is_said_last_says_how_long_to_train(
+    train: str, overrides: list[str], length: tuple[int | None, float | None], tmp_path: Path
+) -> None:
+    config = load(tmp_path, BASE + f"train: {train}", *overrides)
+    steps, epochs = length
+    assert config.train.epochs == epochs
+    assert steps is None or config.train.steps == steps
+    assert RunConfig.model_validate(yaml.safe_load(config.to_yaml())).train == config.train
+
+
+def test_a_recipe_that_is_not_here_is_answered_with_init(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"moetune init tiny-lora --out tiny-lora\.yaml writes that recipe here"):
+        load_run_config(tmp_path / "configs" / "tiny-lora.yaml")
+
+
+def test_steps_and_epochs_in_one_file_are_refused(tmp_path: Path) -> None:
+    assert "train: steps and epochs both say how long" in problems(tmp_path, BASE + "train: {steps: 4, epochs: 2}")
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_epochs_can_be_set_on_every_recipe(name: str) -> None:
+    assert read_run_config(yaml.safe_load(read_recipe(name)), ["train.epochs=3"], name).train.epochs == 3
 
 
 def test_every_name_of_another_tool_leads_to_a_key() -> None:

@@ -16,7 +16,7 @@ from moetune.catalog import CatalogModel, find_model, model_names
 from moetune.documents import read_json
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
-from moetune.hub.reach import hub_is_reachable
+from moetune.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 
 _MOST_LAYERS = 1000
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -115,10 +115,10 @@ def _from_hub(path: str) -> ModelSource:
         config = AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
     except Exception as error:  # no network, no such repository, gated, broken config, remote code: all end here
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
-        why = _one_line(error) if reachable else "The hub cannot be reached, and nothing was downloaded before."
+        why = _one_line(error) if reachable else UNREACHABLE
         raise UserError(
-            f"model {path!r}: no such folder, and the hub did not give its configuration.{hint} {why} Where the model "
-            f"asks for access: hf auth login. Without network here: hf download {path} elsewhere, and give the folder."
+            f"model {path!r}: no such folder, and the hub did not give its configuration: {why}{hint} "
+            f"{how_to_get(path)}"
         ) from None
     return ModelSource(path, config, path)
 

@@ -19,6 +19,8 @@ import yaml
 from moetune.errors import UserError, suggest
 from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
+_SEVERAL = re.compile(r"(\d{1,4})\s*[x×*]\s*(.+)|(.+?)\s+[x×*]\s*(\d{1,4})", re.IGNORECASE | re.ASCII)
+_BARE = re.compile(r"(\d{1,3})\s*G?", re.IGNORECASE | re.ASCII)
 _FILE = Path(__file__).parent / "gpus.yaml"
 
 
@@ -101,10 +103,23 @@ def find_gpu(name: str) -> Gpu:
         if size <= 0:
             raise UserError(f"{name!r} is no size of a GPU: it must be above zero. {HOW_TO_WRITE_A_SIZE}")
         return _of_size(name.strip(), size)
+    if (several := _SEVERAL.fullmatch(name.strip())) is not None:
+        count, card = several[1] or several[4], find_gpu(several[2] or several[3]).name
+        raise UserError(
+            f"{name!r} is several cards: the card is {card!r}; how many is --count {count} of a plan, and in a run "
+            f"file hardware.count: {count} with as many ranks, such as --set parallel.fsdp={count}"
+        )
+    if (bare := _BARE.fullmatch(name.strip())) is not None and int(bare[1]):
+        alike = alike_in_size(_of_size(name, int(bare[1]) * 2**30))
+        sold = f", or a card that has about as much: {', '.join(alike)}" if alike else ""
+        raise UserError(f"{name!r} is a size without its unit: write {bare[1]}GiB{sold}. {HOW_TO_WRITE_A_SIZE}")
     longer = [known for known in gpu_names() if wanted and known.startswith(wanted)]
     hint = f" Did you mean {' or '.join(map(repr, longer))}?" if longer else suggest(wanted, _names())
     listed = ", ".join(gpu_names())
-    raise UserError(f"{name!r} is neither a known GPU nor a size.{hint} Known GPUs: {listed}. {HOW_TO_WRITE_A_SIZE}")
+    raise UserError(
+        f"{name!r} is neither a known GPU nor a size.{hint} Known GPUs: {listed}. Give any other by its size. "
+        f"{HOW_TO_WRITE_A_SIZE}"
+    )
 
 
 def alike_in_size(card: Gpu) -> tuple[str, ...]:

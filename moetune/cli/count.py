@@ -80,8 +80,10 @@ def _components_table(model: str, census: Census) -> Table:
 
 
 def _facts(census: Census) -> list[str]:
+    from moetune.errors import counted
+
     if census.num_moe_layers == 0:
-        return [f"{len(census.layers)} layers, none with experts: every parameter is active for every token"]
+        return [f"{counted(len(census.layers), 'layer')}, none with experts: every parameter is active for every token"]
     per_expert = f"{census.per_expert:,}" if isinstance(census.per_expert, int) else "differs by layer"
     per_layer, top_k = _per_layer(census.num_experts), _per_layer(census.top_k)
     return [

@@ -46,7 +46,7 @@ def export(
     json_: Json = False,
 ) -> None:
     """Write what the newest checkpoint of a run holds as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""
-    from moetune.errors import UserError
+    from moetune.errors import UserError, counted
 
     if check and format_ in (Format.delta, Format.vllm):
         raise UserError(
@@ -83,9 +83,10 @@ def export(
     if json_:
         print(json.dumps({**result.to_json(), "check": checked and checked.to_json(), "pushed": address}))
         return
-    print(f"{result.format} of step {result.step}: {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")
+    tensors = counted(result.tensors, "tensor")
+    print(f"{result.format} of step {result.step}: {tensors}, {result.bytes:,} bytes, in {result.out}")
     if checked is not None:
         losses = f"{checked.trained_loss:.4f} trained, {checked.exported_loss:.4f} exported"
-        print(f"loss on {checked.rows} records of {checked.of}, {checked.tokens:,} tokens: {losses}")
+        print(f"loss on {counted(checked.rows, 'record')} of {checked.of}, {checked.tokens:,} tokens: {losses}")
     if address is not None:
         print(f"pushed to {address}")

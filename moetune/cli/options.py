@@ -12,7 +12,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.config import DataConfig, PackedBase, RunConfig
-from moetune.errors import UserError, shown, suggest
+from moetune.errors import UserError, counted, shown, suggest
 from moetune.files import expanded, names_in, refuse_taken
 from moetune.report.console import note
 from moetune.run_file import load_run_config
@@ -136,6 +136,6 @@ def within_memory(config: RunConfig) -> RunConfig:
         from moetune.scoring.budget import within_budget
 
     def tried(k: int, fits: bool) -> None:
-        print(f"{k} experts of each layer {'fit' if fits else 'do not fit'}", file=sys.stderr)
+        print(f"{counted(k, 'expert')} of each layer: {'fits' if fits else 'does not fit'}", file=sys.stderr)
 
     return within_budget(config, tried)

@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, checked_base
+from moetune.errors import counted
 
 
 def quantize(
@@ -47,4 +48,4 @@ def quantize(
     if json_:
         print(json.dumps({"schema": 1, "out": str(out), **written}))
     else:
-        print(f"{out}: {written['bytes']:,} bytes in {written['files']} files")
+        print(f"{out}: {written['bytes']:,} bytes in {counted(written['files'], 'file')}")

@@ -9,7 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, read_run
-from moetune.errors import DoesNotFit
+from moetune.errors import DoesNotFit, counted
 
 
 def train(
@@ -87,7 +87,7 @@ def train(
     if dry_run:
         print(f"would train {result.trainable['total']:,} parameters into {result.output}")
         return
-    print(f"{result.steps} steps, {result.trainable['total']:,} trained parameters, in {result.output}")
+    print(f"{counted(result.steps, 'step')}, {result.trainable['total']:,} trained parameters, in {result.output}")
     if result.eval_loss_before is not None and result.eval_loss_after is not None:
         print(f"held-out loss {result.eval_loss_before:.4f} -> {result.eval_loss_after:.4f}")
     from moetune.watch.ending import ending

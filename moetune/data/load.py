@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -28,6 +29,7 @@ from moetune.data.records import Reading, Way, read_documents
 from moetune.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.errors import UserError, reading
 from moetune.files import expanded
+from moetune.hub.reach import hub_is_reachable
 from moetune.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds
@@ -122,7 +124,8 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
         UserError: it cannot be loaded.
     """
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
         if tokenizer.is_fast:
             _refuse_growth(tokenizer.backend_tokenizer)
         return tokenizer

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from moetune.data.json_array import DECODER, DuplicateKeyError, JsonArray
 from moetune.errors import UserError, suggest
 from moetune.files import expanded, names_in
+from moetune.hub.reach import UNREACHABLE, hub_is_reachable
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -167,6 +168,9 @@ def _hub_source(spec: str, name: str, config: str | None, split: str) -> Source:
     bars_were_on = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
+        kept = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+        if not kept.is_dir() and not hub_is_reachable():  # else datasets tries again and again
+            raise OSError(UNREACHABLE)
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")

@@ -11,6 +11,15 @@ from urllib.request import getproxies
 from huggingface_hub import constants
 
 SECONDS = 3.0
+UNREACHABLE = "the hub cannot be reached, and not all of it was downloaded before."
+
+
+def how_to_get(hub_id: str) -> str:
+    """What a user can do about a repository that the hub does not give."""
+    return (
+        f"Where the model asks for access: hf auth login. Without network here: hf download {hub_id} elsewhere, and "
+        "give the folder."
+    )
 
 
 def hub_is_reachable() -> bool:

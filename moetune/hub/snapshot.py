@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 
-from moetune.errors import UserError
+from moetune.errors import UserError, counted, one_line
+from moetune.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.hub.tensor_files import INDEX_FILE, SINGLE_FILE, weight_files
 
 CARRIED = (
@@ -64,18 +67,26 @@ def downloaded(hub_id: str) -> Path | None:
 def download(hub_id: str) -> Path:
     """The snapshot with its weights, from this machine or else from the hub, and all that belongs to them.
 
+    What is downloaded, and how large it is, is said on stderr first.
+
     Raises:
         UserError: it is not here and cannot be had: no network, no such model, or no right to it.
     """
     folder = downloaded(hub_id)
+    wanted: dict[str, Any] = {"allow_patterns": list(CARRIED), "revision": folder and folder.name}
+    if folder is None:
+        wanted = {"allow_patterns": ["*.safetensors", *CARRIED], "ignore_patterns": ["consolidated*"]}
     try:
+        if not hub_is_reachable():
+            raise OSError(UNREACHABLE)
         if folder is None:
-            patterns = ["*.safetensors", *CARRIED]
-            return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
-        snapshot_download(hub_id, revision=folder.name, allow_patterns=list(CARRIED))
+            missing = [file for file in snapshot_download(hub_id, dry_run=True, **wanted) if file.will_download]
+            size = sum(file.file_size for file in missing) / 1e9
+            print(f"downloading {hub_id}: {size:.2f} GB in {counted(len(missing), 'file')}", file=sys.stderr)
+        return Path(snapshot_download(hub_id, **wanted))
     except Exception as error:  # no network, gated, removed: all end here
-        if folder is None:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"the weights of {hub_id!r} cannot be had from the hub: {reason}") from None
-    assert folder is not None
-    return folder
+        if folder is not None:
+            return folder
+        raise UserError(
+            f"the weights of {hub_id!r} cannot be had from the hub: {one_line(error)} {how_to_get(hub_id)}"
+        ) from None

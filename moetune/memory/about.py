@@ -8,6 +8,7 @@ from datetime import date
 
 from moetune.anatomy.selection import ranges
 from moetune.config import OptimizerConfig
+from moetune.errors import counted
 from moetune.run.resolve import ResolvedRun
 
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # what imports this has imported the package
@@ -57,7 +58,8 @@ def trains(run: ResolvedRun) -> Iterator[str]:
     adapt, selection = run.config.adapt, run.selection
     if selection.experts:
         count = sum(map(len, selection.experts.values()))
-        yield f"{count} experts: {ranges(next(iter(selection.experts.values())))} of layers {ranges(selection.experts)}"
+        ids = ranges(next(iter(selection.experts.values())))
+        yield f"{counted(count, 'expert')}: {ids} of layers {ranges(selection.experts)}"
     if adapt.router != "none":
         yield f"routers of {'all layers' if adapt.router == 'all' else f'layers {ranges(adapt.router)}'}"
     if adapt.lora is not None:

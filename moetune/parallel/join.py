@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moetune.config import ParallelConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, counted
 from moetune.parallel.launch import PARENT, number_in_environment
 from moetune.parallel.ranks import Ranks
 
@@ -27,14 +27,15 @@ def check_launch(parallel: ParallelConfig) -> None:
     started = number_in_environment("WORLD_SIZE", 1)
     if started > 1 and started != parallel.ranks:
         raise UserError(
-            f"{started} processes were started, and parallel: in the run file makes {parallel.ranks} ranks; start "
-            f"{parallel.ranks}, or change parallel: and hardware.count"
+            f"{started} processes were started, and parallel: in the run file makes {counted(parallel.ranks, 'rank')}; "
+            f"start {parallel.ranks}, or change parallel: and hardware.count"
         )
     on_this = parallel.ranks if started == 1 else number_in_environment("LOCAL_WORLD_SIZE", started)
     if torch.cuda.is_available() and torch.cuda.device_count() < on_this:
         raise UserError(
-            f"parallel: wants {on_this} ranks on this machine, which has {torch.cuda.device_count()} GPUs; each rank "
-            "needs one of its own. Start the other ranks on other machines with torchrun"
+            f"parallel: wants {counted(on_this, 'rank')} on this machine, which has "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; each rank needs one of its own. "
+            f"Start the other ranks on other machines with torchrun"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from moetune.config import RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, counted
 from moetune.experts import kernels
 from moetune.experts.self_check import differing
 from moetune.memory.live import processes_on
@@ -74,7 +74,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
         return
     yield Check("run file", "ok", f"{config.model.path}, for {device}")
     if config.parallel.ranks > 1 and device == "cuda" and torch.cuda.device_count() < config.parallel.ranks:
-        found = f"{torch.cuda.device_count()} GPUs for {config.parallel.ranks} ranks"
+        found = f"{counted(torch.cuda.device_count(), 'GPU')} for {config.parallel.ranks} ranks"
         yield Check("GPUs", "problem", found, "divide the run over fewer ranks in parallel:")
     needs = report.required - report.fullest.outside_allocator
     host = report.fullest.host_bytes + (needs if device == "cpu" else 0)

@@ -17,6 +17,7 @@ from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import ranges
 from moetune.catalog.gpus import find_gpu
 from moetune.config import OptimizerConfig, RunConfig
+from moetune.errors import counted
 from moetune.memory.report import MemoryReport
 from moetune.optim.saved import state_bytes
 from moetune.planning.needs import Needs, changed
@@ -184,7 +185,9 @@ class Search:
         beyond = None
         if further[0] <= depth and further[1] <= self.experts:
             config = self.config(way, self._of_experts(*further))
-            beyond = Beyond(f"{further[0]} layers × {further[1]} experts", config, report(*further))
+            beyond = Beyond(
+                f"{counted(further[0], 'layer')} × {counted(further[1], 'expert')}", config, report(*further)
+            )
         return Found(way, self.config(way, self._of_experts(*best)), reports[best], layers * each, beyond)
 
     def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:

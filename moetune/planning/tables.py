@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moetune.errors import counted
 from moetune.memory.report import MemoryReport
 from moetune.planning.combine import Combination
 from moetune.planning.compare import Compared
@@ -61,7 +62,7 @@ def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType
     for number, one in enumerate(plan.candidates, 1):
         train = one.config.train
         batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
-        batch += "" if plan.tokens is None else f"\n{train.steps:,} steps"
+        batch += "" if plan.tokens is None else f"\n{counted(train.steps, 'step')}"
         given = ("\n", ("; ".join(one.gives_up), "dim")) if one.gives_up else ()
         what = Text.assemble((one.trains, "bold"), "\n", one.optimizer, *given)
         host = gib(one.report.fullest.host_bytes) if one.report.fullest.host_bytes else ""

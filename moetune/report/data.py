@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from moetune.errors import counted
 from moetune.files import write_output
 from moetune.report.page import render
 
@@ -56,8 +57,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     """What there is, in words."""
     train, held_out = found["train"], found["eval"]
     yield (
-        f"{train['records']:,} records in {train['sequences']:,} sequences of up to {found['sequence_length']:,} "
-        f"tokens: {found['steps_an_epoch']:,} steps an epoch, {found['sequences_a_step']:,} sequences a step"
+        f"{counted(train['records'], 'record')} in {counted(train['sequences'], 'sequence')} of up to "
+        f"{found['sequence_length']:,} tokens: {counted(found['steps_an_epoch'], 'step')} an epoch, "
+        f"{counted(found['sequences_a_step'], 'sequence')} a step"
     )
     padding = f", and {train['padding']:,} of padding" if train["padding"] else ""
     share = train["loss_tokens"] / train["tokens"]
@@ -70,7 +72,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     )
     yield from found["notes"]
     if held_out is not None:
-        yield f"held out: {held_out['records']:,} records, {held_out['loss_tokens']:,} tokens with loss"
+        yield f"held out: {counted(held_out['records'], 'record')}, {held_out['loss_tokens']:,} tokens with loss"
 
 
 def _bins(found: dict[str, Any]) -> tuple[list[tuple[int, int, int]], int]:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from moetune.errors import counted
 from moetune.files import write_output
 from moetune.memory.report import MemoryReport
 from moetune.report.figures import COLOURS, INK, PAPER, inline_svg, rendered, style
@@ -53,7 +54,7 @@ class RunFacts:
             what = f": held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}"
         elif losses:
             what = f": loss {losses[0]:.4f} → {losses[-1]:.4f}"
-        return f"{done:,} of {self.steps:,} steps{what}"
+        return f"{done:,} of {counted(self.steps, 'step')}{what}"
 
     @property
     def lines(self) -> list[str]:
@@ -67,7 +68,7 @@ class RunFacts:
         if speeds:
             said.append(f"{sum(speeds) / len(speeds):,.0f} tokens a second on average")
         if skipped := sum(line.get("skipped_steps") or 0 for line in self.metrics):
-            said.append(f"{skipped:,} steps were skipped: a gradient was not finite")
+            said.append(f"{counted(skipped, 'step')} skipped: a gradient was not finite")
         return said
 
 

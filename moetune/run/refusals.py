@@ -15,6 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 from moetune.anatomy.anatomy import Anatomy
 from moetune.anatomy.selection import Selection
 from moetune.config import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
+from moetune.errors import counted
 from moetune.run.dtypes import DeviceType
 from moetune.run.linears import linears_to_pack, read_directly
 from moetune.run.published import Published
@@ -236,7 +237,7 @@ def of_division(
     pp, ep, tp = parallel.pp, parallel.ep, parallel.tp
     counts = sorted(set(experts))
     if pp > layers:
-        yield f"parallel.pp: {pp} stages and only {layers} layers; set pp to {layers}"
+        yield f"parallel.pp: {pp} stages and only {counted(layers, 'layer')}; set pp to {layers}"
     if kv_heads is not None and kv_heads % tp:
         yield f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
     if ep > 1 and not counts:

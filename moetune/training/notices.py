@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.data.load import Datasets
-from moetune.errors import UserError
+from moetune.errors import UserError, counted
 from moetune.parallel.ranks import local_tensor
 from moetune.training.routing import collapsed, idle_experts, is_enough
 
@@ -134,7 +134,7 @@ class Notices:
             more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
             self.say(
                 "idle experts",
-                f"{len(idle)} experts train and have received no token (layer:expert {named}{more}): "
+                f"no token has reached {counted(len(idle), 'expert')} to be trained (layer:expert {named}{more}): "
                 f"{100 * sum(idle.values()) / self.trained:.1f} % of what trains stands idle. moetune score and select "
                 "choose experts that this data uses",
             )

@@ -21,7 +21,7 @@ from moetune.adapt.start_from.start import Start, open_start
 from moetune.config import RunConfig
 from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
 from moetune.data.preview import notes, steps_an_epoch
-from moetune.errors import UserError
+from moetune.errors import UserError, counted
 from moetune.files import expanded
 from moetune.hub.fingerprint import Base
 from moetune.optim.saved import saved_bytes
@@ -329,13 +329,13 @@ def _announce(console: Console, config: RunConfig, counts: dict[str, int], data:
     an_epoch = steps_an_epoch(data.sequences, config)
     epochs = config.train.steps / an_epoch
     padding = f", {data.padding:,} of padding" if data.padding else ""
-    left_out = f"; {data.dropped:,} records dropped, {data.cut:,} cut" if data.dropped or data.cut else ""
+    left_out = f"; {counted(data.dropped, 'record')} dropped, {data.cut:,} cut" if data.dropped or data.cut else ""
     lines = [
         f"{config.model.path}: trains {counts['total']:,} parameters ({parts})",
-        f"data: {len(data.lengths):,} examples in {data.sequences:,} sequences, {data.tokens:,} training tokens, "
-        f"{data.loss_tokens:,} with loss{padding}{left_out}",
+        f"data: {counted(len(data.lengths), 'example')} in {counted(data.sequences, 'sequence')}, {data.tokens:,} "
+        f"training tokens, {data.loss_tokens:,} with loss{padding}{left_out}",
         *(f"data: {note}" for note in notes(data)),
-        f"length: {config.train.steps:,} steps of {an_epoch:,} an epoch, {epochs:.3g} epochs",
+        f"length: {counted(config.train.steps, 'step')} of {an_epoch:,} an epoch, {epochs:.3g} epochs",
     ]
     if epochs > MANY_EPOCHS:
         lines.append(

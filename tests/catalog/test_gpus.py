@@ -113,8 +113,8 @@ def test_a_size_is_above_zero(size: str) -> None:
         ("l4os", "Did you mean 'l40s'?"),
         ("rtx 4080", "Did you mean 'rtx-4090'?"),
         ("a100", "Did you mean 'a100-40gb' or 'a100-80gb'?"),
-        ("44", "A size is written like 44GiB"),
-        ("44G", "A size is written like 44GiB"),
+        ("3090 ti", "Did you mean '3090'?"),
+        ("L40", "Did you mean 'l40s'?"),
         ("1e3GB", "A size is written like 44GiB"),
         ("GiB", "A size is written like 44GiB"),
         ("44GiB of it", "A size is written like 44GiB"),
@@ -130,9 +130,29 @@ def test_what_is_unknown_is_named_with_a_remedy(name: str, hint: str) -> None:
     assert f"Known GPUs: {', '.join(gpu_names())}." in message
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "card"), [("48", "48GiB", "l40s"), ("24g", "24GiB", "rtx-4090"), ("80 G", "80GiB", "h100-80gb")]
+)
+def test_a_size_without_its_unit_is_answered_with_it(name: str, size: str, card: str) -> None:
+    with pytest.raises(UserError, match=f"^{name!r} is a size without its unit: write {size}") as caught:
+        find_gpu(name)
+    assert card in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "count"),
+    [("2x 24GiB", "24GiB", 2), ("2xA6000", "a6000", 2), ("8 × H100", "h100-80gb", 8), ("80GB x 4", "80GB", 4)],
+)
+def test_several_cards_are_answered_with_one_and_a_count(name: str, card: str, count: int) -> None:
+    with pytest.raises(UserError, match=f"^{name!r} is several cards: the card is {card!r}") as caught:
+        find_gpu(name)
+    assert f"--count {count} of a plan" in str(caught.value)
+    assert f"hardware.count: {count}" in str(caught.value)
+
+
 def test_an_unknown_name_that_is_near_nothing_gets_no_suggestion() -> None:
     with pytest.raises(UserError) as caught:
-        find_gpu("44")
+        find_gpu("zzz")
     assert "Did you mean" not in str(caught.value)
 
 

@@ -142,6 +142,7 @@ def test_the_command_in_its_header_is_valid(file: Path, tmp_path: Path) -> None:
 
 
 def test_configs_are_the_recipes() -> None:
+    assert not any(file.is_symlink() for file in RUN_FILES), "a copy of configs/ would have links to nowhere"
     texts = {
         folder: {file.stem: file.read_text() for file in RUN_FILES if file.parent.name == folder}
         for folder in ("configs", "recipes")

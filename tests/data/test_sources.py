@@ -164,6 +164,7 @@ def test_hub_data_sets_are_loaded_by_name_and_split(monkeypatch):
         return datasets.Dataset.from_dict({"text": ["a", "b"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("moetune.data.sources.hub_is_reachable", lambda: True)
     bars = datasets.are_progress_bars_disabled()
     assert rows("org/data-v1.1") == rows("org/data-v1.1:test") == [Row(1, {"text": "a"}), Row(2, {"text": "b"})]
     assert rows("org/data:main:test") == rows("org/data:main:")
@@ -182,6 +183,7 @@ def test_an_unreachable_hub_is_a_clear_error(monkeypatch, catalog):
         raise ConnectionError("Couldn't reach the Hub\nlong trace")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("moetune.data.sources.hub_is_reachable", lambda: True)
     assert message("me/river") == (
         "hub data set 'me/river' cannot be loaded: Couldn't reach the Hub. Did you mean 'rivers'? "
         "Offline, use a local file or one of the catalog: rivers."

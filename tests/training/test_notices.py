@@ -62,7 +62,7 @@ def test_experts_without_tokens_and_collapsed_routers(
     train(small.run_config(model, small_data, tmp_path / "run", "experts", adapt=adapt, train=accumulate))
     notes = said(capsys)
     assert [note for note in notes if "routing of layer 1 has collapsed: of 4 experts 2.0 are in use" in note]
-    assert [note for note in notes if "experts train and have received no token (layer:expert 0:" in note]
+    assert [note for note in notes if " to be trained (layer:expert 0:" in note]
     last = small.read_metrics(tmp_path / "run")[-1]
     assert last["idle_experts"] == small.LAYERS * (small.EXPERTS - small.TOP_K)
     assert "collapsed routers" in last["notices"]

@@ -59,7 +59,7 @@ def test_experts_without_tokens_are_named_once(watched: tuple[Notices, io.String
     notices.about_step(1.0, True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
     each = notices.adapted.anatomy.moe_layers[0].shape.parameters_per_expert
     share = f"{100 * each / notices.trained:.1f} % of what trains"
-    assert f"1 experts train and have received no token (layer:expert 0:2): {share}" in said.getvalue()
+    assert f"no token has reached 1 expert to be trained (layer:expert 0:2): {share}" in said.getvalue()
     notices.at_end(layers([200, 200, 0, 0], [100, 100, 100, 100]))
     assert said.getvalue().count("received no token") == 1
 
