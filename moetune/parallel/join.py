@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moetune.config import ParallelConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, reading
 from moetune.parallel.launch import PARENT, number_in_environment
 from moetune.parallel.ranks import Ranks
 
@@ -60,13 +60,16 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
     if device_type == "cuda":
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=parallel.timeout),
-        device_id=device,
-    )
+    with reading(
+        f"what the environment says of the other {world - 1} ranks", "start with torchrun, or unset WORLD_SIZE"
+    ):
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=parallel.timeout),
+            device_id=device,
+        )
     for name in _ABOUT_RANK:
         os.environ.pop(name, None)
     # Trainer, which runs each rank as if it were alone, wonders whether that is meant.
