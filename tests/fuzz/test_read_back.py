@@ -107,10 +107,10 @@ def written(run_written: Path, small_model: Path, small_data: Path) -> Path:
     train(RunConfig.model_validate(small.run_file(folder / "model", small_data, folder / "experts", train=settings)))
     export(folder / "experts", "delta", folder / "delta")
     export(folder / "run", "peft", folder / "adapter")
-    settled = {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}
+    settled = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}
     (folder / "deepspeed.json").write_text(json.dumps(settled))
     for name, parallel in {
-        "deepspeed": {"engine": "deepspeed", "fsdp": 1, "deepspeed": str(folder / "deepspeed.json")},
+        "deepspeed": {"engine": "deepspeed", "fsdp": 2, "zero": 2, "deepspeed": str(folder / "deepspeed.json")},
         "load": {"ep": 2, "fsdp": 2, "load": str(folder / "load.json")},
     }.items():
         run_file = small.run_file(small_model, small_data, folder / "new", parallel=parallel)
