@@ -292,7 +292,7 @@ class WriterLock:
         try:
             said = json.loads(self.file.read_bytes())
             return f"process {int(said['process'])} on {str(said['host'])[:80]}"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "another process"
 
 

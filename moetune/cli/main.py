@@ -40,6 +40,10 @@ from moetune.report.console import quieten
 
 _debug = False  # as the last command was told
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
+_OF_MEMORY: dict[type, tuple[str, ...]] = {
+    RuntimeError: ("DefaultCPUAllocator",),  # torch's
+    ImportError: ("failed to map segment",),  # a library that did not fit
+}
 _LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
@@ -126,13 +130,12 @@ def _run() -> int:
 
 def _failed(error: BaseException) -> int:
     """Says what has ended the command. Returns its exit code."""
-    said, trace = str(error), printable("".join(traceback.format_exception(error)))
-    if not isinstance(error, UserError):
-        if (system := _of_system(error)) is None:
-            _say(trace.rstrip(), trace)
-            return _INTERNAL
-        said = str(UserError(f"{system}; moetune --debug says where"))
-    _say(f"{trace if _debug else ''}error: {said}", said)
+    system = error if isinstance(error, UserError) else _of_system(error)
+    trace = printable("".join(traceback.format_exception(error))) if _debug or system is None else ""
+    if system is None:
+        _say(trace.rstrip(), trace)
+        return _INTERNAL
+    _say(f"{trace}error: {system}", str(system))
     return 2
 
 
@@ -142,19 +145,21 @@ def _say(text: str, message: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def _of_system(error: BaseException) -> str | None:
+def _of_system(error: BaseException) -> UserError | None:
     """What the system lacks or has against a file, or what is too much for it; None for an error of ours."""
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
-        return "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
-    if isinstance(error, RecursionError):
-        return "what was given is nested too deeply"
-    if isinstance(error, UnicodeError):
-        return f"a text is not UTF-8: {one_line(error)}"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{shown(str(error.filename), 300)}: {one_line(error)}"
-    if isinstance(error, OSError) and error.errno in _LACKS:
-        return f"the system takes no more: {one_line(error)}"
-    return None
+    if isinstance(error, MemoryError) or any(name in str(error) for name in _OF_MEMORY.get(type(error), ())):
+        said = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
+    elif isinstance(error, RecursionError):
+        said = "what was given is nested too deeply"
+    elif isinstance(error, UnicodeError):
+        said = f"a text is not UTF-8: {one_line(error)}"
+    elif isinstance(error, OSError) and error.filename is not None:
+        said = f"{shown(str(error.filename), 300)}: {one_line(error)}"
+    elif isinstance(error, OSError) and error.errno in _LACKS:
+        said = f"the system takes no more: {one_line(error)}"
+    else:
+        return None
+    return UserError(f"{said}; moetune --debug says where")
 
 
 def _note_failure(message: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moetune.config import ParallelConfig
-from moetune.errors import UserError, counted
+from moetune.errors import UserError, counted, reading
 from moetune.parallel.launch import PARENT, number_in_environment
 from moetune.parallel.ranks import Ranks
 
@@ -61,13 +61,16 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
     if device_type == "cuda":
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=parallel.timeout),
-        device_id=device,
-    )
+    with reading(
+        f"what the environment says of the other {world - 1} ranks", "start with torchrun, or unset WORLD_SIZE"
+    ):
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=parallel.timeout),
+            device_id=device,
+        )
     for name in _ABOUT_RANK:
         os.environ.pop(name, None)
     # The TrainingArguments of reporters, which run each rank as if it were alone, wonder whether that is meant.

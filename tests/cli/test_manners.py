@@ -14,7 +14,10 @@ import yaml
 
 import moetune as package
 from moetune.cli.main import _EXAMPLES
+from moetune.errors import UserError
 from moetune.files import Ledger
+from moetune.memory.closed_form import store
+from moetune.parallel.launch import number_in_environment
 from tests import small
 
 
@@ -73,6 +76,9 @@ def test_every_command_has_an_example_that_is_its_own(moetune: Callable[..., Any
     [
         ("models > /dev/full", 2, "No space left on device"),
         ("models >&-", 0, ""),
+        ("models 2> /dev/full > /dev/full", 2, ""),
+        ("models | exec true", 0, ""),
+        ("count '\x1b[31m'", 2, "model '\\x1b[31m'"),
         ("count tiny-mixtral --set a=b", 2, "give one with --run"),
     ],
 )
@@ -101,3 +107,45 @@ def test_values_that_nothing_can_be_done_with(arguments: list[str], said: str, m
     assert ended.code == 2
     assert said in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (FileNotFoundError(2, "gone", "x\x1b[31m"), 2, r"'x\x1b[31m': gone; moetune --debug says where"),
+        (OSError(28, "No space left on device"), 2, "the system takes no more: No space left on device"),
+        (EOFError("ended"), 70, "Traceback"),
+        (OSError("can't allocate memory for a joke"), 70, "Traceback"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "the host has no more memory"),
+        (ImportError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),
+        (BrokenPipeError(32, "Broken pipe"), 70, "Traceback"),
+    ],
+)
+def test_only_what_the_system_says_is_a_message(
+    error: Exception, code: int, said: str, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("moetune.catalog.model_names", fail)
+    ended = moetune("models")
+    assert ended.code == code, ended.err
+    assert said in ended.err
+
+
+def test_control_characters_are_written_out(moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetune.cli.main.__version__", "\x1b[31m1\r")
+    assert moetune("--version").out == "moetune \\x1b[31m1\\r\n"
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "MASTER_PORT"])
+def test_ranks_that_are_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(UserError, match=f"{name}='x' in the environment is no number; unset it"):
+        number_in_environment(name)
+
+
+def test_a_cache_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", "~nosuch/x")
+    with pytest.raises(UserError, match="no user 'nosuch'"):
+        store.folder()
