@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
         path = finished.copy(tmp_path / str(number))
         DAMAGE[how](path / finished.newest / name)
         files, (note,) = exported(path, tmp_path / f"export-{number}")
-        assert note.startswith("skipped damaged"), name
+        assert note.startswith("skipping damaged"), name
         assert name in note
         assert files == finished.earlier_export, name
 
