@@ -126,8 +126,8 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
         ('{"zero_optimization": 2}', "zero_optimization: 2, and the run file makes it {"),
         ('{"optimizer": {"type": "Adam"}}', "optimizer: leave it out; optimizer: of the run file says it"),
         ('{"zero_optimization": {"offload_param": {}}}', "zero_optimization.offload_param: leave it out"),
-        ("[1]", "is not a JSON object"),
-        ("{", "cannot be read: Expecting property name"),
+        ("[1]", "[1]: Input should be an object"),
+        ("{", "cannot be read: Invalid JSON"),
     ],
 )
 def test_a_users_json_that_says_otherwise(text: str, problem: str, tmp_path: Path) -> None:
