@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -20,9 +20,6 @@ from rich.progress import (
 )
 
 from moetune.report.units import gib
-
-if TYPE_CHECKING:
-    from moetune.training.loop import Loop
 
 
 @contextmanager
@@ -48,9 +45,9 @@ class ProgressBar:
         self.console = console
         self.bar: Progress | None = None
 
-    def begin(self, loop: Loop) -> None:
-        self._began, self._first_step = time.monotonic(), loop.step
-        self._loop, self._steps = loop, loop.config.train.steps
+    def begin(self, step: int, steps: int) -> None:
+        """Show `step` of `steps` as made."""
+        self._began, self._first_step, self._steps = time.monotonic(), step, steps
         if self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("step"),
@@ -60,12 +57,12 @@ class ProgressBar:
                 TextColumn("{task.fields[news]}"),
                 console=self.console,
             )
-            self.task = self.bar.add_task("train", total=self._steps, completed=loop.step, news="")
+            self.task = self.bar.add_task("train", total=self._steps, completed=step, news="")
             self.bar.start()
 
     def step_ends(self) -> None:
         if self.bar is not None:
-            self.bar.update(self.task, completed=self._loop.step)
+            self.bar.advance(self.task)
 
     def logged(self, line: Mapping[str, Any]) -> None:
         step = line["step"]

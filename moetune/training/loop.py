@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -22,7 +22,7 @@ from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
 from moetune.config import RunConfig
 from moetune.data.load import Datasets
-from moetune.errors import UserError
+from moetune.errors import DoesNotFit, UserError
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.parallel.ranks import local_tensor
@@ -38,10 +38,10 @@ from moetune.training.interrupt import Interrupted, Signals
 from moetune.training.metrics import Interval, Sums
 from moetune.training.notices import Notices, refuse_broken_weights
 from moetune.training.order import MicroBatch, share, shuffled
+from moetune.training.pace import Pace
 from moetune.training.reporters import Reporters
 from moetune.training.run_folder import RunFolder
 from moetune.training.trainer_state import whole
-from moetune.training.watcher import Watcher
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -326,3 +326,37 @@ class Loop:
     def _restore_generators(self, folder: Path) -> None:
         with whole(str(folder)):
             trainer_state.read_generators(folder, self.ranks.data_index, self.device)
+
+
+class Watcher:
+    """Is told how a run goes: whoever knows what a run takes, or shows it to people, is given to it (`moetune/watch/`).
+    By itself it does nothing.
+
+    Attributes:
+        pace: what a step computes, as far as that is known.
+    """
+
+    pace = Pace()
+
+    def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
+        """Entered while weights are read from a folder; gives what to tell the share read so far."""
+        return nullcontext()
+
+    def begin(self, loop: Loop) -> None:
+        """Called before the first step."""
+
+    def step_begins(self) -> None:
+        """Called before the micro-steps of each step; again where a step begins anew with smaller micro-batches."""
+
+    def step_ends(self) -> None:
+        """Called after each update."""
+
+    def logged(self, line: Mapping[str, Any]) -> None:
+        """Is given each line of metrics, of steps or of an evaluation."""
+
+    def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
+        """Examines why memory ran out: of the loop, or before there was one. None if that is not known."""
+        return None
+
+    def end(self) -> None:
+        """Called once, however training ends."""

@@ -35,12 +35,11 @@ from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.step.router_losses import refuse_silent_routers
 from moetune.training.inputs import Inputs
 from moetune.training.isolation import refuse_leaky_packing
-from moetune.training.loop import Loop
+from moetune.training.loop import Loop, Watcher
 from moetune.training.notices import Notices
 from moetune.training.reporters import check_reporters
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
 from moetune.training.trainer_state import check_checkpoint, read_state
-from moetune.training.watcher import Watcher
 
 MANY_EPOCHS = 10
 """More than this is taken for an accident, and said."""

@@ -20,9 +20,8 @@ from moetune.report.progress import ProgressBar, reading
 from moetune.run.resolve import ResolvedRun, examined
 from moetune.step.observer import Where
 from moetune.training import run as training
-from moetune.training.loop import Loop
+from moetune.training.loop import Loop, Watcher
 from moetune.training.run import TrainResult
-from moetune.training.watcher import Watcher
 from moetune.watch.memory_record import MemoryRecord
 from moetune.watch.out_of_memory import examine
 
@@ -42,7 +41,7 @@ class Watch(Watcher):
     def begin(self, loop: Loop) -> None:
         self.memory = MemoryRecord(loop, self.console)
         self.pace = self.memory.predicted.pace
-        self.progress.begin(loop)
+        self.progress.begin(loop.step, loop.config.train.steps)
 
     def step_begins(self) -> None:
         assert self.memory is not None

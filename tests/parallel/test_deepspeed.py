@@ -126,7 +126,7 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
         ('{"zero_optimization": 2}', "zero_optimization: 2, and the run file makes it {"),
         ('{"optimizer": {"type": "Adam"}}', "optimizer: leave it out; optimizer: of the run file says it"),
         ('{"zero_optimization": {"offload_param": {}}}', "zero_optimization.offload_param: leave it out"),
-        ("[1]", "should be an object"),
+        ("[1]", "[1]: Input should be an object"),
         ("{", "cannot be read: Invalid JSON"),
     ],
 )
