@@ -29,7 +29,7 @@ from moetune.memory.closed_form.sizes import (
     sizes_of_chunks,
     telling_chunks,
     telling_rows,
-    values_of,
+    value_of,
 )
 from moetune.memory.report import PartName, Phase
 from moetune.memory.trace.alike import Shortened
@@ -200,17 +200,21 @@ def record(steps: Steps, short: Shortened, shape: Shape) -> Record:
         block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
         raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
     names = Monomials(sizes)
-    found = [names.of(block.bytes, rows.of(block)) for block in log.blocks]
-    powers = list(dict.fromkeys(power for *_, power in found))
-    numbers = {power: number for number, power in enumerate(powers)}
-    values = values_of(powers, other_sizes)
-    for block, is_, (coefficient, goes_with_rows, power) in zip(log.blocks, other.blocks, found, strict=True):
-        said = coefficient * int(values[numbers[power]]) * (other_rows.of(is_) if goes_with_rows else 1)
-        if is_.bytes != said:
+    found: list[tuple[int, bool, Powers]] = []
+    for block, is_ in zip(log.blocks, other.blocks, strict=True):
+        coefficient, goes_with_rows, power = names.of(block.bytes, rows.of(block))
+        said = coefficient * value_of(power, other_sizes) * (other_rows.of(is_) if goes_with_rows else 1)
+        if is_.bytes == said:
+            found.append((coefficient, goes_with_rows, power))
+        elif is_.bytes == block.bytes:  # a sum of the model's own sizes, which a telling one happens to divide
+            found.append((block.bytes, False, ()))
+        else:
             raise NoClosedForm(
                 f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
                 f"and {is_.bytes:,} at another: not a product of sizes"
             )
+    powers = list(dict.fromkeys(power for *_, power in found))
+    numbers = {power: number for number, power in enumerate(powers)}
     kinds = [Kind(b.part, b.phase, b.module, b.op, b.on_host, b.managed) for b in log.blocks]
     named = list(dict.fromkeys(kinds))
     places = {kind: number for number, kind in enumerate(named)}
