@@ -64,9 +64,19 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
     assert len(set(kinds_of_ranks(config_of(small_model, "router", fsdp=3), by_expert=False))) == 3  # 64 / 3
 
 
-@pytest.mark.parametrize("more", [{"zero": 2}, pytest.param({"reshard": False}, marks=pytest.mark.full)])
-def test_weights_that_stay_gathered_have_a_closed_form(more: dict[str, Any], small_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapt", "more", "parallel"),
+    [
+        pytest.param("lora", {}, {"zero": 2}, marks=pytest.mark.full),
+        pytest.param("lora", {}, {"reshard": False}, marks=pytest.mark.full),
+        ("experts", {"also": ["norm"]}, {"reshard": False}),  # a layer's gradients are 97 · 1,536 bytes: no 97 rows
+    ],
+)
+def test_weights_that_stay_gathered_have_a_closed_form(
+    adapt: str, more: dict[str, Any], parallel: dict[str, Any], small_model: Path
+) -> None:
     """It records a step again after an evaluation, which leaves them gathered."""
-    config = config_of(small_model, "lora", 2, fsdp=2, **more)
+    config = config_of(small_model, adapt, 2, small.ADAPT[adapt] | more, fsdp=2, **parallel)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"base": "fp32", "dtype": "fp32"})})
     formula, traced = (predict(config, method=method).ranks[0].parts for method in ("formula", "trace"))
     assert formula == traced
