@@ -30,7 +30,6 @@ from moetune.memory.closed_form.sizes import (
     sizes_of_chunks,
     telling_chunks,
     telling_rows,
-    value_of,
 )
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log
@@ -201,33 +200,17 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     if any(one.longer(limits) != shape.longer for one in telling):
         telling.append(telling[0].of_length(length, shape))
     (log, sizes, rows, where), *others = (_recorded(steps, one) for one in telling)
+    for other, *_ in others:
+        _refuse_other_storages(log, other)
     names = Monomials(sizes)
-<<<<<<< HEAD
     found = [names.of(block.bytes, rows.of(block)) for block in log.blocks]
+    for at, (block, *elsewhere) in enumerate(zip(log.blocks, *(other.blocks for other, *_ in others), strict=True)):
+        if all(one.bytes == block.bytes for one in elsewhere):  # constant, even if a telling size divides it
+            found[at] = (block.bytes, False, ())
     powers = list(dict.fromkeys(power for *_, power in found))
     numbers = {power: number for number, power in enumerate(powers)}
     for other, other_sizes, other_rows, _ in others:
         _compare(log, other, found, dict(zip(powers, values_of(powers, other_sizes).tolist(), strict=True)), other_rows)
-=======
-    found: list[tuple[int, bool, Powers]] = []
-    for block, is_ in zip(log.blocks, other.blocks, strict=True):
-        coefficient, goes_with_rows, power = names.of(block.bytes, rows.of(block))
-        said = coefficient * value_of(power, other_sizes) * (other_rows.of(is_) if goes_with_rows else 1)
-        if is_.bytes == said:
-            found.append((coefficient, goes_with_rows, power))
-        elif is_.bytes == block.bytes:  # a sum of the model's own sizes, which a telling one happens to divide
-            found.append((block.bytes, False, ()))
-        else:
-            raise NoClosedForm(
-                f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
-                f"and {is_.bytes:,} at another: not a product of sizes"
-            )
-    powers = list(dict.fromkeys(power for *_, power in found))
-    numbers = {power: number for number, power in enumerate(powers)}
-    kinds = [Kind(b.part, b.phase, b.module, b.op, b.on_host, b.managed) for b in log.blocks]
-    named = list(dict.fromkeys(kinds))
-    places = {kind: number for number, kind in enumerate(named)}
->>>>>>> layouts2
     groups = list(dict.fromkeys(block.experts for block in log.blocks if block.experts))
     of_group = {group: number for number, group in enumerate(groups)}
     goes = [of_group[block.experts] if goes else -1 for block, (_, goes, _) in zip(log.blocks, found, strict=True)]
@@ -244,6 +227,15 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     )
 
 
+def _refuse_other_storages(log: Log, other: Log) -> None:
+    """Raises `NoClosedForm` if a step at other sizes makes other storages, or in another order."""
+    if log.entries != other.entries:
+        pairs = enumerate(zip(log.entries, other.entries, strict=False))
+        at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
+        block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
+        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
+
+
 def _compare(
     log: Log, other: Log, found: Sequence[tuple[int, bool, Powers]], values: Mapping[Powers, int], rows: Rows
 ) -> None:
@@ -253,11 +245,6 @@ def _compare(
         found: of each block its coefficient, whether it goes with rows, and its monomial.
         values: the monomials at the other sizes.
     """
-    if log.entries != other.entries:
-        pairs = enumerate(zip(log.entries, other.entries, strict=False))
-        at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
-        block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
-        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
     for block, is_, (coefficient, goes_with_rows, power) in zip(log.blocks, other.blocks, found, strict=True):
         if is_.bytes != coefficient * values[power] * (rows.of(is_) if goes_with_rows else 1):
             raise NoClosedForm(
