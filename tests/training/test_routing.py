@@ -55,13 +55,13 @@ def test_experts_without_tokens_are_named_once(watched: tuple[Notices, io.String
     notices, said = watched
     line = notices.about_step(1.0, True, {}, layers([10, 10, 0, 0], [5, 5, 5, 5]))
     assert line["idle_experts"] == 1
-    assert "received no token" not in said.getvalue()  # too early to tell
+    assert "no token has reached" not in said.getvalue()  # too early to tell
     notices.about_step(1.0, True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
     each = notices.adapted.anatomy.moe_layers[0].shape.parameters_per_expert
     share = f"{100 * each / notices.trained:.1f} % of what trains"
     assert f"no token has reached 1 expert to be trained (layer:expert 0:2): {share}" in said.getvalue()
     notices.at_end(layers([200, 200, 0, 0], [100, 100, 100, 100]))
-    assert said.getvalue().count("received no token") == 1
+    assert said.getvalue().count("no token has reached") == 1
 
 
 def test_a_collapse_is_said_of_its_layer(watched: tuple[Notices, io.StringIO]) -> None:
