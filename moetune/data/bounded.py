@@ -1,34 +1,13 @@
-"""Other people's code, a chat template say, in bounded memory and time."""
+"""Other people's code, a chat template say, in bounded memory."""
 
 from __future__ import annotations
 
 import resource
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _STATM = Path("/proc/self/statm")
-
-
-@contextmanager
-def bounded_time(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in what runs longer. Signals reach the main thread alone: elsewhere nothing is bounded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"it has not ended after {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

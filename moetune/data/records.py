@@ -21,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.data.bounded import bounded_memory, bounded_time
+from moetune.data.bounded import bounded_memory
 from moetune.data.chats import (
     MalformedError,
     alpaca_chat,
@@ -35,7 +35,7 @@ from moetune.data.chats import (
 )
 from moetune.data.documents import Document, Documents
 from moetune.data.sources import Source
-from moetune.errors import UserError, one_line, reading
+from moetune.errors import UserError, one_line, reading, time_limit
 from moetune.step.loss import IGNORED
 
 LISTED_PROBLEMS = 20
@@ -210,7 +210,7 @@ class Encoder:
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
         messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
         try:
-            with bounded_memory(_TEMPLATE_BYTES), bounded_time(_TEMPLATE_SECONDS):
+            with bounded_memory(_TEMPLATE_BYTES), time_limit("what it writes", _TEMPLATE_SECONDS):
                 messages = self._with_content(messages, tools)
                 self._refuse_ignored(messages, tools)
                 find = self._marked_spans if self._has_markers else self._prefix_spans
