@@ -105,9 +105,7 @@ def test_an_unreadable_beginning_is_named(begun: str, tmp_path: Path) -> None:
     write(tmp_path / "plain", "mixtral")
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / ".packed.begun.json").write_bytes(begun.encode("latin-1"))
-    with pytest.raises(
-        UserError, match=r"\.packed\.begun\.json' cannot be read: .*; delete .*packed.* and run moetune"
-    ):
+    with pytest.raises(UserError, match=r"begun\.json' cannot be read: .*; delete .* and run moetune quantize again"):
         write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
 
 
