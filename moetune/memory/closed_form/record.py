@@ -30,6 +30,7 @@ from moetune.memory.closed_form.sizes import (
     sizes_of_chunks,
     telling_chunks,
     telling_rows,
+    values_of,
 )
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log
