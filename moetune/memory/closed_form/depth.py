@@ -14,7 +14,6 @@ from moetune.catalog.gpus import Gpu
 from moetune.memory.closed_form.form import ClosedForm, Evaluated, kind_of
 from moetune.memory.report import LoadPeaks, PartName
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.trace.alike import kinds_of
 from moetune.memory.trace.tracing import can_be_shortened
 from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
@@ -53,7 +52,6 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
     """Everything that the step of the shortened model depends on, but sizes."""
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
-    kinds = kinds_of(run, at.ep)
     starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}
     outside = {part.name for part in run.anatomy.parts if part.layer is None}
     linears = {path for path, linear in run.anatomy.linears().items() if linear.layer is None}
@@ -64,7 +62,7 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
         at,
         run.selection.full & outside,
         frozenset(linears.intersection(run.selection.lora_linears)),
-        tuple((kinds[layer], starts.get(layer, 0)) for layer in form.short.kept),
+        tuple((form.kinds[layer], starts.get(layer, 0)) for layer in form.short.kept),
     )
 
 

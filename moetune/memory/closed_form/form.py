@@ -105,11 +105,16 @@ class ClosedForm:
     recorded: Recorded | None = None
 
     @cached_property
+    def kinds(self) -> list[Hashable]:
+        """Of each decoder layer what its memory depends on."""
+        return kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep)
+
+    @cached_property
     def short(self) -> Shortened:
         """The layers that are run, and what they stand for."""
         if not can_be_shortened(self.run.config):
             return unshortened(self.run)
-        kept, units = groups(kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep))
+        kept, units = groups(self.kinds)
         return Shortened(self.run, tuple(kept), tuple(units))
 
     @cached_property

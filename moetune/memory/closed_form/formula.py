@@ -49,10 +49,11 @@ class Events:
                 stands_for[number] = like
         order = Order.of(record.log, Shortened(short.run, tuple(place.values()), tuple(units)))
         layers = [stands_for[number] for number in record.layers.tolist()]
+        storages = zip(order.blocks, order.copies, strict=True)
         entries = np.array(order.entries, dtype=np.int64)
         return cls(
-            np.array([number for number, _ in order.blocks], dtype=np.int64),
-            np.array([layers[number][copy % len(layers[number])] for number, copy in order.blocks], dtype=np.int64),
+            np.array(order.blocks, dtype=np.int64),
+            np.array([layers[number][copy % len(layers[number])] for number, copy in storages], dtype=np.int64),
             np.where(entries >= 0, entries, ~entries),
             np.where(entries >= 0, 1, -1),
             tuple((at, mark) for mark, at, *_ in order.marks),

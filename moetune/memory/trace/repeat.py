@@ -88,7 +88,7 @@ def repeat(log: Log, short: Shortened) -> Log:
         return log
     order = Order.of(log, short)
     owners, out = order.owners, Log(entries=order.entries)
-    for number, copy in order.blocks:
+    for number, copy in zip(order.blocks, order.copies, strict=True):
         block = log.blocks[number]
         out.blocks.append(replace(block, died=None, module=_named(block.module, owners.unit_of(number), copy)))
     for at, entry in enumerate(out.entries):
@@ -178,14 +178,15 @@ class Order:
     """What happens in the whole model, in terms of the shortened model's log. It is the same whatever the bytes.
 
     Attributes:
-        blocks: of each storage the block that it is like, and the number of its group among those that the block's
-            stands for.
+        blocks, copies: of each storage the block that it is like, and the number of its group among those that the
+            block's stands for.
         entries: births and deaths of these, as in `Log`.
         marks, sent: each as often as it happens, and where in `entries`.
     """
 
     owners: Owners
-    blocks: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     marks: list[tuple[Mark, int, Unit | None, int]] = field(default_factory=list)
     sent: list[tuple[Sent, int]] = field(default_factory=list)
@@ -202,7 +203,7 @@ class _Writer:
         self.match = self.owners.matches(log)
         self.passed_on = set(self.match.values())
         self.out = Order(self.owners)
-        self.numbers: dict[tuple[int, int], int] = {}  # (block, copy) -> the number of the storage
+        self.numbers: list[dict[int, int]] = [{} for _ in log.blocks]  # of each block: copy -> number of the storage
         self.fetched: dict[int, deque[int]] = defaultdict(deque)  # by bytes, the copies from the host that are there
 
     def write(self) -> Order:
@@ -272,12 +273,13 @@ class _Writer:
         if block.fetched:
             self.fetched[block.bytes].append(len(out.blocks))
         else:
-            self.numbers[number, copy] = len(out.blocks)
+            self.numbers[number][copy] = len(out.blocks)
         out.entries.append(len(out.blocks))
-        out.blocks.append((number, copy))
+        out.blocks.append(number)
+        out.copies.append(copy)
 
     def _death(self, number: int, copy: int) -> None:
-        if (new := self.numbers.pop((number, copy), None)) is not None:
+        if (new := self.numbers[number].pop(copy, None)) is not None:
             self.out.entries.append(~new)
 
     def _let_go(self, number: int) -> None:
