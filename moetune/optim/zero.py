@@ -42,6 +42,7 @@ class ZeroUpdater(Updater):
 
     def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
         """Whole tensors, on the host; of every so many-th parameter, so that no rank holds, or writes, all of them."""
+        self.engine.link_states()
         for number, parameter in enumerate(self.parameters):
             with self.engine.gathered(parameter):
                 states = self.engine.states(parameter)

@@ -128,6 +128,11 @@ class Engine:
             states[key] = safe_get_full_optimizer_state(parameter, key) if value.dim() else value
         return states
 
+    def link_states(self) -> None:
+        """Before `states` are asked for."""
+        if self.stage < 3:
+            patches.link_states(self.engine)
+
     def put(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
         """Takes over what `states` gave."""
         if not states:
@@ -136,8 +141,7 @@ class Engine:
             there = self.optimizer.state[flat]
             for key in states.keys() - there.keys() - {"master"}:
                 there[key] = torch.zeros_like(flat) if states[key].dim() else states[key].to(flat.device, copy=True)
-        if self.stage < 3:
-            patches.make_states(self.engine)
+        self.link_states()
         for key, value in states.items():
             if value.dim():
                 self._put(parameter, value, None if key == "master" else key)

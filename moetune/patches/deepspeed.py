@@ -95,6 +95,8 @@ def norm_of_all(engine: Any, stage: int) -> Tensor:
     return combine_grad_norm_groups(zero._get_norm_groups()) if stage == 3 else zero.scaled_global_norm()
 
 
-def make_states(engine: Any) -> None:
-    """Links states of ZeRO-1 and 2, which are made at the first step, to parameters, so that they can be set before."""
+def link_states(engine: Any) -> None:
+    """Links the states of ZeRO-1 and 2 to parameters. DeepSpeed does so once, when its first group has been updated and
+    the others have none yet."""
+    engine.optimizer._hp_optimizer_states_linked = False
     engine.optimizer._lazy_init_hp_params_optimizer_state()
