@@ -108,7 +108,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "a model without weights": (["model.path=no-weights"], ["only safetensors checkpoints are read"]),
     "a model with broken weights": (
         ["model.path=broken-weights"],
-        ["weights of 'broken-weights' in 'broken-weights' cannot be read"],
+        ["'broken-weights/model.safetensors' cannot be read"],
     ),
     "a model without tokenizer": (
         ["model.path=no-tokenizer"],
