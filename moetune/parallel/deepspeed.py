@@ -139,9 +139,11 @@ class Engine:
             return
         for flat in self.masters:
             there = self.optimizer.state[flat]
-            for key in states.keys() - there.keys() - {"master"}:
+            missing = states.keys() - there.keys() - {"master"}
+            for key in missing:
                 there[key] = torch.zeros_like(flat) if states[key].dim() else states[key].to(flat.device, copy=True)
-        self.link_states()
+        if missing:  # in every group alike
+            self.link_states()
         for key, value in states.items():
             if value.dim():
                 self._put(parameter, value, None if key == "master" else key)
