@@ -22,6 +22,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 ROOT = Path(__file__).parents[1]
 STEPS = 10
 
@@ -50,12 +52,17 @@ def run(*arguments: str, output: Path, kill_after: float | None = None) -> bool:
 
 
 def result(output: Path) -> dict[str, object]:
-    """Losses by step, and the bytes of what the last checkpoint holds."""
+    """Losses by step, and what the last checkpoint holds: bytes of tensors, as a file's metadata are in any order."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     last = output / "checkpoints" / f"step-{STEPS}"
     names = ["trained.safetensors", "optimizer.json", "expert_load.json", "generators/0.safetensors"]
     names += sorted(str(file.relative_to(last)) for file in (last / "optimizer").glob("*"))
-    files = {name: (last / name).read_bytes() for name in names}
+    files = {
+        name: {key: tensor.numpy().tobytes() for key, tensor in load_file(last / name).items()}
+        if name.endswith(".safetensors")
+        else (last / name).read_bytes()
+        for name in names
+    }
     return {"losses": [(x["step"], x.get("loss"), x.get("eval_loss")) for x in lines], **files}
 
 

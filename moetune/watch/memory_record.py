@@ -21,6 +21,7 @@ from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.verify import catalog_name
+from moetune.optim.values import generator_states, set_generator_states
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
 from moetune.training.loop import Loop
@@ -46,7 +47,9 @@ class MemoryRecord:
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
     def _predict(self, routing: Routing) -> Predicted:
-        """A prediction that cannot be made ends no training: it is noted."""
+        """A prediction that cannot be made ends no training: it is noted. None changes what training draws: a trace
+        builds a model, which begins from the seed."""
+        drawn = generator_states(self.device)
         try:
             return predicted(self.loop.smaller_run(), self.loop.ranks, self.card, routing)
         except Exception as error:  # models have code of their own, which fails in its own ways
@@ -56,6 +59,8 @@ class MemoryRecord:
                 soft_wrap=True,
             )
             return Predicted()
+        finally:
+            set_generator_states(drawn, self.device)
 
     def step_begins(self) -> None:
         """Begins to measure; again where the step begins anew as one of another run file."""
@@ -131,16 +136,16 @@ class Predicted(NamedTuple):
 def predicted(
     run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: Routing = BALANCED
 ) -> Predicted:
-    """One prediction: on a card by a trace, which counts operations too; on a CPU by closed form, or by a trace if
-    there is none. One of several ranks cannot record a step while it runs: it knows what was recorded before
-    (`record_ahead`).
+    """One prediction: by a trace on a card, where it counts operations too, and of recorded load, for which a closed
+    form has a bound; else on a CPU by closed form, or by a trace if there is none. One of several ranks cannot record
+    a step while it runs: it knows what was recorded before (`record_ahead`).
 
     Args:
         card: whose kernels run, and whose workspaces are allocated; None for the CPU's.
         routing: what the experts receive.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-    if not ranks.is_single or card is None:
+    if not ranks.is_single or (card is None and not routing.load):
         try:
             found = ClosedForm(run, ranks.rank, card).at(run.config, routing, may_record=ranks.is_single)
             return Predicted(None if found is None else found.parts.total + workspaces)

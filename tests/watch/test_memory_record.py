@@ -46,3 +46,15 @@ def test_a_prediction_that_fails_ends_no_training(
     assert "cannot be predicted" in capsys.readouterr().err
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert record["predicted"] == {"peak_allocated": None, "as_routed": None}
+
+
+def test_a_prediction_does_not_change_what_training_draws(noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """Dropout: a trace builds a model, which begins from the seed."""
+    model = {"path": str(noisy_model), "base": "fp32", "dtype": "fp32"}
+    losses = []
+    for predicts in (False, True):
+        output = tmp_path / str(predicts)
+        train(small.run_config(noisy_model, small_data, output, "router", model=model, train={"steps": 4}),
+              predicts=predicts)  # fmt: skip
+        losses.append([line["loss"] for line in small.read_metrics(output) if "loss" in line])
+    assert losses[0] == losses[1]
