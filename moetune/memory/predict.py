@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 
 from moetune.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.config import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
-from moetune.memory.changes import best_changes
+from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.form import Evaluated
 from moetune.memory.closed_form.record import NoClosedForm
@@ -90,8 +91,17 @@ def predict(
         report = replace(report, notes=(f"no time: a size says not how fast a card is{named}",))
     if report.fits is not False or not advise:
         return report
-    changes = tuple(best_changes(run, report, routing, card))
-    notes = () if any(change.fits for change in changes) else ("no single change makes it fit; combine them",)
+    if config.parallel.ranks > 1:
+        note = "the layout decides, and `moetune compare` shows others beside it (docs/guides/parallel.md)"
+        return replace(report, notes=(*report.notes, note))
+    depths = depths or Depths()
+
+    def needs(config: RunConfig) -> MemoryReport:
+        changed = resolve(config, run.device_type, like=run)
+        return predict(changed, method="formula", gpu=name, routing=routing, depths=depths, advise=False)
+
+    changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
+    notes = () if changes else ("no change of the run file is known that makes it fit",)
     return replace(report, changes=changes, notes=(*report.notes, *notes))
 
 

@@ -10,8 +10,8 @@ from moetune.anatomy.census import take_census
 from moetune.config import RunConfig
 from moetune.errors import UserError
 from moetune.memory.about import optimizers, trains
+from moetune.memory.changes import Combination, fitting
 from moetune.memory.report import MemoryReport
-from moetune.planning.combine import Combination, combination
 from moetune.planning.needs import Needs
 
 
@@ -64,7 +64,7 @@ def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: 
                 raise UserError(f"{name}: no card to compare with; give --gpu, or hardware.gpu in the run file")
             run = needs.resolve(config)
             report = needs.of(config) if method == "formula" else needs.traced(config)
-            together = combination(config, report, needs) if report.fits is False else None
+            together = next(fitting(config, report, needs.of), None) if report.fits is False else None
             census = take_census(run.anatomy)
             idle = census.total - census.active_per_token
             left_out = report.fullest.parts.frozen_weights * idle // census.total

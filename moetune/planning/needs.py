@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from pydantic import ValidationError
 
 from moetune.catalog.gpus import Gpu
 from moetune.config import RunConfig
-from moetune.errors import UserError
-from moetune.memory.changes import with_settings
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.predict import predict
@@ -54,16 +49,3 @@ class Needs:
 
     def traced(self, config: RunConfig) -> MemoryReport:
         return predict(self.resolve(config), method="trace", gpu=self.gpu, routing=self.routing, advise=False)
-
-
-def changed(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """The run file with these values.
-
-    Raises:
-        UserError: it is then no valid run file.
-    """
-    try:
-        return with_settings(config, settings)
-    except ValidationError as error:
-        said = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
-        raise UserError(f"{', '.join(f'{key}={value}' for key, value in settings.items())}: {said}") from None

@@ -11,10 +11,10 @@ from moetune.catalog.gpus import find_gpu, gpu_names
 from moetune.config import RunConfig
 from moetune.errors import UserError, one_line
 from moetune.memory.about import optimizers, trains
+from moetune.memory.changes import Combination, changed, fitting
 from moetune.memory.report import MemoryReport
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.combine import Combination, combination
-from moetune.planning.needs import Needs, changed
+from moetune.planning.needs import Needs
 from moetune.planning.search import Beyond, Found, Search
 from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
 from moetune.planning.workers import Workers
@@ -266,7 +266,7 @@ def _nearest(search: Search, tried: list[Way], say: Callable[[str], None]) -> Mi
             report = search.needs.of(config)
         except UserError:
             continue
-        together = combination(config, report, search.needs)
+        together = next(fitting(config, report, search.needs.of), None)
         larger = sorted((find_gpu(name) for name in gpu_names()), key=lambda card: card.memory.value)
         cards = [card.full_name for card in larger if card.memory.value >= report.required][:2]
         if _fits_two(search, config):

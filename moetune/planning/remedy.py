@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from moetune.catalog.gpus import Figure, Gpu
 from moetune.config import RunConfig
 from moetune.errors import UserError
-from moetune.memory.changes import best_changes
-from moetune.planning.combine import combination
-from moetune.planning.needs import Needs, changed
+from moetune.memory.changes import changed, fitting
+from moetune.planning.needs import Needs
 from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun
 
@@ -28,8 +28,8 @@ class Remedy:
 
 
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
-    """Settings with which a run would have needed less by what was lacking: of each single one the largest value, then
-    other single changes; changes together where none of these is enough.
+    """Settings with which a run would have needed less by what was lacking: single changes, the mildest first, or
+    several where none is enough alone; then the largest value of each size.
 
     What there really was may be less than the card has, as other programs take of it, and a run may need more than is
     predicted. So what fits is taken from what is predicted of the run itself, less what was lacking.
@@ -44,16 +44,10 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     there = replace(card, memory=Figure(needed - lacking, "what there was"))
     needs = Needs(there, device_type=run.device_type)
     report = needs.of(run.config)
-    found = list(_solved(run.config, needs))
-    keys = {flag.partition("=")[0] for one in found for flag in one.flags}
-    found += [
-        Remedy(change.settings, change.peak_process)
-        for change in best_changes(run, report, needs.routing, there)
-        if change.fits and not keys & {flag.partition("=")[0] for flag in change.settings}
-    ]
-    if not found and (together := combination(run.config, report, needs)) is not None:
-        found.append(Remedy(together.flags, together.report.required))
-    return found
+    solved = list(_solved(run.config, needs))
+    keys = {flag.partition("=")[0] for one in solved for flag in one.flags}
+    others = (one for one in fitting(run.config, report, needs.of) if not keys & one.settings.keys())
+    return [*(Remedy(one.flags, one.report.required) for one in islice(others, 3)), *solved]
 
 
 def _solved(config: RunConfig, needs: Needs) -> Iterator[Remedy]:

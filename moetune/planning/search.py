@@ -18,9 +18,10 @@ from moetune.anatomy.selection import ranges
 from moetune.catalog.gpus import find_gpu
 from moetune.config import OptimizerConfig, RunConfig
 from moetune.errors import counted
+from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
 from moetune.optim.saved import state_bytes
-from moetune.planning.needs import Needs, changed
+from moetune.planning.needs import Needs
 from moetune.planning.solve import last_that_fits
 from moetune.planning.ways import Way
 from moetune.run.resolve import resolve_model

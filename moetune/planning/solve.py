@@ -15,8 +15,9 @@ from moetune.catalog.gpus import find_gpu, gpu_names
 from moetune.config import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.fields import IdSet
+from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
-from moetune.planning.needs import Needs, changed
+from moetune.planning.needs import Needs
 from moetune.run.resolve import ResolvedRun
 
 NOTCH = 64

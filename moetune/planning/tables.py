@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moetune.errors import counted
+from moetune.memory.changes import Combination
 from moetune.memory.report import MemoryReport
-from moetune.planning.combine import Combination
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Candidate, Plan
 from moetune.report.terminal import between, hours

@@ -150,19 +150,13 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
     return [(ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
 
 
-def biggest(changes: Iterable[Change]) -> list[Change]:
-    """The three changes that save most."""
-    return sorted(changes, key=lambda change: change.saves, reverse=True)[:3]
-
-
 def flags(change: Change) -> str:
     """A change as it is typed into a shell."""
     return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
 
 
 def effect(change: Change) -> str:
-    outcome = "which fits" if change.fits else "which does not fit yet"
-    return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}, {outcome}"
+    return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}; {change.why}"
 
 
 def folded(terms: Iterable[Term]) -> list[Term]:
@@ -194,8 +188,8 @@ def _sections(report: MemoryReport, verbose: bool, tokens: int | None) -> Iterat
         yield Text(said)
     yield _about(report)
     if report.fits is False and report.changes:
-        changes = [f"{flags(change)}\n{effect(change)}; {change.why}" for change in biggest(report.changes)]
-        yield _titled("what would save most", _list(changes))
+        changes = [f"{flags(change)}\n{effect(change)}" for change in report.changes]
+        yield _titled("what makes it fit, the mildest change first", _list(changes))
     yield _titled(peak(report), _parts(report.fullest))
     if len(report.ranks) > 1:
         yield _titled(f"{len(report.ranks)} ranks", _ranks(report))
