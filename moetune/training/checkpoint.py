@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -33,13 +33,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
-from moetune.documents import Amount, read_json
+from moetune.documents import Amount, T, read_json
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.hub.tensor_files import read_header, refuse_not_finite
 from moetune.optim.optimizers import CombinedOptimizer
 from moetune.optim.updater import Updater
 from moetune.optim.zero import ZeroUpdater
+from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor
 
 TRAINED_FILE = "trained.safetensors"
@@ -228,9 +229,15 @@ class _Optimizer(TypedDict):
     scheduler_step: Amount
 
 
+def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
+    """Read a JSON file of a checkpoint; raise `UserError` naming both if it is damaged."""
+    what = f"checkpoint {str(folder)!r} is damaged: {name}"
+    return read_json(folder / name, kind, what, "resume from an earlier one with --resume PATH")
+
+
 def check(folder: Path) -> None:
     """Opens each file; raises what its reader raises if it is not what it should be."""
-    read_json(folder / OPTIMIZER_FILE, _Optimizer, OPTIMIZER_FILE)
+    read_part(folder, OPTIMIZER_FILE, _Optimizer)
     for path in (folder, folder / OPTIMIZER_FOLDER):
         if path.is_dir():
             HuggingFaceStorageReader(str(path)).read_metadata()
@@ -258,6 +265,7 @@ def read_trained(folder: Path, adapted: Adapted) -> None:
     if differing:
         raise UserError(f"checkpoint {str(folder)!r} holds other trained tensors: {differing[0]}")
     _load(tensors, folder, adapted.ranks)
+    reshard(adapted.model)  # weights that a probe has left gathered are not those that were read
 
 
 def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer) -> None:
@@ -266,7 +274,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
     Raises:
         UserError: states that cannot be cut anew for these ranks.
     """
-    said = read_json(folder / OPTIMIZER_FILE, _Optimizer, OPTIMIZER_FILE)
+    said = read_part(folder, OPTIMIZER_FILE, _Optimizer)
     path = folder / OPTIMIZER_FOLDER
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata if path.is_dir() else {}
     parts = parts_of(adapted)

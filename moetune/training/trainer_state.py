@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Required
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
-from moetune.documents import Amount, Number, read_json
+from moetune.documents import Amount, Number
 from moetune.errors import UserError, one_line
 from moetune.optim.values import generator_states, set_generator_states
 from moetune.training import checkpoint
@@ -22,6 +24,12 @@ STATE_FILE = "trainer_state.json"
 """The step, rows of a micro-batch and tokens trained on, by transformers' names."""
 LOAD_FILE = "expert_load.json"
 """Tokens that each expert of each layer has received since the run began."""
+
+
+class _State(TypedDict, total=False):
+    global_step: Required[Amount]
+    train_batch_size: Amount | None
+    num_input_tokens_seen: Amount | None
 
 
 def _generators_file(checkpoint: Path, data_index: int) -> Path:
@@ -54,13 +62,11 @@ def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Ma
 def read_state(folder: Path) -> tuple[int, int | None, int]:
     """The step, the rows of a micro-batch if it says, and the tokens trained on; raises what reading a damaged one
     does."""
-    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    step, rows, tokens = (state.get(key) for key in ("global_step", "train_batch_size", "num_input_tokens_seen"))
-    if not all(type(number) is int and number >= 0 for number in (step, rows or 0, tokens or 0)):
-        raise ValueError(f"{STATE_FILE}: its numbers are {step!r}, {rows!r} and {tokens!r}")
+    state = checkpoint.read_part(folder, STATE_FILE, _State)
+    step, rows, tokens = state["global_step"], state.get("train_batch_size"), state.get("num_input_tokens_seen") or 0
     if step != step_of(folder):
         raise ValueError(f"{STATE_FILE} is of step {step}")
-    return step, rows, tokens or 0
+    return step, rows, tokens
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -74,7 +80,7 @@ def check_checkpoint(folder: Path) -> None:
 
 def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     """By layer, the tokens that each expert had received at a checkpoint; raises what reading a damaged one does."""
-    received = read_json(folder / LOAD_FILE, dict[Amount, list[Number]], LOAD_FILE)
+    received = checkpoint.read_part(folder, LOAD_FILE, dict[Amount, list[Number]])
     load = {layer: torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
     sizes = {layer.index: layer.shape.num_experts for layer in adapted.anatomy.moe_layers}
     if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):

@@ -69,11 +69,10 @@ READ_BY = {
     "run/records.py": "run/metrics.jsonl",
     "run/scores.py": "scores.json",
     "training/checkpoint.py": "run/checkpoints/step-2/optimizer.json",
-    "training/ending.py": "run/memory.json",
+    "watch/ending.py": "run/memory.json",
     "training/inputs.py": "config.json: test_models.py",
     "training/manifest.py": "run/checkpoints/step-2/manifest.json",
     "training/run_folder.py": "run/base.json",
-    "training/trainer_state.py": "expert_load.json: test_folders.py",
 }
 """Who calls the reader -> a file of the table, or where else it is damaged."""
 RAW = {
@@ -81,6 +80,7 @@ RAW = {
     "catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",
     "data/chats.py": "a value in a record: test_data.py",
+    "data/load.py": "a tokenizer as it says itself: test_load.py",
     "documents.py": "the reader",
     "files.py": "a lock of another process",
 }

@@ -165,10 +165,12 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
         text("packed/packed.json", "F32 [2048", "F16 [2048"), "has changed since", PACKED,
     ),
     "packed: in another precision": (said("packed/packed.json", base="int8"), "packed with int8", PACKED),
-    "packed: a precision that is a number": (said("packed/packed.json", base=5), "packed with 5", PACKED),
+    "packed: a precision that is a number": (
+        said("packed/packed.json", base=5), "packed.json' cannot be read: base: 5", PACKED,
+    ),
     "packed: without a manifest": (gone("packed/packed.json"), "packed", WEIGHTS),
     "packed: a manifest cut short": (
-        lambda f: (f / "packed/packed.json").write_text("{"), "packed.json' is damaged", WEIGHTS,
+        lambda f: (f / "packed/packed.json").write_text("{"), "packed.json' cannot be read", WEIGHTS,
     ),
     "packed: its checkpoint gone": (
         gone(MODEL), "model.safetensors|'.*model'", dict.fromkeys(COMMANDS[:7], AS_BEFORE) | {"export": REFUSED},

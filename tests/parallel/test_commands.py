@@ -16,7 +16,7 @@ import yaml
 
 from moetune.cli import main, ranks
 from moetune.parallel.launch import free_port
-from moetune.training import memory_record
+from moetune.watch import memory_record
 from tests import small
 from tests.conftest import Ended
 from tests.parallel import layouts, world
@@ -127,7 +127,7 @@ def test_a_layout_through_its_command(
     """An evaluation and a save at one step; what is logged is what one process logs."""
     one, many = tmp_path / "one", tmp_path / "many"
     with monkeypatch.context() as unpredicted:
-        unpredicted.setattr(memory_record, "predicted_peak", lambda *_: None)
+        unpredicted.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
         run(moetune, write_run({}, adapt, small_model, small_data, one), "--set", "train.steps=2")
     monkeypatch.setattr(ranks, "start_ranks", start_in_forks)
     file = write_run(LAYOUTS[layout], adapt, small_model, small_data, many)

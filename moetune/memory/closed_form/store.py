@@ -89,8 +89,9 @@ def folder() -> Path:
 
 def read(key: str) -> Recorded | None:
     """What there is under a name, if anything."""
+    file = folder() / f"{key}.npz"
     try:
-        with np.load(folder() / f"{key}.npz", allow_pickle=False) as found:
+        with np.load(file, allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
         said = parse_json(str(arrays.pop("said")).encode(), dict[str, Any], key)
         if said["key"] != key:  # another's, under its name
