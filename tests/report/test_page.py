@@ -13,9 +13,10 @@ import pytest
 from moetune.errors import UserError
 from moetune.memory.report import GpuMemory, MemoryReport
 from moetune.report.page import render_page, write_page
-from moetune.report.terminal import balance, verdict
+from moetune.report.terminal import balance, effect, flags, verdict
 from moetune.report.units import gib
 from tests.report.sample import PEAK, formula_only, many_ranks, sample, tight, too_big
+from tests.report.test_terminal import printed
 
 REPORTS = [sample, tight, too_big, many_ranks, formula_only]
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -92,10 +93,15 @@ def test_a_name_is_never_code(make: Callable[..., MemoryReport]) -> None:
     assert page.text.count(name) >= 6  # title, heading, verdict, chart, note, assumption
 
 
-def test_changes_are_shown_as_they_are_typed() -> None:
-    text = Page(render_page(too_big())).text
-    assert "--set 'adapt.experts={layers: 0-2, ids: [0, 1]}' --set optimizer.name=lomo" in text
-    assert "train.accumulate=1" not in text
+def test_changes_are_those_of_the_terminal_and_of_json() -> None:
+    """As they are typed, in the same order, with the same figures."""
+    report = too_big()
+    page, terminal = (" ".join(text.split()) for text in (Page(render_page(report)).text, printed(report, 200)))
+    assert "--set 'adapt.experts={layers: 0-2, ids: [0, 1]}' --set optimizer.name=lomo" in page
+    for text in (page, terminal):
+        places = [text.index(said) for one in report.changes for said in (flags(one), effect(one))]
+        assert places == sorted(places)
+    assert [one["peak_process"] for one in report.to_json()["changes"]] == [24_500_000_000, 23_500_000_000]
 
 
 def test_the_pointer_finds_every_part_of_the_peak() -> None:
