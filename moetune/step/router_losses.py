@@ -128,11 +128,10 @@ class RouterWatch:
 
 def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
     """How many tokens that count chose each expert. A choice of weight 0 is none: ZAYA's tokens skip experts so."""
-    ids_TK = ids_TK.reshape(-1, ids_TK.shape[-1])
-    weight_T = torch.ones_like(ids_TK[:, 0]) if mask is None else mask.flatten()
+    chosen_TK = weights_TK.reshape(-1, ids_TK.shape[-1])
+    counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])
     counts = torch.zeros(num_experts, device=ids_TK.device)
-    counted = weight_T.to(counts.dtype).repeat_interleave(ids_TK.shape[-1]) * (weights_TK.flatten() != 0)
-    return counts.index_add_(0, ids_TK.flatten(), counted)
+    return counts.index_add_(0, ids_TK.flatten(), counts_TK.flatten().to(counts.dtype))
 
 
 def refuse_silent_routers(adapted: Adapted) -> None:

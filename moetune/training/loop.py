@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,7 @@ from moetune.config import RunConfig
 from moetune.data.load import Datasets
 from moetune.errors import DoesNotFit, UserError
 from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
-from moetune.optim.values import generator_states, set_generator_states
+from moetune.optim.values import as_float, generator_states, set_generator_states
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.step.batch import Batch, Row, collate, uncounted
@@ -293,8 +294,8 @@ class Loop:
     def _refuse_broken(self) -> None:
         held = {name: local_tensor(weight) for name, weight in self.adapted.trainable().items()}
         held |= {f"a float32 copy of a weight ({number})": copy for number, copy in enumerate(self.optimizer.masters())}
-        finite = [weight.isfinite().all().cpu() for weight in held.values()]
-        mine = [name for name, is_finite in zip(held, finite, strict=True) if not is_finite]
+        norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in held.values()]
+        mine = [name for name, norm in zip(held, norms, strict=True) if not math.isfinite(as_float(norm))]
         broken = [name for of_rank in self.ranks.gather(mine) for name in of_rank]
         if broken:
             last = [f"the last good one is {folder}" for folder in self.folder.checkpoints()][-1:]
