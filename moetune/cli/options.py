@@ -98,6 +98,14 @@ def output_file(file: Path | None) -> Path | None:
     return file
 
 
+Page = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=output_file)
+]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=output_file)
+]
+
+
 def checked_base(base: str | None) -> PackedBase | None:
     """Raises `UserError` for a precision that nothing is packed in."""
     if base is None or base in typing.get_args(PackedBase):

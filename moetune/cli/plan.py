@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides, Tokens, output_file, read_run
+from moetune.cli.options import Json, Overrides, Page, Picture, Tokens, read_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,12 +38,8 @@ def plan(
     min_sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
     explain: Annotated[bool, typer.Option("--explain", help="Say why no more of each fits.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave each as a run file in this folder.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=output_file)
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=output_file)
-    ] = None,
+    html: Page = None,
+    figure: Picture = None,
     routing: Annotated[
         str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="With --solve: tokens of each expert.")
     ] = "balanced",

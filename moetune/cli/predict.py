@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Experts, Json, Lora, Overrides, Router, Tokens, Verbose, output_file, within_memory
+from moetune.cli.options import (
+    Experts,
+    Json,
+    Lora,
+    Overrides,
+    Page,
+    Picture,
+    Router,
+    Tokens,
+    Verbose,
+    within_memory,
+)
 
 
 def predict(
@@ -40,12 +50,8 @@ def predict(
         str | None,
         typer.Option(metavar="RUN", help="A run folder like it, or its metrics.jsonl: estimate by its tokens/s."),
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=output_file)
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=output_file)
-    ] = None,
+    html: Page = None,
+    figure: Picture = None,
     set_: Overrides = None,
     verbose: Verbose = False,
     json_: Json = False,
