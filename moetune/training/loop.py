@@ -294,8 +294,9 @@ class Loop:
     def _refuse_broken(self) -> None:
         held = {name: local_tensor(weight) for name, weight in self.adapted.trainable().items()}
         held |= {f"a float32 copy of a weight ({number})": copy for number, copy in enumerate(self.optimizer.masters())}
-        norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in held.values()]
-        mine = [name for name, norm in zip(held, norms, strict=True) if not math.isfinite(as_float(norm))]
+        held = {name: weight for name, weight in held.items() if weight.numel()}
+        largest = [torch.linalg.vector_norm(weight, math.inf) for weight in held.values()]
+        mine = [name for name, value in zip(held, largest, strict=True) if not math.isfinite(as_float(value))]
         broken = [name for of_rank in self.ranks.gather(mine) for name in of_rank]
         if broken:
             last = [f"the last good one is {folder}" for folder in self.folder.checkpoints()][-1:]
