@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moetune.adapt.build import build
     from moetune.adapt.count import count
-    from moetune.adapt.quantizer import MoetuneConfig
-    from moetune.config import RunConfig
+    from moetune.adapt.weights.quantizer import MoetuneConfig
+    from moetune.config.load import load_run_config
+    from moetune.config.schema import RunConfig
     from moetune.errors import UserError
     from moetune.exporting.apply import apply_delta
     from moetune.exporting.export import export
     from moetune.memory.predict import predict
     from moetune.memory.report import MemoryReport
     from moetune.memory.verify import verify
+    from moetune.routing.budget import within_budget
+    from moetune.routing.drift import drift
+    from moetune.routing.score import score
     from moetune.run.resolve import resolve
-    from moetune.run_file import load_run_config
-    from moetune.scoring.budget import within_budget
-    from moetune.scoring.drift import drift
-    from moetune.scoring.score import score
     from moetune.watch.train import train
 
 __version__ = "0.1.0"
@@ -53,21 +53,21 @@ __all__ = [
 
 _HOMES = {
     "MemoryReport": "memory.report",
-    "MoetuneConfig": "adapt.quantizer",
-    "RunConfig": "config",
+    "MoetuneConfig": "adapt.weights.quantizer",
+    "RunConfig": "config.schema",
     "UserError": "errors",
     "apply_delta": "exporting.apply",
     "build": "adapt.build",
     "count": "adapt.count",
-    "drift": "scoring.drift",
+    "drift": "routing.drift",
     "export": "exporting.export",
-    "load_run_config": "run_file",
+    "load_run_config": "config.load",
     "predict": "memory.predict",
     "resolve": "run.resolve",
-    "score": "scoring.score",
+    "score": "routing.score",
     "train": "watch.train",
     "verify": "memory.verify",
-    "within_budget": "scoring.budget",
+    "within_budget": "routing.budget",
 }
 
 

@@ -13,8 +13,8 @@ from transformers import MixtralForCausalLM  # noqa: F401
 import moetune.training.run  # noqa: F401
 import tests.parallel.steps
 import tests.training.test_resume  # noqa: F401
+from moetune.compat.deepspeed import keep_quiet
 from moetune.parallel.deepspeed import is_installed
-from moetune.patches.deepspeed import keep_quiet
 
 if is_installed():
     keep_quiet(torch.device("cpu"))

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.anatomy.anatomy import ExpertShape
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import PackedLinear
+from moetune.models.structure import ExpertShape
 from tests.resolved import build
 from tests.toys import VOCAB
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from moetune.config import ModelConfig, RunConfig
+from moetune.config.schema import ModelConfig, RunConfig
 from moetune.run.dtypes import DeviceType, this_device
 from moetune.run.resolve import examine, resolve, resolve_model
 
@@ -57,7 +57,7 @@ def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:
 
 
 def write_packed_base(path: str, out: Path, base: str, double_quant: bool) -> dict[str, Any]:
-    from moetune.adapt.quantize import quantize
+    from moetune.adapt.weights.quantize import quantize
 
     how = {"path": path, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}
     return quantize(resolve_model(ModelConfig.model_validate(how)), out)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moetune.catalog import find_model
-from moetune.config import PARTS, RunConfig
+from moetune.config.schema import PARTS, RunConfig
+from moetune.models.catalog import find_model
 
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from moetune.config import OptimizerName
+from moetune.config.schema import OptimizerName
 
 pytestmark = pytest.mark.full
 SCRIPT = Path(__file__).parents[1] / "scripts/bench/optimizers.py"

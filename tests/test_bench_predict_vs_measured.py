@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.measure import Measured
 from moetune.memory.predict import predict
 from moetune.memory.routing import BALANCED

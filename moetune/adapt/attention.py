@@ -22,10 +22,10 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moetune.anatomy.moe import is_experts
-from moetune.anatomy.stack import decoder_layers, decoder_stack
-from moetune.config import RunConfig
-from moetune.patches.transformers import never_ask_for_the_length
+from moetune.compat.transformers import never_ask_for_the_length
+from moetune.config.schema import RunConfig
+from moetune.models.moe import is_experts
+from moetune.models.stack import decoder_layers, decoder_stack
 
 VARLEN = "varlen"
 """Our name among transformers' attention functions. No mask function has it, so transformers makes no mask."""

@@ -16,11 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.integrations.neftune import activate_neftune
 from transformers.utils import logging as transformers_logging
 
-from moetune.adapt import packed_base
 from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import enable_checkpointing, keep_choices
 from moetune.adapt.lora import add_lora
-from moetune.adapt.materialize import realize
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.pack import (
     Fill,
@@ -32,20 +30,22 @@ from moetune.adapt.pack import (
     refuse_misplaced,
     refuse_unpacked,
 )
-from moetune.adapt.packed_base import is_packed_base
-from moetune.adapt.quantizer import MoetuneConfig
-from moetune.adapt.unread import unread_tensors
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.selection import Selection
-from moetune.config import Part
+from moetune.adapt.weights import packed_base
+from moetune.adapt.weights.materialize import realize
+from moetune.adapt.weights.packed_base import is_packed_base
+from moetune.adapt.weights.quantizer import MoetuneConfig
+from moetune.adapt.weights.unread import unread_tensors
+from moetune.config.schema import Part
 from moetune.documents import read_json
 from moetune.errors import UserError, reading
 from moetune.experts.dense import DenseWeights
 from moetune.experts.links import BankLinks
-from moetune.hub.names import find_homes
-from moetune.hub.quantized import open_checkpoint
-from moetune.hub.snapshot import download
-from moetune.hub.tensor_files import INDEX_FILE, SINGLE_FILE
+from moetune.models.hub.names import find_homes
+from moetune.models.hub.quantized import open_checkpoint
+from moetune.models.hub.snapshot import download
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE
+from moetune.models.selection import Selection
+from moetune.models.structure import Anatomy
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.placement import Placement

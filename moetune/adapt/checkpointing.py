@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 
+from moetune.compat.transformers import checkpoint_layers_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import AsyncCopy, CopyStream
-from moetune.patches.transformers import checkpoint_layers_by
 
 aten = torch.ops.aten
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetune.adapt.build import Adapted, build
-from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.anatomy.census import Census, take_census
-from moetune.anatomy.source import find_model_source
+from moetune.models.parameter_count import Census, take_census
+from moetune.models.source import find_model_source
+from moetune.models.structure import meta_model, read_anatomy
 from moetune.run.resolve import ResolvedRun
 
 

@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted, build
+from moetune.compat.torch import add_missing_fakes
+from moetune.compat.transformers import never_ask_for_the_length
 from moetune.experts.host import mark_on_host
 from moetune.experts.packed import BLOCK, NESTED_BLOCK, PackedStack
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
-from moetune.patches.torch import add_missing_fakes
-from moetune.patches.transformers import never_ask_for_the_length
 from moetune.run.resolve import ResolvedRun
 
 

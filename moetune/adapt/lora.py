@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.low_rank import adapted
-from moetune.config import LoraConfig
+from moetune.compat.peft import compute_in_the_inputs_dtype
+from moetune.config.schema import LoraConfig
 from moetune.errors import UserError
-from moetune.patches.peft import compute_in_the_inputs_dtype
 
 
 class Dropout(nn.Module):

@@ -1,7 +1,7 @@
 """A linear layer with low-rank factors while it trains: y = W·x + b + s·B·(A·x), forward and backward as one.
 
 W is frozen, whatever it is made of, and unpacked for each pass. The factors' kernels are those of the experts
-(experts/kernels.py): one launch forward and two backward, where layers of their own are six and nine, and dx is summed
+(experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. dx is summed
 where it is made. x and the narrow A·x are kept.
 
 Shapes: p features in, q out, r rank.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from moetune.experts import kernels
+from moetune.experts.kernels import operators as kernels
 from moetune.experts.packed import PackedLinear
 
 FEW_ROWS = 1536

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moetune.patches.transformers import is_rms_norm
+from moetune.compat.transformers import is_rms_norm
 
 _library = torch.library.Library("moetune", "FRAGMENT")
 _library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")

@@ -10,18 +10,18 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.anatomy.moe import MoeLayer
-from moetune.anatomy.selection import Selection
-from moetune.config import ModelConfig
+from moetune.compat.bitsandbytes import keep_packing
+from moetune.compat.transformers import activation_of
+from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.host import ExpertPrefetcher, stays_on_host
 from moetune.experts.links import BankLinks
 from moetune.experts.packed import PackedLinear, PackedStack
+from moetune.models.moe import MoeLayer
+from moetune.models.selection import Selection
 from moetune.parallel.exchange import TokenExchange
 from moetune.parallel.ranks import Ranks
-from moetune.patches.bitsandbytes import keep_packing
-from moetune.patches.transformers import activation_of
 from moetune.run.dtypes import DTYPES
 from moetune.run.names import matrix_of, stacks
 from moetune.run.placement import EVERYTHING, Placement

@@ -13,7 +13,7 @@ from moetune.cli.options import Json, Overrides, read_run
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moetune.anatomy.census import Census
+    from moetune.models.parameter_count import Census
 
 
 def count(

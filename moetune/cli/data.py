@@ -23,12 +23,12 @@ def data(
     """Show what a run's data become: the first records as tokens, which of them carry loss, lengths, steps an epoch."""
     import json
 
-    from moetune.run_file import load_run_config, refuse_missing_files
+    from moetune.config.load import load_run_config, refuse_missing_files
 
     config = load_run_config(run, set_ or ())
     refuse_missing_files(config, run)
     with heavy_imports():
-        from moetune.data.preview import preview
+        from moetune.training.data.preview import preview
 
     found = preview(config, records)
     if html is not None:

@@ -26,8 +26,8 @@ def doctor(
     if run is None and set_:
         raise UserError("--set changes a run file; give one")
     with heavy_imports():
+        from moetune.config.load import load_run_config
         from moetune.planning.doctor import examine_machine, examine_run
-        from moetune.run_file import load_run_config
 
     checks = [*examine_machine(), *(() if run is None else examine_run(load_run_config(run, set_ or ())))]
     is_well = all(check.outcome != "problem" for check in checks)

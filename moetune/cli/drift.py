@@ -27,8 +27,8 @@ def drift(
     import json
 
     with heavy_imports():
-        from moetune.scoring.drift import drift as drift_of
-        from moetune.scoring.drift import save_heatmaps, write_drift
+        from moetune.routing.drift import drift as drift_of
+        from moetune.routing.drift import save_heatmaps, write_drift
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format

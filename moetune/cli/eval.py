@@ -8,7 +8,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, KeepPacked, Opens
-from moetune.run_file import refuse_missing
+from moetune.config.load import refuse_missing
 
 
 def eval_(

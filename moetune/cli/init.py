@@ -35,7 +35,7 @@ def init(
     """Write a commented run file to start from: a recipe, or the best that a plan finds for a model and a card."""
     import json
 
-    from moetune.catalog import read_recipe, recipes
+    from moetune.config.recipes import read_recipe, recipes
     from moetune.errors import UserError, suggest
 
     known = recipes()
@@ -69,8 +69,8 @@ def _with_settings(text: str, settings: list[str]) -> str:
     """The run file with other values, under the same header; comments between its lines are lost."""
     import yaml
 
+    from moetune.config.load import read_run_config
     from moetune.planning.from_options import as_yaml
-    from moetune.run_file import read_run_config
 
     lines = text.splitlines(keepends=True)
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))

@@ -7,7 +7,7 @@ from moetune.cli.options import Json
 
 def models(json_: Json = False) -> None:
     """List the models that can be named without a network, with their published parameter counts."""
-    from moetune.catalog import find_model, model_names
+    from moetune.models.catalog import find_model, model_names
 
     entries = [entry for name in model_names() if (entry := find_model(name)) is not None]
     if json_:

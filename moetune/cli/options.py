@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.config import DataConfig, PackedBase, RunConfig
+from moetune.config.load import load_run_config
+from moetune.config.schema import DataConfig, PackedBase, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
 from moetune.files import expanded, names_in, refuse_taken
 from moetune.report.console import note
-from moetune.run_file import load_run_config
 
 if TYPE_CHECKING:
     from moetune.inference.opened import Opened
@@ -141,7 +141,7 @@ def within_memory(config: RunConfig) -> RunConfig:
     if not config.adapt.has_memory_budget:
         return config
     with heavy_imports():
-        from moetune.scoring.budget import within_budget
+        from moetune.routing.budget import within_budget
 
     def tried(k: int, fits: bool) -> None:
         print(f"{counted(k, 'expert')} of each layer: {'fits' if fits else 'does not fit'}", file=sys.stderr)

@@ -91,8 +91,8 @@ def plan(
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB")
     if set_:
         raise UserError("--set changes a run file; a plan chooses settings itself")
-    from moetune.run_file import refuse_missing
-    from moetune.sizes import HOW_TO_WRITE_A_SIZE, parse_size
+    from moetune.config.load import refuse_missing
+    from moetune.config.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 
     most = None if host is None else parse_size(host)
     if host is not None and most is None:
@@ -112,7 +112,7 @@ def plan(
         refuse_missing([data])
     why: tuple[str, ...] = ()
     if data is not None:
-        from moetune.data.sources import looks_like_a_file, open_sources
+        from moetune.training.data.sources import looks_like_a_file, open_sources
 
         if looks_like_a_file(data) or "/" not in data:  # a data set of the hub may be out of reach here
             open_sources(data)
@@ -153,8 +153,8 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
     from moetune.errors import UserError, one_line
 
     with heavy_imports():
-        from moetune.data.preview import preview
-        from moetune.run_file import read_run_config
+        from moetune.config.load import read_run_config
+        from moetune.training.data.preview import preview
 
     run = {"model": {"path": model}, "adapt": {}, "train": {"sequence_length": length}, "data": {"train": data}}
     try:

@@ -68,14 +68,14 @@ def predict(
     import sys
     from dataclasses import replace
 
-    from moetune.catalog.gpus import find_gpu
+    from moetune.models.catalog.gpus import find_gpu
     from moetune.planning.from_options import as_yaml, config_of
 
     config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
     config = within_memory(config)
     if gpu is not None:
         find_gpu(gpu)  # before what takes seconds
-    from moetune.timing.measured import speed_of
+    from moetune.memory.time.measured import speed_of
 
     speed = None if measured is None else speed_of(measured)
 

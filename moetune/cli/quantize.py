@@ -33,10 +33,10 @@ def quantize(
     from moetune.report.console import terminal
 
     with heavy_imports():
-        from moetune.adapt.quantize import quantize as pack
+        from moetune.adapt.weights.quantize import quantize as pack
+        from moetune.config.load import read_run_config
         from moetune.report.progress import reading
         from moetune.run.resolve import resolve_model
-        from moetune.run_file import read_run_config
 
     # What is packed is rounded to bf16 first, as in a run that computes in it; all else keeps its dtype.
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}

@@ -13,7 +13,7 @@ from moetune.cli.options import Json, Overrides, in_a_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moetune.config import RunConfig
+    from moetune.config.schema import RunConfig
     from moetune.run.scores import Scores
 
 
@@ -44,9 +44,9 @@ def score(
     import sys
 
     from moetune.cli.ranks import exit_as_ranks
+    from moetune.config.load import load_run_config, read_run_config, refuse_missing
     from moetune.errors import UserError
     from moetune.parallel.launch import is_quiet, was_launched
-    from moetune.run_file import load_run_config, read_run_config, refuse_missing
 
     if model.endswith((".yaml", ".yml")):
         config = load_run_config(model, set_ or ())
@@ -68,10 +68,10 @@ def score(
 
     with heavy_imports():
         from moetune.parallel.join import joined
+        from moetune.routing.score import names_of, to_score
+        from moetune.routing.score import score as score_run
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
-        from moetune.scoring.score import names_of, to_score
-        from moetune.scoring.score import score as score_run
 
     names, device = data or names_of(config), this_device()
     try:
@@ -103,16 +103,16 @@ def _predict(config: RunConfig, data: list[str] | None, gpu: str | None, json_: 
     """What scoring takes. Exit code 1: it does not fit."""
     import json
 
-    from moetune.catalog.gpus import find_gpu
+    from moetune.models.catalog.gpus import find_gpu
 
     if gpu is not None:
         find_gpu(gpu)
     with heavy_imports():
         from moetune.report.console import terminal
         from moetune.report.terminal import print_report
+        from moetune.routing.memory import predict_score
+        from moetune.routing.score import names_of, to_score
         from moetune.run.resolve import resolve
-        from moetune.scoring.memory import predict_score
-        from moetune.scoring.score import names_of, to_score
 
     report = predict_score(resolve(to_score(config)), len(data or names_of(config)) or 1, gpu=gpu)
     if json_:

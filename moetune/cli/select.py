@@ -60,15 +60,15 @@ def select(
     import json
 
     with heavy_imports():
-        from moetune.adapt.base import folder_of, noting_base
-        from moetune.config import ChoiceConfig
+        from moetune.adapt.weights.base import folder_of, noting_base
+        from moetune.config.schema import ChoiceConfig
         from moetune.report.console import terminal
+        from moetune.routing.budget import within_budget
+        from moetune.routing.select import choice_of, with_choice
         from moetune.run.choice import coverage
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
         from moetune.run.scores import read_scores
-        from moetune.scoring.budget import within_budget
-        from moetune.scoring.select import choice_of, with_choice
 
     given = {"p": p, "k": k, "experts": experts, "parameters": parameters, "budget": budget, "layers": layers}
     more = {"rule": rule, "seed": seed, "background": None if background is None else str(background)}

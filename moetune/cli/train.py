@@ -32,10 +32,10 @@ def train(
     memory ran out."""
     import sys
 
-    from moetune.catalog.gpus import find_gpu
     from moetune.cli.ranks import exit_as_ranks
+    from moetune.config.load import refuse_existing_run, refuse_missing_files
+    from moetune.models.catalog.gpus import find_gpu
     from moetune.parallel.launch import is_quiet, was_launched
-    from moetune.run_file import refuse_existing_run, refuse_missing_files
 
     config = read_run(run, set_)
     refuse_missing_files(config, run)

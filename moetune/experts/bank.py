@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from moetune.anatomy.anatomy import ExpertShape
 from moetune.experts.gate import Gate
 from moetune.experts.links import BankLinks
 from moetune.experts.mlp import expert_mlp
 from moetune.experts.packed import PackedStack, Storage
 from moetune.experts.projection import FullProjection, LowRank, Projection, Weighted
 from moetune.experts.routing import Group, Routing
+from moetune.models.structure import ExpertShape
 
 _MOST_AT_ONCE = 2**31 - 1  # weights: bitsandbytes counts them in 32 bits
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moetune.anatomy.moe import MoeLayer
-from moetune.anatomy.routers import Score, find_logits, logits_module, scores
-from moetune.experts.grouped import Rows
+from moetune.experts.kernels.grouped import Rows
+from moetune.models.moe import MoeLayer
+from moetune.models.routers import Score, find_logits, logits_module, scores
 
 if TYPE_CHECKING:
     from moetune.experts.bank import ExpertBank

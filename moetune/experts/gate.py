@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from moetune.anatomy.anatomy import ExpertShape
-from moetune.experts import kernels
+from moetune.experts.kernels import operators as kernels
 from moetune.experts.projection import Weighted
+from moetune.models.structure import ExpertShape
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from moetune.compat.torch import NO_PASS, after_backward, backward_pass
 from moetune.experts.pinned import pinned
-from moetune.patches.torch import NO_PASS, after_backward, backward_pass
 
 # --- Which tensors stay on the host -------------------------------------------------------------------------------
 

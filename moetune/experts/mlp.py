@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moetune.experts import kernels
 from moetune.experts.dense import gradient_of_weights
+from moetune.experts.kernels import operators as kernels
 from moetune.experts.projection import Gradients, Projection, Weighted
 from moetune.experts.routing import Group, Routing, TokenRows
 

@@ -13,10 +13,10 @@ import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
-from moetune.config import Storage
-from moetune.experts import kernels
+from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
-from moetune.experts.kernels import BLOCK, MX_BLOCK, NESTED_BLOCK
+from moetune.experts.kernels import operators as kernels
+from moetune.experts.kernels.operators import BLOCK, MX_BLOCK, NESTED_BLOCK
 from moetune.run.dtypes import DTYPES
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

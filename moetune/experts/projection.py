@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moetune.experts import kernels
-from moetune.experts.grouped import Rows
+from moetune.experts.kernels import operators as kernels
+from moetune.experts.kernels.grouped import Rows
 
 
 class Weighted(NamedTuple):

@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moetune.experts import kernels
-from moetune.experts.grouped import Rows
+from moetune.experts.kernels import operators as kernels
+from moetune.experts.kernels.grouped import Rows
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moetune.adapt.base import checkpoint_of, folder_of
-from moetune.adapt.packed_base import is_packed_base
-from moetune.anatomy.source import find_model_source
+from moetune.adapt.weights.base import checkpoint_of, folder_of
+from moetune.adapt.weights.packed_base import is_packed_base
 from moetune.errors import UserError
 from moetune.exporting.base_copy import copy_checkpoint
 from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_manifest
 from moetune.files import expanded
-from moetune.hub.delta_folder import Delta, read_delta
-from moetune.hub.fingerprint import Base, take_fingerprint
-from moetune.hub.quantized import open_checkpoint
-from moetune.hub.tensor_files import Stored, read_checkpoint
+from moetune.models.hub.delta_folder import Delta, read_delta
+from moetune.models.hub.fingerprint import Base, take_fingerprint
+from moetune.models.hub.quantized import open_checkpoint
+from moetune.models.hub.tensor_files import Stored, read_checkpoint
+from moetune.models.source import find_model_source
 from moetune.run.published import read_packed
 
 _FORMAT = "applied"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moetune.documents import read_json
-from moetune.hub.fingerprint import Fingerprint, take_fingerprint
-from moetune.hub.quantized import Quantized, open_checkpoint
-from moetune.hub.snapshot import copy_small_file, small_files
-from moetune.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
+from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
+from moetune.models.hub.quantized import Quantized, open_checkpoint
+from moetune.models.hub.snapshot import copy_small_file, small_files
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 
 
 def copy_checkpoint(

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.pack import out_in
-from moetune.anatomy.anatomy import MoeLayer
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.exporting.finished_run import FinishedRun
-from moetune.hub.names import Home
-from moetune.hub.tensor_files import Held, Stored
+from moetune.models.hub.names import Home
+from moetune.models.hub.tensor_files import Held, Stored
+from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
 
 

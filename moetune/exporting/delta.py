@@ -1,6 +1,6 @@
 """The delta: what full-precision training changed, under the checkpoint's own tensor names.
 
-What is in the folder: hub/delta_folder.py.
+What is in the folder: models/hub/delta_folder.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from moetune.errors import UserError
 from moetune.exporting.changes import Change, changes, homes_of, pieces
 from moetune.exporting.finished_run import FinishedRun, about, base_folder, confirmed_base
 from moetune.exporting.folder import Exported, write_manifest
-from moetune.hub.delta_folder import DELTA_FILE, FORMAT
-from moetune.hub.fingerprint import digest, take_fingerprint
-from moetune.hub.names import Home, find_homes
-from moetune.hub.quantized import open_checkpoint
-from moetune.hub.tensor_files import Stored, create_file
+from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
+from moetune.models.hub.fingerprint import digest, take_fingerprint
+from moetune.models.hub.names import Home, find_homes
+from moetune.models.hub.quantized import open_checkpoint
+from moetune.models.hub.tensor_files import Stored, create_file
 
 
 def export_delta(run: FinishedRun, out: Path) -> Exported:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moetune.adapt.build import Adapted
-from moetune.data.load import chat_template
 from moetune.exporting.delta import export_delta
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
 from moetune.exporting.merged import bytes_needed, export_merged
 from moetune.files import expanded
+from moetune.training.data.load import chat_template
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def export(
 
             exported = export_vllm(run, folder)
         else:
-            from moetune.exporting.peft import export_peft  # PEFT takes a while to import
+            from moetune.exporting.peft import export_peft
 
             exported = export_peft(run, folder)
         if template is not None and format != "delta":

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from moetune.adapt.base import checkpoint_of, folder_of, refuse_changed_base
 from moetune.adapt.build import WEIGHTS, Adapted, build
-from moetune.config import HardwareConfig, ParallelConfig, RunConfig
+from moetune.adapt.weights.base import checkpoint_of, folder_of, refuse_changed_base
+from moetune.config.load import load_run_config
+from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.hub.fingerprint import Base, Fingerprint, headers
-from moetune.hub.tensor_files import Held, Stored, read_header, refuse_not_finite
+from moetune.models.hub.fingerprint import Base, Fingerprint, headers
+from moetune.models.hub.tensor_files import Held, Stored, read_header, refuse_not_finite
 from moetune.run.resolve import ResolvedModel, resolve
-from moetune.run_file import load_run_config
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.inputs import beside_weights
 from moetune.training.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from moetune.errors import UserError
 from moetune.files import Ledger, expanded, foreign_in, is_occupied, lock, refused, settle, sync
-from moetune.hub.delta_folder import MANIFEST
+from moetune.models.hub.delta_folder import MANIFEST
 
 _KIND = "export"
 _OURS, _MARKER, _NEW, _OLD = ".moetune-export-", ".moetune", "new", "old"

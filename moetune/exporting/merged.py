@@ -13,8 +13,8 @@ from moetune.exporting.base_copy import copy_checkpoint
 from moetune.exporting.changes import changes, homes_of, pieces
 from moetune.exporting.finished_run import FinishedRun, about, base_folder, confirmed_base
 from moetune.exporting.folder import Exported, write_manifest
-from moetune.hub.names import find_homes
-from moetune.hub.quantized import Quantized, open_checkpoint
+from moetune.models.hub.names import find_homes
+from moetune.models.hub.quantized import Quantized, open_checkpoint
 
 _FORMAT = "merged"
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.packed_base import is_packed_base
 from moetune.adapt.start_from.peft_layout import (
     CONFIG_FILE,
     PREFIX,
@@ -31,13 +30,14 @@ from moetune.adapt.start_from.peft_layout import (
     plain_number,
     rows_of_parts,
 )
-from moetune.config import LoraConfig
+from moetune.adapt.weights.packed_base import is_packed_base
+from moetune.config.schema import LoraConfig
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Exported
-from moetune.hub.fingerprint import take_fingerprint
-from moetune.hub.names import find_homes
-from moetune.hub.quantized import open_checkpoint
+from moetune.models.hub.fingerprint import take_fingerprint
+from moetune.models.hub.names import find_homes
+from moetune.models.hub.quantized import open_checkpoint
 from moetune.run.names import linear_factors
 from moetune.run.published import read_packed
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
+from moetune.config.load import load_run_config
 from moetune.errors import UserError, one_line
 from moetune.files import Ledger, expanded
-from moetune.hub.delta_folder import MANIFEST
-from moetune.run_file import load_run_config
+from moetune.models.hub.delta_folder import MANIFEST
 from moetune.training.run_folder import RUN_FILE, RunFolder
 
 _LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta": None}

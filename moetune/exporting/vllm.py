@@ -35,15 +35,15 @@ from moetune.adapt.start_from.peft_layout import (
     rows_of_parts,
     split_experts,
 )
-from moetune.anatomy.anatomy import MoeLayer
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertLora
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Exported
 from moetune.exporting.peft import write_adapter
-from moetune.hub.fingerprint import headers, take_fingerprint
-from moetune.hub.names import Home, find_homes
-from moetune.hub.quantized import weights_of
+from moetune.models.hub.fingerprint import headers, take_fingerprint
+from moetune.models.hub.names import Home, find_homes
+from moetune.models.hub.quantized import weights_of
+from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
 Factors = tuple[Tensor, Tensor]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from moetune.data.load import load_data, pad_token_id
 from moetune.errors import UserError
 from moetune.inference.evaluate import mean_loss, rows_of
 from moetune.inference.opened import Opened, open_model
-from moetune.step.batch import Row
+from moetune.training.data.load import load_data, pad_token_id
+from moetune.training.step.batch import Row
 
 _LENGTH = 64  # of a row of random tokens
 

@@ -13,13 +13,13 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
-from moetune.config import DataConfig, RunConfig, TrainConfig
-from moetune.data.load import load_data, pad_token_id, refuse_unknown_tokens
+from moetune.config.schema import DataConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.inference.opened import Opened
-from moetune.step.batch import Row, collate
-from moetune.step.step import held_out_loss
+from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens
+from moetune.training.step.batch import Row, collate
+from moetune.training.step.micro_step import held_out_loss
 
 _ROWS = 4
 _MOST_LOSS = 700.0  # nats: beyond, a perplexity is no number

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
-from moetune.data.load import pad_token_id
 from moetune.errors import UserError, shown
 from moetune.inference.opened import Opened
+from moetune.training.data.load import pad_token_id
 
 Message = dict[str, str]
 

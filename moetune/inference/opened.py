@@ -16,21 +16,21 @@ from typing import Any, Literal
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from moetune.adapt.base import build_noting, refuse_changed_base
 from moetune.adapt.build import Adapted, build, checked_folder, from_pretrained, refuse_misfit
 from moetune.adapt.start_from.peft_adapter import read_adapter
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE
-from moetune.anatomy.source import ModelSource, find_model_source
-from moetune.config import AdaptConfig, HardwareConfig, ModelConfig, PackedBase, ParallelConfig, RunConfig
-from moetune.data.load import chat_template, tokenizer_of
+from moetune.adapt.weights.base import build_noting, refuse_changed_base
+from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, PackedBase, ParallelConfig, RunConfig
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
-from moetune.hub.fingerprint import Base
+from moetune.models.hub.fingerprint import Base
+from moetune.models.source import ModelSource, find_model_source
 from moetune.run import refusals
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.published import published
 from moetune.run.resolve import resolve, resolve_model
+from moetune.training.data.load import chat_template, tokenizer_of
 from moetune.training.run_folder import RUN_FILE
 
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from datetime import date
 
-from moetune.anatomy.selection import ranges
-from moetune.config import OptimizerConfig
+from moetune.config.schema import OptimizerConfig
 from moetune.errors import counted
+from moetune.models.selection import ranges
 from moetune.run.resolve import ResolvedRun
 
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # what imports this has imported the package

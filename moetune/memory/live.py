@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
+from moetune.compat.torch import watch_out_of_memory
 from moetune.memory.report import PartName
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import labels_of
-from moetune.optim.optimizers import CombinedOptimizer
 from moetune.parallel.ranks import local_tensor
-from moetune.patches.torch import watch_out_of_memory
+from moetune.training.optim.optimizers import CombinedOptimizer
 
 
 class Storage(NamedTuple):

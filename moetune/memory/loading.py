@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from moetune.adapt.quantizer import merges_experts
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.moe import ExpertShape, MoeLayer
-from moetune.config import RunConfig
-from moetune.experts.kernels import BLOCK, INT8_AT_ONCE
+from moetune.adapt.weights.quantizer import merges_experts
+from moetune.config.schema import RunConfig
+from moetune.experts.kernels.operators import BLOCK, INT8_AT_ONCE
 from moetune.memory.report import LoadPeaks
+from moetune.models.moe import ExpertShape, MoeLayer
+from moetune.models.structure import Anatomy
 from moetune.run.published import Published
 
 

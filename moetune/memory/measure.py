@@ -17,7 +17,7 @@ from moetune.parallel.exchange import TokenExchange, read_arriving
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run import refusals
 from moetune.run.resolve import ResolvedRun, raise_problems
-from moetune.step.batch import Batch
+from moetune.training.step.batch import Batch
 
 
 @dataclass(frozen=True)

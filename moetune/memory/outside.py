@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moetune.catalog.gpus import Gpu
-from moetune.config import ParallelConfig
+from moetune.config.schema import ParallelConfig
+from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.coordinates import Coordinates
 
 CONNECTION = 14 << 20

@@ -9,8 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
-from moetune.catalog.gpus import Gpu, alike_in_size, find_gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
 from moetune.memory.changes import fitting
@@ -22,11 +21,12 @@ from moetune.memory.ranks import by_kind
 from moetune.memory.report import GpuMemory, MemoryReport, Moment, RankMemory, Term
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import beside_of_formula, terms_of_formula, terms_of_trace
+from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
+from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import data_ranks
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.timing.roofline import Duration, duration
 
 Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moetune.adapt.build import build
 from moetune.errors import UserError, one_line
 from moetune.files import write_output
+from moetune.memory.time.counter import Counter, parts_of
+from moetune.memory.time.work import Work, is_product, sums
 from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.run.resolve import ResolvedRun
-from moetune.step.batch import Batch
-from moetune.timing.counter import Counter, parts_of
-from moetune.timing.work import Work, is_product, sums
+from moetune.training.step.batch import Batch
 
 _PREFIX = "part of a step: "
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")

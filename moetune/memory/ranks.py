@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from moetune.adapt.build import build
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.routing import BALANCED, Routing
 from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun, resolve

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from moetune.timing.roofline import Duration
+from moetune.memory.time.roofline import Duration
 
 PartName = Literal[
     "frozen_weights",

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moetune.catalog.gpus import Gpu
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.arithmetic import STATES, STORED
 from moetune.memory.closed_form.form import Evaluated
 from moetune.memory.closed_form.sizes import Powers
 from moetune.memory.report import PartName, Term
 from moetune.memory.trace.log import Trace
+from moetune.models.catalog.gpus import Gpu
 
 _PAGES: dict[PartName, str] = {
     "frozen_weights": "weights",

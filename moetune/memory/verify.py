@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from moetune.catalog.gpus import find_gpu
 from moetune.errors import UserError
 from moetune.memory.measure import measure
 from moetune.memory.predict import predict
 from moetune.memory.routing import Routing
 from moetune.memory.trace import trace
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import ResolvedRun
 
 TOLERANCE = 0.05

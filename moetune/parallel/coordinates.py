@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from moetune.config import ParallelConfig
+from moetune.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """DeepSpeed's engine under a run's own steps: ZeRO-1, 2, 3 and ZeRO-Offload. What is not public of it is in
-`patches/deepspeed.py`; nothing else imports deepspeed.
+`compat/deepspeed.py`; nothing else imports deepspeed.
 
 DeepSpeed averages gradients over ranks; here a rank's loss is its share of the step's, so gradients are to be summed:
 the loss is multiplied by the number of ranks before it goes backward.
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moetune.compat import deepspeed as patches
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.patches import deepspeed as patches
 
 
 def is_installed() -> bool:

@@ -2,7 +2,7 @@
 
 Done by others: the dispatch and the tensor-parallel layers are transformers', the sharding is torch's `fully_shard`.
 What is decided here is what each of them gets. Gradients are summed over ranks, never averaged: a rank's loss is its
-share of the step's (step/step.py).
+share of the step's (training/step/micro_step.py).
 
 | parallel | decoder layers, embedding, final norm | experts |
 |---|---|---|
@@ -11,7 +11,7 @@ share of the step's (step/step.py).
 | fsdp, zero 3, reshard: false; zero 2 | gathered for forward, kept until backward | |
 | fsdp, zero 1 | gathered once a step; gradients reduced once a step | |
 
-The head stays whole: its loss runs it by chunks (step/loss.py). So do embeddings that are tied to it, and whatever is
+The head stays whole: its loss runs it by chunks (training/step/loss.py). So do embeddings tied to it, and whatever is
 packed.
 """
 
@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.stack import decoder_layers, decoder_stack
 from moetune.experts.bank import ExpertBank
+from moetune.models.stack import decoder_layers, decoder_stack
+from moetune.models.structure import Anatomy
 from moetune.parallel.ranks import Ranks
 from moetune.parallel.tensor import split_matrices
 
@@ -37,7 +37,7 @@ def distribute(model: PreTrainedModel, anatomy: Anatomy, ranks: Ranks) -> None:
         UserError: the layout does not go with this model.
     """
     parallel = ranks.parallel
-    if ranks.is_single or parallel.engine == "deepspeed":  # which shares a model with its optimizer (optim/zero.py)
+    if ranks.is_single or parallel.engine == "deepspeed":  # it shards with its optimizer (training/optim/zero.py)
         return
     assert ranks.dense is not None
     if parallel.tp > 1:

@@ -19,9 +19,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moetune.compat.transformers import Dispatcher, Sent
 from moetune.experts.bank import ExpertBank
 from moetune.experts.routing import Routing, sorted_positions
-from moetune.patches.transformers import Dispatcher, Sent
 
 CountArriving = Callable[[Tensor, list[list[int]], int], list[list[int]]]
 """(rows that arrive [R, L], as a tensor; rows that leave [R][L]; this rank's number) -> rows that arrive, read."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from moetune.config import ParallelConfig
+from moetune.compat.torch import fake_process_group
+from moetune.config.schema import ParallelConfig
 from moetune.parallel.deepspeed import without_others
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.patches.torch import fake_process_group
 
 
 @contextmanager

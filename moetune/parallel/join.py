@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moetune.config import ParallelConfig
+from moetune.config.schema import ParallelConfig
 from moetune.errors import UserError, counted, reading
 from moetune.parallel.launch import PARENT, number_in_environment
 from moetune.parallel.ranks import Ranks

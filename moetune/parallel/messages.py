@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from moetune.patches.torch import process_group
+from moetune.compat.torch import process_group
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast"]
 NAMESPACES = ("c10d", "_c10d_functional")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from moetune.config import ParallelConfig
+from moetune.config.schema import ParallelConfig
 from moetune.parallel.coordinates import Coordinates, data_ranks, expert_copies, expert_shards
 from moetune.parallel.messages import Message
 from moetune.run.placement import EVERYTHING, Placement

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from moetune.anatomy.anatomy import Anatomy
+from moetune.models.structure import Anatomy
 from moetune.run.tensor_plan import SPLIT, style_of, tensor_plan
 
 

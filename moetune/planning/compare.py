@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetune.anatomy.census import take_census
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.about import optimizers, trains
 from moetune.memory.changes import Combination, fitting
 from moetune.memory.report import MemoryReport
+from moetune.models.parameter_count import take_census
 from moetune.planning.needs import Needs
 
 

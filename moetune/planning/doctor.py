@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import Requirement
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
-from moetune.experts import kernels
-from moetune.experts.self_check import differing
+from moetune.experts.kernels import operators as kernels
+from moetune.experts.kernels.self_check import differing
 from moetune.memory.live import processes_on
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.verify import catalog_name

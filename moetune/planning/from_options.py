@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from moetune.config import RunConfig
+from moetune.config.load import load_run_config, read_run_config
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.run_file import load_run_config, read_run_config
 
 
 def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:

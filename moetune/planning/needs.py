@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moetune.catalog.gpus import Gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.predict import predict
 from moetune.memory.report import MemoryReport
 from moetune.memory.routing import BALANCED, Routing
+from moetune.models.catalog.gpus import Gpu
 from moetune.run.dtypes import DeviceType
 from moetune.run.resolve import ResolvedRun, resolve
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moetune.anatomy.source import find_model_source
-from moetune.catalog.gpus import find_gpu, gpu_names
-from moetune.config import RunConfig
+from moetune.config.load import read_run_config
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError, one_line
 from moetune.memory.about import optimizers, trains
 from moetune.memory.changes import Combination, changed, fitting
 from moetune.memory.report import MemoryReport
+from moetune.models.catalog.gpus import find_gpu, gpu_names
+from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.planning.needs import Needs
 from moetune.planning.search import Beyond, Found, Search
@@ -20,7 +21,6 @@ from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
 from moetune.planning.workers import Workers
 from moetune.run import refusals
 from moetune.run.published import published
-from moetune.run_file import read_run_config
 
 SHORTEST = 1024
 """Tokens of a sequence, unless asked otherwise."""

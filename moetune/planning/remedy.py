@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from moetune.catalog.gpus import Figure, Gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.changes import changed, fitting
+from moetune.models.catalog.gpus import Figure, Gpu
 from moetune.planning.needs import Needs
 from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun

@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.selection import ranges
-from moetune.catalog.gpus import find_gpu
-from moetune.config import OptimizerConfig, RunConfig
+from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import counted
 from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
-from moetune.optim.saved import state_bytes
+from moetune.models.catalog.gpus import find_gpu
+from moetune.models.selection import ranges
+from moetune.models.structure import Anatomy
 from moetune.planning.needs import Needs
 from moetune.planning.solve import last_that_fits
 from moetune.planning.ways import Way
 from moetune.run.resolve import resolve_model
+from moetune.training.optim.saved import state_bytes
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetune.anatomy.selection import ranges
-from moetune.catalog.gpus import find_gpu, gpu_names
-from moetune.config import RunConfig
+from moetune.config.fields import IdSet
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
-from moetune.fields import IdSet
 from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
+from moetune.models.catalog.gpus import find_gpu, gpu_names
+from moetune.models.selection import ranges
 from moetune.planning.needs import Needs
 from moetune.run.resolve import ResolvedRun
 

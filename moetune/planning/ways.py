@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.config import Storage
+from moetune.config.schema import Storage
 from moetune.memory.changes import is_setting_of_host
+from moetune.models.structure import Anatomy
 
 Goal = Literal["router", "experts", "lora"]
 GOALS: tuple[Goal, ...] = get_args(Goal)

@@ -100,7 +100,7 @@ def _end_with_parent() -> None:
 
 @cache
 def _search(start: str) -> Search:
-    from moetune.config import RunConfig
+    from moetune.config.schema import RunConfig
     from moetune.planning.search import Search
 
     gc.freeze()  # what was imported stays

@@ -12,7 +12,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moetune.anatomy.selection import ranges
 from moetune.memory.report import (
     PART_NAMES,
     Change,
@@ -23,9 +22,10 @@ from moetune.memory.report import (
     RankMemory,
     Term,
 )
+from moetune.memory.time.roofline import Duration, Range
+from moetune.memory.time.work import Work
+from moetune.models.selection import ranges
 from moetune.report.units import gib, percent
-from moetune.timing.roofline import Duration, Range
-from moetune.timing.work import Work
 
 METHODS = {
     "trace": "traced: what runs, on tensors without storage",

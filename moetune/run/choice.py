@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.moe import MoeLayer
-from moetune.config import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
+from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
 from moetune.errors import UserError
+from moetune.models.moe import MoeLayer
+from moetune.models.structure import Anatomy
 from moetune.run.scores import LayerScores, Scores, read_scores, refuse_other_model
 
 Chosen = dict[int, tuple[int, ...]]
@@ -34,7 +34,7 @@ def choose(choice: ChoiceConfig, anatomy: Anatomy, where: str, lora: LoraConfig 
     """The experts that a choice names.
 
     Args:
-        choice: its budget, if it is one of memory, was made a number before (scoring/budget.py).
+        choice: its budget, if it is one of memory, was made a number before (routing/budget.py).
         where: the key of the run file, for messages.
         lora: what is put on them, where they do not train whole: `parameters` then counts its factors.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from moetune.config import ParallelConfig, RunConfig
+from moetune.config.schema import ParallelConfig, RunConfig
 from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.files import expanded

@@ -8,8 +8,8 @@ import re
 
 from transformers import PreTrainedModel
 
-from moetune.anatomy.anatomy import Anatomy, Component
-from moetune.anatomy.selection import Selection
+from moetune.models.selection import Selection
+from moetune.models.structure import Anatomy, Component
 
 PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
 _SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.moe import MoeLayer
-from moetune.anatomy.selection import Selection
-from moetune.config import Part
+from moetune.config.schema import Part
+from moetune.models.moe import MoeLayer
+from moetune.models.selection import Selection
+from moetune.models.structure import Anatomy
 
 Matrix = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 """What a bank calls one expert's share of a stack."""

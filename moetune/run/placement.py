@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.moe import MoeLayer
-from moetune.anatomy.selection import Selection
 from moetune.errors import UserError
+from moetune.models.moe import MoeLayer
+from moetune.models.selection import Selection
+from moetune.models.structure import Anatomy
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from moetune.anatomy.source import ModelSource
-from moetune.config import ModelConfig, PackedBase, Storage
+from moetune.config.schema import ModelConfig, PackedBase, Storage
 from moetune.documents import Amount, read_json
 from moetune.files import check_path
-from moetune.hub.fingerprint import Base, Fingerprint
-from moetune.hub.snapshot import PACKED_MANIFEST
-from moetune.hub.tensor_files import is_name_of_weights
+from moetune.models.hub.fingerprint import Base, Fingerprint
+from moetune.models.hub.snapshot import PACKED_MANIFEST
+from moetune.models.hub.tensor_files import is_name_of_weights
+from moetune.models.source import ModelSource
 
 _IN_16_BITS: Storage = "nf4"
 """What `auto` is for models that are not kept as they are published."""

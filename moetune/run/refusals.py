@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.anatomy.selection import Selection
-from moetune.config import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
+from moetune.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
 from moetune.errors import counted
+from moetune.models.selection import Selection
+from moetune.models.structure import Anatomy
 from moetune.run.dtypes import DeviceType
 from moetune.run.linears import linears_to_pack, read_directly
 from moetune.run.published import Published

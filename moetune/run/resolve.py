@@ -11,14 +11,16 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from moetune.anatomy.anatomy import Anatomy, meta_model, read_anatomy
-from moetune.anatomy.routers import Score, correction_bias, known_scores
-from moetune.anatomy.selection import NOTHING, Selection, examine_selection
-from moetune.anatomy.source import ModelSource, find_model_source
-from moetune.anatomy.stack import leave_out
-from moetune.config import ModelConfig, OptimizerConfig, Part, RunConfig
+from moetune.config.load import load_run_config
+from moetune.config.schema import ModelConfig, OptimizerConfig, Part, RunConfig
+from moetune.config.sizes import parse_size
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.models.routers import Score, correction_bias, known_scores
+from moetune.models.selection import NOTHING, Selection, examine_selection
+from moetune.models.source import ModelSource, find_model_source
+from moetune.models.stack import leave_out
+from moetune.models.structure import Anatomy, meta_model, read_anatomy
 from moetune.run import refusals
 from moetune.run.choice import scores_of, settle
 from moetune.run.deepspeed_json import deepspeed_json
@@ -29,8 +31,6 @@ from moetune.run.placement import EVERYTHING, Placement, balance_experts
 from moetune.run.published import Published, keeps_gate_up_apart, published
 from moetune.run.records import read_load
 from moetune.run.scores import Scores, refuse_other_base
-from moetune.run_file import load_run_config
-from moetune.sizes import parse_size
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 """What `train.expert_memory: auto` is: on a GPU a few launches for a layer of small experts, on a CPU what its caches

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moetune.anatomy.anatomy import Anatomy
 from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.models.structure import Anatomy
 
 SCHEMA: Literal[1] = 1
 Scope = str

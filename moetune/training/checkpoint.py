@@ -36,12 +36,12 @@ from moetune.adapt.build import Adapted
 from moetune.documents import Amount, T, read_json
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
-from moetune.hub.tensor_files import read_header, refuse_not_finite
-from moetune.optim.optimizers import CombinedOptimizer
-from moetune.optim.updater import Updater
-from moetune.optim.zero import ZeroUpdater
+from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor
+from moetune.training.optim.optimizers import CombinedOptimizer
+from moetune.training.optim.updater import Updater
+from moetune.training.optim.zero import ZeroUpdater
 
 TRAINED_FILE = "trained.safetensors"
 OPTIMIZER_FOLDER, OPTIMIZER_FILE = "optimizer", "optimizer.json"

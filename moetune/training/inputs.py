@@ -12,12 +12,12 @@ from typing import Any
 import datasets
 import pyarrow.compute as pc
 
-from moetune.data.documents import values
-from moetune.data.load import Datasets
 from moetune.documents import read_json
 from moetune.errors import UserError
-from moetune.hub.fingerprint import digest
-from moetune.hub.snapshot import small_files
+from moetune.models.hub.fingerprint import digest
+from moetune.models.hub.snapshot import small_files
+from moetune.training.data.documents import values
+from moetune.training.data.load import Datasets
 
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.attention import borders, wants_borders
-from moetune.anatomy.moe import is_experts
-from moetune.anatomy.stack import decoder_stack
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
+from moetune.models.moe import is_experts
+from moetune.models.stack import decoder_stack
 from moetune.training.notices import refuse_broken_weights
 
 

@@ -21,27 +21,27 @@ from transformers import get_scheduler, set_seed
 
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
-from moetune.config import RunConfig
-from moetune.data.load import Datasets
+from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
-from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
-from moetune.optim.values import as_float, generator_states, set_generator_states
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
-from moetune.step.batch import Batch, Row, collate, uncounted
-from moetune.step.loss import IGNORED
-from moetune.step.observer import Where
-from moetune.step.router_losses import RouterWatch
-from moetune.step.step import held_out_loss
-from moetune.step.stepper import Stepper
 from moetune.training import checkpoint, trainer_state
+from moetune.training.data.load import Datasets
 from moetune.training.interrupt import Interrupted, Signals
 from moetune.training.metrics import Interval, Sums
 from moetune.training.notices import Notices, refuse_broken_weights
+from moetune.training.optim.optimizers import CombinedOptimizer, make_optimizer
+from moetune.training.optim.values import as_float, generator_states, set_generator_states
 from moetune.training.order import MicroBatch, share, shuffled
 from moetune.training.pace import Pace
 from moetune.training.reporters import Reporters
 from moetune.training.run_folder import RunFolder
+from moetune.training.step.batch import Batch, Row, collate, uncounted
+from moetune.training.step.loss import IGNORED
+from moetune.training.step.micro_step import held_out_loss
+from moetune.training.step.observer import Where
+from moetune.training.step.router_losses import RouterWatch
+from moetune.training.step.stepper import Stepper
 from moetune.training.trainer_state import whole
 
 _SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from moetune.parallel.ranks import Ranks
-from moetune.step.step import MicroStep
-from moetune.step.stepper import Reduced
 from moetune.training.notices import Notices
 from moetune.training.pace import Pace
 from moetune.training.routing import load_by_layer, load_summary, on_host
+from moetune.training.step.micro_step import MicroStep
+from moetune.training.step.stepper import Reduced
 
 
 @dataclass

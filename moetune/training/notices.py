@@ -10,9 +10,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.data.load import Datasets
 from moetune.errors import UserError, counted
 from moetune.parallel.ranks import local_tensor
+from moetune.training.data.load import Datasets
 from moetune.training.routing import collapsed, idle_experts, is_enough
 
 _SAMPLED = 64  # elements of each parameter

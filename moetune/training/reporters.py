@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from moetune.config import TrainConfig
+from moetune.config.schema import TrainConfig
 from moetune.errors import UserError, suggest
 
 

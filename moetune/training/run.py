@@ -13,32 +13,39 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moetune.adapt.base import folder_of, noting_base, refuse_changed_base
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
-from moetune.adapt.packed_base import check_manifest, is_packed_base
 from moetune.adapt.start_from.start import Start, open_start
-from moetune.config import RunConfig
-from moetune.data.load import DataCounts, Datasets, load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
-from moetune.data.preview import notes, steps_an_epoch
+from moetune.adapt.weights.base import folder_of, noting_base, refuse_changed_base
+from moetune.adapt.weights.packed_base import check_manifest, is_packed_base
+from moetune.compat.deepspeed import keep_quiet
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.files import expanded
-from moetune.hub.fingerprint import Base
-from moetune.optim.saved import saved_bytes
-from moetune.optim.values import generator_states
+from moetune.models.hub.fingerprint import Base
 from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import Ranks, local_tensor
-from moetune.patches.deepspeed import keep_quiet
 from moetune.run import refusals
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
-from moetune.step.router_losses import refuse_silent_routers
+from moetune.training.data.load import (
+    DataCounts,
+    Datasets,
+    load_data,
+    pad_token_id,
+    refuse_unknown_tokens,
+    tokenizer_of,
+)
+from moetune.training.data.preview import notes, steps_an_epoch
 from moetune.training.inputs import Inputs
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.loop import Loop, Watcher
 from moetune.training.notices import Notices
+from moetune.training.optim.saved import saved_bytes
+from moetune.training.optim.values import generator_states
 from moetune.training.reporters import check_reporters
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
+from moetune.training.step.router_losses import refuse_silent_routers
 from moetune.training.trainer_state import check_checkpoint, read_state
 
 MANY_EPOCHS = 10

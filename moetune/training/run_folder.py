@@ -24,7 +24,8 @@ from typing import IO, Any
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from moetune.config import RunConfig
+from moetune.config.load import refuse_existing_run
+from moetune.config.schema import RunConfig
 from moetune.documents import read_sealed, sealed
 from moetune.errors import UserError
 from moetune.files import (
@@ -40,10 +41,9 @@ from moetune.files import (
     sync,
     write_whole,
 )
-from moetune.hub.fingerprint import Base
+from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.records import MetricsLine, parse_metrics
-from moetune.run_file import refuse_existing_run
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest
 from moetune.training.same_run import FREE_ON_EXPORT, FREE_ON_RESUME, changes, settings

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moetune.config import RunConfig
+from moetune.config.load import parse
+from moetune.config.schema import RunConfig
 from moetune.errors import reading
 from moetune.parallel.coordinates import data_ranks
-from moetune.run_file import parse
 
 FREE_ON_RESUME = {
     "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",

@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 from moetune.adapt.build import Adapted
 from moetune.documents import Amount, Number
 from moetune.errors import UserError, one_line
-from moetune.optim.values import generator_states, set_generator_states
 from moetune.training import checkpoint
+from moetune.training.optim.values import generator_states, set_generator_states
 from moetune.training.run_folder import step_of
 
 STATE_FILE = "trainer_state.json"

@@ -10,7 +10,6 @@ from rich.console import Console
 from torch import Tensor
 
 from moetune.adapt.fake import tensors_of
-from moetune.catalog.gpus import Gpu, find_gpu
 from moetune.errors import one_line
 from moetune.experts.links import read_rows
 from moetune.memory.allocator import WORKSPACES
@@ -21,10 +20,11 @@ from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.verify import catalog_name
-from moetune.optim.values import generator_states, set_generator_states
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
 from moetune.training.loop import Loop
+from moetune.training.optim.values import generator_states, set_generator_states
 from moetune.training.pace import Pace
 
 MEASURED_STEPS = 2

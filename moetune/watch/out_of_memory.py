@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from moetune.adapt.build import Adapted
-from moetune.catalog.gpus import find_gpu
 from moetune.errors import DoesNotFit
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.live import Owned, Process, Refused, owned, processes_on
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.memory.verify import catalog_name
-from moetune.optim.optimizers import CombinedOptimizer
+from moetune.models.catalog.gpus import find_gpu
 from moetune.planning.remedy import Remedy, remedies
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
-from moetune.step.observer import Where
+from moetune.training.optim.optimizers import CombinedOptimizer
+from moetune.training.step.observer import Where
 
 _LARGEST = 8
 _WORKING: tuple[PartName, ...] = ("saved_activations", "transient_peak")

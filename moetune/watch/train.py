@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit
 from moetune.memory.live import watch_cuda
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, reading
 from moetune.run.resolve import ResolvedRun, examined
-from moetune.step.observer import Where
 from moetune.training import run as training
 from moetune.training.loop import Loop, Watcher
 from moetune.training.run import TrainResult
+from moetune.training.step.observer import Where
 from moetune.watch.memory_record import MemoryRecord
 from moetune.watch.out_of_memory import examine
 

@@ -27,11 +27,11 @@ import numpy as np
 from _common import ROOT, commit, cpu_name, versions, write_json
 from rich.console import Console
 
-from moetune.config import RunConfig
-from moetune.data.sources import open_sources
+from moetune.config.schema import RunConfig
+from moetune.routing.score import score, to_score
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores
-from moetune.scoring.score import score, to_score
+from moetune.training.data.sources import open_sources
 from moetune.watch import memory_record
 from moetune.watch.train import train
 

@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import moetune.catalog
-from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
+import moetune.models.catalog
+from moetune.config.schema import RunConfig
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.trace import trace
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 
-MODELS = sorted(path.stem for path in (Path(moetune.catalog.__file__).parent / "models").glob("*.json"))
+MODELS = sorted(path.stem for path in (Path(moetune.models.catalog.__file__).parent / "models").glob("*.json"))
 GiB, LENGTH, GPU = 2**30, 2048, "l40s"
 
 

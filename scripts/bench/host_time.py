@@ -30,12 +30,12 @@ import torch
 from _common import ROOT, commit, versions, write_json
 
 from moetune.adapt.build import build
-from moetune.catalog import find_model
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.trace.steps import batches_of
+from moetune.models.catalog import find_model
 from moetune.run.resolve import resolve
-from moetune.step.router_losses import RouterWatch
-from moetune.step.step import count_loss_tokens, micro_step
+from moetune.training.step.micro_step import count_loss_tokens, micro_step
+from moetune.training.step.router_losses import RouterWatch
 
 sys.path.insert(0, str(ROOT))
 from tests.nullcuda import device as nullcuda

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from moetune.adapt.build import build
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.run.resolve import resolve
 
 MiB, GB = 2**20, 10**9

@@ -32,11 +32,11 @@ from _common import commit, versions, write_json
 from predict_vs_measured import GiB, answering, catalog_run, claim, nullcuda, recipe
 from pydantic import ValidationError
 
-from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.measure import measure
 from moetune.memory.predict import predict
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 
 RECIPES = ("mixtral-8x7b-router", "mixtral-8x7b-experts", "mixtral-8x7b-lora")

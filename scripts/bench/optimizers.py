@@ -33,14 +33,14 @@ import torch
 from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json
 
 from moetune.adapt.build import build
-from moetune.config import OptimizerName, RunConfig
+from moetune.config.schema import OptimizerName, RunConfig
 from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
-from moetune.optim.optimizers import make_optimizer
 from moetune.run.resolve import resolve
-from moetune.step.batch import Batch
-from moetune.step.step import count_loss_tokens
-from moetune.step.stepper import Stepper
+from moetune.training.optim.optimizers import make_optimizer
+from moetune.training.step.batch import Batch
+from moetune.training.step.micro_step import count_loss_tokens
+from moetune.training.step.stepper import Stepper
 
 MASTERS = ("none", "fp32", "stochastic")
 BYTES = ("gradients", "states", "masters", "steady", "peak", "above")

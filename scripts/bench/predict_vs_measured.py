@@ -42,9 +42,8 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 from _common import ROOT, MiB, commit, cpu_name, versions, write_json
 
-from moetune.catalog import find_model
-from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
+from moetune.config.load import load_run_config
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.links import CountRows
 from moetune.memory.closed_form.form import ClosedForm
@@ -53,8 +52,9 @@ from moetune.memory.measure import Measured, measure
 from moetune.memory.predict import predict
 from moetune.memory.routing import BALANCED, Routing, parse_routing
 from moetune.memory.trace import NotTraceable, trace
+from moetune.models.catalog import find_model
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.run_file import load_run_config
 
 sys.path.insert(0, str(ROOT))
 from tests.nullcuda import device as nullcuda

@@ -23,7 +23,7 @@ from predict_vs_measured import LORA_16, answering, catalog_run, nullcuda
 from torch.profiler import ProfilerActivity, profile
 
 from moetune.adapt.build import build
-from moetune.catalog import find_model
+from moetune.models.catalog import find_model
 from moetune.run.resolve import resolve
 
 LAYERS, ROWS, LENGTH, SHOWN = 2, 2, 2048, 25

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.catalog.gpus import find_gpu
-from moetune.config import ParallelConfig, RunConfig
+from moetune.config.schema import ParallelConfig, RunConfig
 from moetune.memory.report import Collective
 from moetune.memory.trace import trace
+from moetune.models.catalog.gpus import find_gpu
+from moetune.models.structure import Anatomy
 from moetune.parallel.coordinates import expert_shards
 from moetune.run.resolve import resolve
 

@@ -44,13 +44,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from moetune.adapt.build import build
-from moetune.config import OptimizerConfig, RunConfig
+from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.experts.bank import ExpertBank
-from moetune.optim.optimizers import make_optimizer, optimizer_over
 from moetune.run.resolve import resolve
-from moetune.step.batch import Batch
-from moetune.step.router_losses import RouterWatch
-from moetune.step.step import count_loss_tokens, micro_step, token_loss
+from moetune.training.optim.optimizers import make_optimizer, optimizer_over
+from moetune.training.step.batch import Batch
+from moetune.training.step.micro_step import count_loss_tokens, micro_step, token_loss
+from moetune.training.step.router_losses import RouterWatch
 
 Checkpointing = Literal["none", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "full")
@@ -213,7 +213,7 @@ def compare(moetune: Side, peft: Side) -> dict[str, float]:
     Raises:
         SystemExit: one exceeds `TOLERANCE`; a time would compare two different things.
     """
-    ours, theirs = moetune.step(), peft.step()
+    ours, theirs = moetune.training.step(), peft.step()
     errors = {"loss": abs(ours / theirs - 1).item(), "worst_gradient": 0.0}
     expected, found = peft.gradients(), moetune.gradients()
     assert found, "nothing trains"

@@ -14,13 +14,13 @@ from typing import Any
 
 from _common import commit, versions, write_json
 
-from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.predict import time_of
+from moetune.memory.time.roofline import Duration
 from moetune.memory.trace import trace
+from moetune.models.catalog.gpus import find_gpu
 from moetune.report.terminal import between, named
 from moetune.run.resolve import resolve
-from moetune.timing.roofline import Duration
 
 LORA = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {  # model, adapt, rows, tokens of a row

@@ -40,18 +40,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from moetune.adapt.build import build
-from moetune.catalog import find_model
-from moetune.catalog.gpus import find_gpu
-from moetune.config import OptimizerConfig, RunConfig
+from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.memory.profile import large_product
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import batches_of
 from moetune.memory.verify import catalog_name
-from moetune.optim.optimizers import make_optimizer, optimizer_over
+from moetune.models.catalog import find_model
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
-from moetune.step.batch import Batch
-from moetune.step.router_losses import RouterWatch
-from moetune.step.step import count_loss_tokens, micro_step, token_loss
+from moetune.training.optim.optimizers import make_optimizer, optimizer_over
+from moetune.training.step.batch import Batch
+from moetune.training.step.micro_step import count_loss_tokens, micro_step, token_loss
+from moetune.training.step.router_losses import RouterWatch
 
 GiB = 2**30
 LENGTH = 4096

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from moetune.adapt import attention
 from moetune.adapt.attention import VARLEN, attention_for, borders, borders_of, takes_borders
-from moetune.anatomy.anatomy import meta_model
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.step.batch import collate
+from moetune.models.structure import meta_model
 from moetune.training.isolation import refuse_leaky_packing
+from moetune.training.step.batch import collate
 from tests.thinned import thinned
 from tests.toys import VOCAB, expert_model_types, toy_config, toy_model
 

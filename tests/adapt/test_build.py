@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.count import count_trainable
-from moetune.config import OptimizerConfig
+from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.optim.optimizers import optimizer_over
+from moetune.training.optim.optimizers import optimizer_over
 from tests.reference import (
     assert_close,
     excite_,

@@ -12,8 +12,8 @@ from peft.tuners.lora import LoraLayer
 
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
-from moetune.optim.optimizers import make_optimizer
 from moetune.run.names import is_second_factor
+from moetune.training.optim.optimizers import make_optimizer
 from tests.reference import excite_, run_config, small_linears_are_packed
 from tests.resolved import build
 from tests.toys import toy_config

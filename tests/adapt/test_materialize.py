@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from moetune.adapt.materialize import realize
-from moetune.anatomy.anatomy import meta_model
+from moetune.adapt.weights.materialize import realize
 from moetune.errors import UserError
+from moetune.models.structure import meta_model
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build
 from tests.thinned import thinned

@@ -12,9 +12,9 @@ from torch import nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.pack import refuse_unpacked
-from moetune.anatomy.anatomy import meta_model, read_anatomy
 from moetune.errors import UserError
 from moetune.experts.packed import PackedLinear, PackedStack
+from moetune.models.structure import meta_model, read_anatomy
 from moetune.run.linears import linears_to_pack, read_directly
 from moetune.run.refusals import of_experts
 from tests.reference import build_toy, small_linears_are_packed

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moetune.adapt import packed_base
-from moetune.anatomy.source import find_model_source
+from moetune.adapt.weights import packed_base
 from moetune.errors import UserError
-from moetune.hub.fingerprint import take_fingerprint
+from moetune.models.hub.fingerprint import take_fingerprint
+from moetune.models.source import find_model_source
 from moetune.run.published import read_packed
 from tests.adapt.test_quantizer import write
 from tests.reference import run_config, small_linears_are_packed
@@ -192,9 +192,9 @@ def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pyt
     """Of the catalog, or of a model on the hub that is on this machine."""
     assert moetune("quantize", "tiny-mixtral", "--out", tmp_path / "named").code == 0
     cached = read_packed(tmp_path / "named").source
-    monkeypatch.setattr("moetune.adapt.base.downloaded", lambda hub_id: cached)
-    monkeypatch.setattr("moetune.adapt.base.download", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.adapt.weights.base.downloaded", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.adapt.weights.base.download", lambda hub_id: cached)
     settings = find_model_source("tiny-mixtral").config
-    monkeypatch.setattr("moetune.anatomy.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
+    monkeypatch.setattr("moetune.models.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
     assert moetune("quantize", "owner/tiny", "--out", tmp_path / "hub").code == 0
     assert read_packed(tmp_path / "hub") == read_packed(tmp_path / "named")

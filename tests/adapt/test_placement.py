@@ -8,7 +8,7 @@ import torch
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.pack import refuse_misplaced
-from moetune.config import ModelConfig
+from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import mark_on_host, stays_on_host

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from moetune.adapt.build import load_pretrained
-from moetune.adapt.quantizer import MoetuneConfig
+from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import PackedStack
-from moetune.hub.quantized import Mxfp4, open_checkpoint
-from moetune.hub.tensor_files import Stored
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.hub.quantized import Mxfp4, open_checkpoint
+from moetune.models.hub.tensor_files import Stored
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
 from tests.memory.test_loading import load

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moetune.adapt.quantizer import MoetuneConfig
+from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.packed import PackedStack

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.anatomy.selection import select
-from moetune.anatomy.source import find_model_source
-from moetune.catalog import recipes
 from moetune.cli.main import app
-from moetune.run_file import load_run_config
+from moetune.config.load import load_run_config
+from moetune.config.recipes import recipes
+from moetune.models.selection import select
+from moetune.models.source import find_model_source
+from moetune.models.structure import meta_model, read_anatomy
 
 ROOT = Path(__file__).parents[2]
-RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "catalog" / "recipes").glob("*.yaml")])
+RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "config" / "recipes").glob("*.yaml")])
 COMMANDS = sorted(
     command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
 )

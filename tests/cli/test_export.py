@@ -21,7 +21,7 @@ from tests import small
 @pytest.fixture(scope="module")
 def trained(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that trained two steps for real: routers, experts and LoRA on a base in float32."""
-    from moetune.config import RunConfig
+    from moetune.config.schema import RunConfig
     from tests.resolved import train
 
     folder = tmp_path_factory.mktemp("runs") / "run"

@@ -127,7 +127,7 @@ def test_only_what_the_system_says_is_a_message(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("moetune.catalog.model_names", fail)
+    monkeypatch.setattr("moetune.models.catalog.model_names", fail)
     ended = moetune("models")
     assert ended.code == code, ended.err
     assert said in ended.err

@@ -72,10 +72,10 @@ def test_the_table_has_every_path_that_a_command_takes() -> None:
 @pytest.fixture(scope="module")
 def prepared(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, data, a run file, a run, its delta and scores, in one folder."""
-    from moetune.config import RunConfig
+    from moetune.config.schema import RunConfig
     from moetune.exporting.export import export
+    from moetune.routing.score import score, to_score
     from moetune.run.resolve import resolve
-    from moetune.scoring.score import score, to_score
     from tests.resolved import train
 
     here = tmp_path_factory.mktemp("prepared")

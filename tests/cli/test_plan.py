@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.run_file import load_run_config
+from moetune.config.load import load_run_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = CONFIGS / "tiny-router.yaml"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from moetune.anatomy.source import find_model_source
 from moetune.memory.report import PART_NAMES
+from moetune.models.source import find_model_source
 from moetune.report.units import gib
 
 CONFIGS = Path(__file__).parents[2] / "configs"

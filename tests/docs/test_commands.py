@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.anatomy.selection import select
-from moetune.anatomy.source import find_model_source
 from moetune.cli.main import app
-from moetune.run_file import load_run_config
+from moetune.config.load import load_run_config
+from moetune.models.selection import select
+from moetune.models.source import find_model_source
+from moetune.models.structure import meta_model, read_anatomy
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

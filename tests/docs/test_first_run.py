@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moetune.catalog import find_model
+from moetune.models.catalog import find_model
 from tests.docs.test_commands import ROOT
 from tests.exporting.runs import write_base
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moetune
-from moetune.hub.tensor_files import read_checkpoint
+from moetune.models.hub.tensor_files import read_checkpoint
 from tests import small
 
 pytest.importorskip("trl")
@@ -63,6 +63,6 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_checkpoint_of_delta(folder: Path) -> dict[str, Any]:
-    from moetune.hub.delta_folder import read_delta
+    from moetune.models.hub.delta_folder import read_delta
 
     return dict(read_delta(folder).tensors)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moetune.anatomy.anatomy import read_anatomy
-from moetune.anatomy.moe import ExpertShape, read_shape
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.gate import Gate
 from moetune.experts.links import read_rows
 from moetune.experts.packed import Storage
 from moetune.experts.routing import Routing
+from moetune.models.moe import ExpertShape, read_shape
+from moetune.models.structure import read_anatomy
 from tests.reference import assert_close, excite_, expert_weights
 from tests.toys import EXPERTS, HIDDEN, toy_model
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moetune.adapt.build import Adapted
-from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.anatomy.routers import find_logits, known_scores
-from moetune.catalog import find_model, model_names
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.about import dense_gradient_cost
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.measure import measure as measure_run
 from moetune.memory.trace import trace
+from moetune.models.catalog import find_model, model_names
+from moetune.models.routers import find_logits, known_scores
+from moetune.models.structure import meta_model, read_anatomy
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
 from tests import small

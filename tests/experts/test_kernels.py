@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetune.experts import kernels
+from moetune.experts.kernels import operators as kernels
+from moetune.experts.kernels.self_check import differing
 from moetune.experts.packed import PackedStack
-from moetune.experts.self_check import differing
 
 triton = pytest.importorskip("triton")
-from moetune.experts.launch import Kernel  # noqa: E402  imports triton
+from moetune.experts.kernels.launch import Kernel  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -44,7 +44,7 @@ def interpreted() -> ModuleType:
 
     def of_triton() -> list[str]:
         names = [name for name in sys.modules if name.partition(".")[0] == "triton" and "_C" not in name]
-        return [*names, *({"moetune.experts.launch"} & sys.modules.keys())]
+        return [*names, *({"moetune.experts.kernels.launch"} & sys.modules.keys())]
 
     compiling = {name: sys.modules.pop(name) for name in of_triton()}
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moetune.experts import kernels
+from moetune.experts.kernels import operators as kernels
 from moetune.experts.packed import PackedLinear, PackedStack, Storage
 from moetune.run.dtypes import DTYPES
 

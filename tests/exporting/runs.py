@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.build import Adapted
-from moetune.config import RunConfig
-from moetune.hub.fingerprint import Base, take_fingerprint
-from moetune.hub.tensor_files import weight_files
+from moetune.config.schema import RunConfig
+from moetune.models.hub.fingerprint import Base, take_fingerprint
+from moetune.models.hub.tensor_files import weight_files
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.run_folder import RunFolder
 from tests.reference import run_config

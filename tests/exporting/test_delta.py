@@ -17,7 +17,7 @@ from moetune.errors import UserError
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.base_copy import copy_checkpoint
 from moetune.exporting.export import export
-from moetune.hub.fingerprint import take_fingerprint
+from moetune.models.hub.fingerprint import take_fingerprint
 from tests.exporting.runs import ADAPT, FULL, LORA, tensors_of, write_base, write_run
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]

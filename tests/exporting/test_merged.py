@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import base_folder, open_run
-from moetune.hub.tensor_files import read_checkpoint
 from moetune.inference.check import check_export
+from moetune.models.hub.tensor_files import read_checkpoint
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
 from tests.reference import token_ids
 from tests.resolved import write_packed_base

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.peft_adapter import load_peft
 from moetune.adapt.start_from.peft_layout import join_experts, split_experts
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import open_run
 from moetune.exporting.peft import export_peft
-from moetune.hub.fingerprint import Base, take_fingerprint
+from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder

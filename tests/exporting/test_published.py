@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moetune.adapt.start_from.start import open_start
-from moetune.catalog import find_model
 from moetune.errors import UserError
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
-from moetune.hub.fingerprint import Base, take_fingerprint
-from moetune.hub.quantized import Quantized, open_checkpoint
 from moetune.inference.evaluate import evaluate
 from moetune.inference.opened import open_model
+from moetune.models.catalog import find_model
+from moetune.models.hub.fingerprint import Base, take_fingerprint
+from moetune.models.hub.quantized import Quantized, open_checkpoint
 from moetune.training.checkpoint import TRAINED_FILE
 from moetune.training.run_folder import RunFolder
 from tests import small

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from moetune import catalog
-from moetune.anatomy.anatomy import Anatomy, read_anatomy
 from moetune.experts.bank import ExpertBank
 from moetune.exporting.export import export
+from moetune.models import catalog
+from moetune.models.structure import Anatomy, read_anatomy
 from tests.exporting.runs import make_toy, tensors_of, write_run
 from tests.reference import expert_weights, small_linears_are_packed
 from tests.thinned import thinned

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from moetune.config import DataConfig, TrainConfig
-from moetune.data.load import Datasets, load_data
+from moetune.config.schema import DataConfig, TrainConfig
 from moetune.errors import UserError
+from moetune.training.data.load import Datasets, load_data
 from tests import small
 from tests.fuzz.damage import answer, cases, damaged, garbled, garbled_bytes, to_json, write
 

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune import run_file
-from moetune.adapt.packed_base import check_manifest
 from moetune.adapt.start_from.delta import check_delta
 from moetune.adapt.start_from.peft_adapter import check_peft
-from moetune.config import RunConfig
+from moetune.adapt.weights.packed_base import check_manifest
+from moetune.config import load as run_file
+from moetune.config.load import load_run_config
+from moetune.config.schema import RunConfig
 from moetune.documents import sealed
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.hub.delta_folder import read_delta
-from moetune.hub.tensor_files import read_checkpoint
-from moetune.optim.optimizers import make_optimizer
+from moetune.models.hub.delta_folder import read_delta
+from moetune.models.hub.tensor_files import read_checkpoint
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.records import read_load
 from moetune.run.resolve import resolve
-from moetune.run_file import load_run_config
 from moetune.training import checkpoint as checkpoints
 from moetune.training import same_run, trainer_state
 from moetune.training.manifest import damage, write_manifest
+from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.run_folder import RunFolder, step_of
 from tests import small
 from tests.fuzz.damage import answer, cases, damaged, damaged_json, damaged_yaml, garbled_bytes, write

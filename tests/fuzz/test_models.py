@@ -14,11 +14,11 @@ import torch
 from transformers import MixtralForCausalLM
 
 from moetune.adapt.build import build
-from moetune.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from moetune.data.load import load_data, tokenizer_of
+from moetune.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
-from moetune.hub.tensor_files import INDEX_FILE, read_checkpoint
+from moetune.models.hub.tensor_files import INDEX_FILE, read_checkpoint
 from moetune.run.resolve import resolve, resolve_model
+from moetune.training.data.load import load_data, tokenizer_of
 from tests.fuzz.damage import answer, cases, damaged_json, garbled_bytes, write
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -59,7 +59,7 @@ def read_tokenizer(folder: Path, data: Path) -> None:
 
 
 def resolved_source(folder: Path) -> Any:
-    from moetune.anatomy.source import find_model_source
+    from moetune.models.source import find_model_source
 
     return find_model_source(str(folder))
 

@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 import moetune as package
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
 from moetune.memory.closed_form import store
 from moetune.training.manifest import MANIFEST, write_manifest
 from tests import small
 from tests.fuzz.damage import places, within
 from tests.resolved import train, write_packed_base
-from tests.scoring.made import write_scores
+from tests.routing.made import write_scores
 
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 10**400, 0.5, float("nan"), float("inf"), "", "a\x1b[31m",
@@ -54,13 +54,13 @@ TABLE: dict[str, tuple[str, ...]] = {
 
 READ_BY = {
     "adapt/build.py": "model.safetensors.index.json: test_models.py",
-    "adapt/packed_base.py": "packed/packed.json",
+    "adapt/weights/packed_base.py": "packed/packed.json",
     "adapt/start_from/peft_adapter.py": "adapter/adapter_config.json",
-    "anatomy/source.py": "config.json: test_models.py",
+    "models/source.py": "config.json: test_models.py",
     "exporting/base_copy.py": "config.json: test_models.py",
-    "hub/delta_folder.py": "delta/manifest.json",
-    "hub/quantized.py": "config.json: test_models.py",
-    "hub/tensor_files.py": "delta/delta.safetensors",
+    "models/hub/delta_folder.py": "delta/manifest.json",
+    "models/hub/quantized.py": "config.json: test_models.py",
+    "models/hub/tensor_files.py": "delta/delta.safetensors",
     "inference/summary.py": "run/memory.json",
     "memory/closed_form/store.py": "a cache record: test_a_record_that_is_odd_is_made_again",
     "parallel/launch.py": "a rank's last words, in a folder of our own",
@@ -76,11 +76,11 @@ READ_BY = {
 }
 """Who calls the reader -> a file of the table, or where else it is damaged."""
 RAW = {
-    "catalog/__init__.py": "part of the package",
-    "catalog/gpus.py": "part of the package",
+    "models/catalog/__init__.py": "part of the package",
+    "models/catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",
-    "data/chats.py": "a value in a record: test_data.py",
-    "data/load.py": "a tokenizer as it says itself: test_load.py",
+    "training/data/chats.py": "a value in a record: test_data.py",
+    "training/data/load.py": "a tokenizer as it says itself: test_load.py",
     "documents.py": "the reader",
     "files.py": "a lock of another process",
 }

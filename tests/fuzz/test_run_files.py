@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.config import RunConfig
+from moetune.config.load import load_run_config
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.run_file import load_run_config
 from tests.fuzz.damage import HOSTILE, YAML_SNIPPETS, answer, cases, damaged_yaml, garbled, places, write
 
 WHOLE: dict[str, Any] = RunConfig.model_validate(

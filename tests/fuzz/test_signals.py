@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
 from moetune.parallel.launch import start_ranks
+from moetune.routing.score import score, to_score
 from moetune.run.resolve import resolve
-from moetune.scoring.score import score, to_score
 from tests import small
 from tests.processes import processes
 from tests.resolved import train, write_packed_base

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetune.run_file import load_run_config
+from moetune.config.load import load_run_config
 from tests.resolved import build
 
 pytestmark = pytest.mark.gpu

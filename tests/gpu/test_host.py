@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moetune.config.load import load_run_config
 from moetune.experts import pinned
 from moetune.experts.host import CopyStream, empty_on_host
 from moetune.experts.packed import PackedStack
-from moetune.run_file import load_run_config
 from tests.nullcuda import device
 from tests.resolved import build
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moetune.experts import kernels
-from moetune.experts.self_check import differing
+from moetune.experts.kernels import operators as kernels
+from moetune.experts.kernels.self_check import differing
 
 
 @pytest.mark.gpu

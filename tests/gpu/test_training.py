@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moetune.run_file import load_run_config
+from moetune.config.load import load_run_config
 
 pytestmark = pytest.mark.gpu
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from tests.toys import toy_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-import moetune.catalog
-from moetune.config import RunConfig
+import moetune.models.catalog
+from moetune.config.schema import RunConfig
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.trace import trace
 from moetune.run.resolve import resolve
 
-MODELS = Path(moetune.catalog.__file__).parent / "models"
+MODELS = Path(moetune.models.catalog.__file__).parent / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
 EXPERTS = 8
 """A trace runs expert by expert: of a layer with more, this many are traced. Nothing else of a model is cut."""

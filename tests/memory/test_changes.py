@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.changes import candidates, changed, fitting
 from moetune.memory.predict import predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts

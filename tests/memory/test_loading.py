@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetune.adapt.fake import build_fake
-from moetune.anatomy.source import find_model_source
 from moetune.memory.predict import predict
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace import peaks_of_loading
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve
 from tests.memory.models import toy_run, write_toy
 from tests.resolved import build

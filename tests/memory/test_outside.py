@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from moetune.catalog.gpus import find_gpu
-from moetune.config import ParallelConfig
+from moetune.config.schema import ParallelConfig
 from moetune.memory.outside import CONNECTION, communicators, outside_allocator
+from moetune.models.catalog.gpus import find_gpu
 
 
 @pytest.mark.parametrize(

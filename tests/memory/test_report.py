@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.predict import Method, predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
 from tests.memory.models import toy_run, write_toy

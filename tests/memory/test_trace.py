@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from moetune.anatomy.source import find_model_source
-from moetune.config import OptimizerName, RunConfig
+from moetune.config.schema import OptimizerName, RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.report import PART_NAMES
 from moetune.memory.routing import Routing, parse_routing
 from moetune.memory.trace import Trace, trace
+from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve
 from tests.memory.models import LAYOUTS, toy_run, write_toy
 from tests.published import write_4bit, write_mxfp4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.routing import BALANCED
 from tests import small
 from tests.resolved import train, verify

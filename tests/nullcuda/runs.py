@@ -11,11 +11,11 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import torch
 
-from moetune.catalog import find_model
-from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.predict import predict
 from moetune.memory.verify import catalog_name
+from moetune.models.catalog import find_model
+from moetune.models.catalog.gpus import find_gpu
 from tests.nullcuda import device
 from tests.resolved import measure
 

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from moetune.config import OptimizerName, RunConfig
+from moetune.config.schema import OptimizerName, RunConfig
 from tests.nullcuda import runs
 
 SAMPLE = 60

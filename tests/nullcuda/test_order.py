@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from tests.nullcuda import device, order, runs
 from tests.resolved import measure
 

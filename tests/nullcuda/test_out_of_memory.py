@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from moetune.catalog import find_model
+from moetune.models.catalog import find_model
 from tests import small
 from tests.nullcuda.test_commands import moetune, start
 

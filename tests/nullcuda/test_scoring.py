@@ -9,11 +9,11 @@ import torch
 
 from moetune.memory.predict import predict
 from moetune.memory.verify import catalog_name
+from moetune.routing.memory import predict_score
+from moetune.routing.score import to_score
 from moetune.run.resolve import resolve
-from moetune.scoring.memory import predict_score
-from moetune.scoring.score import to_score
 from tests.nullcuda import device, runs
-from tests.scoring.measured import measure_score
+from tests.routing.measured import measure_score
 
 
 @pytest.mark.parametrize(("adapt", "residence"), [("router", "gpu"), ("lora", "host")])

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from moetune.adapt.build import build
-from moetune.catalog import find_model
-from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
+from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import batches_of
 from moetune.memory.verify import catalog_name
-from moetune.optim.optimizers import make_optimizer
+from moetune.models.catalog import find_model
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
-from moetune.step.step import count_loss_tokens, token_loss
-from moetune.timing.work import Work
+from moetune.training.optim.optimizers import make_optimizer
+from moetune.training.step.micro_step import count_loss_tokens, token_loss
 from tests.nullcuda import device, runs
 from tests.resolved import measure
 

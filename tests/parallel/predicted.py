@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.memory.report import Collective, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.parallel.ranks import Ranks

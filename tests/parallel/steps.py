@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moetune.adapt.build import Adapted
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.experts.bank import ExpertBank
-from moetune.optim.optimizers import CombinedOptimizer, make_optimizer
-from moetune.optim.zero import ZeroUpdater
 from moetune.parallel.exchange import CountArriving, TokenExchange, read_arriving
 from moetune.parallel.ranks import Ranks, local_tensor
-from moetune.step.step import count_loss_tokens
-from moetune.step.stepper import Stepper
+from moetune.training.optim.optimizers import CombinedOptimizer, make_optimizer
+from moetune.training.optim.zero import ZeroUpdater
+from moetune.training.step.micro_step import count_loss_tokens
+from moetune.training.step.stepper import Stepper
 from tests.resolved import build
 
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moetune.config import HardwareConfig, ParallelConfig, RunConfig
+from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.predict import Method, NoClosedForm, predict
 from moetune.memory.trace import trace
-from moetune.optim.optimizers import make_optimizer
 from moetune.parallel.ranks import Ranks
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.refusals import of_training
-from moetune.step.stepper import Stepper
+from moetune.training.optim.optimizers import make_optimizer
+from moetune.training.step.stepper import Stepper
 from tests import small
 from tests.parallel import steps, world
 from tests.resolved import build, train

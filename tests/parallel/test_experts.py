@@ -11,7 +11,7 @@ import torch
 from transformers import core_model_loading
 
 from moetune.cli.quantize import quantize
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.parallel.exchange import read_arriving
 from moetune.parallel.ranks import Ranks

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from moetune.config.load import load_run_config
 from moetune.parallel.launch import free_port, start_ranks
-from moetune.run_file import load_run_config
 from tests import small
 from tests.conftest import Ended
 from tests.resolved import train

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from moetune.compat.torch import fake_process_group
 from moetune.errors import UserError
 from moetune.memory.trace.log import Log, Mark, Sent, Trace
 from moetune.parallel.messages import NAMESPACES, Message, message, uncounted
-from moetune.patches.torch import fake_process_group
 
 SILENT = {"_wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
 COUNTED = {

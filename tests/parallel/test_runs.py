@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
 from moetune.parallel.ranks import Ranks
 from tests import small

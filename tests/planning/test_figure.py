@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Parts
+from moetune.memory.time.roofline import Duration, Range
 from moetune.planning.figure import front, save_figure, write_page
 from moetune.planning.plan import Candidate, Miss, Plan
-from moetune.timing.roofline import Duration, Range
 from tests.report.sample import sample
 from tests.report.test_page import Page
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from moetune.config.load import load_run_config
 from moetune.errors import UserError
 from moetune.planning.from_options import as_yaml, config_of
-from moetune.run_file import load_run_config
 
 
 @pytest.mark.parametrize(

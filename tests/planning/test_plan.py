@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moetune.catalog import recipes
-from moetune.config import RunConfig
+from moetune.config.load import load_run_config
+from moetune.config.recipes import recipes
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.planning.needs import Needs
 from moetune.planning.plan import plan
@@ -16,7 +17,6 @@ from moetune.planning.search import Found, Search
 from moetune.planning.solve import solve
 from moetune.planning.ways import Goal, Way, ways
 from moetune.run import refusals
-from moetune.run_file import load_run_config
 from tests.cli.test_commands import ROOT
 from tests.thinned import thinned
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from moetune.anatomy.anatomy import Anatomy
-from moetune.catalog.gpus import find_gpu
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
+from moetune.models.catalog.gpus import find_gpu
+from moetune.models.structure import Anatomy
 from moetune.planning.needs import Needs
 from moetune.planning.search import Search
 from moetune.planning.ways import Way, ways

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.predict import predict
 from moetune.planning.needs import Needs

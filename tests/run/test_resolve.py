@@ -14,11 +14,11 @@ import yaml
 from transformers import LlamaConfig
 
 from moetune.adapt.build import build
-from moetune.anatomy.anatomy import meta_model, read_anatomy
-from moetune.anatomy.source import find_model_source
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.measure import measure
+from moetune.models.source import find_model_source
+from moetune.models.structure import meta_model, read_anatomy
 from moetune.run import refusals
 from moetune.run.resolve import examine, resolve
 from moetune.watch.train import train

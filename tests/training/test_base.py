@@ -13,10 +13,10 @@ from typing import Any, Literal
 import pytest
 from safetensors.torch import load_file, save_file
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.hub.fingerprint import take_fingerprint
+from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.training.run_folder import RunFolder
 from tests import small
 from tests.resolved import train, write_packed_base
@@ -80,7 +80,7 @@ def test_other_tensors_are_named_before_anything_is_copied(
     train(config)
     tensors = load_file(tmp_path / "base" / "model.safetensors")
     save_file(tensors | {"more": tensors["model.norm.weight"].clone()}, tmp_path / "base" / "model.safetensors")
-    monkeypatch.setattr("moetune.hub.fingerprint.digest", None)
+    monkeypatch.setattr("moetune.models.hub.fingerprint.digest", None)
     for format_ in FORMATS:
         with pytest.raises(UserError, match=r"more is F32 \[64\], not no such tensor"):
             export(tmp_path / "run", format_, tmp_path / "out")
@@ -147,7 +147,7 @@ def test_an_adapter_of_factors_alone_does_without_the_source_of_a_packed_base(
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from moetune.run_file import load_run_config
+from moetune.config.load import load_run_config
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from tests.resolved import train

@@ -15,10 +15,10 @@ from transformers import get_scheduler
 
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.optim.optimizers import make_optimizer
-from moetune.step.step import count_loss_tokens
-from moetune.step.stepper import Stepper
 from moetune.training import checkpoint
+from moetune.training.optim.optimizers import make_optimizer
+from moetune.training.step.micro_step import count_loss_tokens
+from moetune.training.step.stepper import Stepper
 from tests import small
 from tests.resolved import build
 from tests.thinned import in_pairs

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.training.run_folder import RunFolder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder

@@ -19,18 +19,18 @@ from safetensors.torch import load_file
 import moetune
 from moetune.adapt.build import Adapted
 from moetune.adapt.build import build as build_resolved
-from moetune.config import RunConfig
+from moetune.config.load import load_run_config
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form.form import kind_of
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.run_file import load_run_config
-from moetune.step.stepper import Stepper
 from moetune.training import interrupt, reporters, run
 from moetune.training.checkpoint import parts_of
 from moetune.training.interrupt import Interrupted
 from moetune.training.order import shuffled
 from moetune.training.routing import load_summary
 from moetune.training.run_folder import RunFolder
+from moetune.training.step.stepper import Stepper
 from moetune.watch.memory_record import MemoryRecord
 from tests import small
 from tests.resolved import build, train, verify

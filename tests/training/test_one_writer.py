@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.training.manifest import damage

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moetune.data.preview import preview
 from moetune.errors import UserError
-from moetune.step import router_losses
+from moetune.training.data.preview import preview
 from moetune.training.manifest import write_manifest
+from moetune.training.step import router_losses
 from tests import small
 from tests.resolved import train
 

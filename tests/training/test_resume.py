@@ -20,7 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder
@@ -38,16 +38,16 @@ MOMENTS: dict[str, Moment] = {
     "base not noted": ("moetune.training.run_folder.write_whole", 2, "before"),
     "inputs not noted": ("moetune.training.run_folder.write_whole", 3, "before"),
     "no metrics file": ("moetune.training.run_folder.write_whole", 4, "before"),
-    "before the first step": ("moetune.step.stepper.micro_step", 1, "before"),
-    "before the first checkpoint": ("moetune.step.stepper.micro_step", 4, "before"),
+    "before the first step": ("moetune.training.step.stepper.micro_step", 1, "before"),
+    "before the first checkpoint": ("moetune.training.step.stepper.micro_step", 4, "before"),
     "within the first checkpoint": ("moetune.training.checkpoint.save_file", 1, "after"),
     "a checkpoint complete but for its name": ("pathlib.Path.rename", 5, "before"),
     "just after a checkpoint": ("pathlib.Path.rename", 5, "after"),
-    "between checkpoints, mid-step": ("moetune.step.stepper.micro_step", 9, "before"),
+    "between checkpoints, mid-step": ("moetune.training.step.stepper.micro_step", 9, "before"),
     "within a line of metrics": ("moetune.training.run_folder.RunFolder.append_metrics", 6, "within"),
     "within the second checkpoint": ("moetune.training.checkpoint.dcp.save", 2, "after"),
     "an old checkpoint half removed": ("pathlib.Path.rename", 7, "after"),
-    "after the epoch's end": ("moetune.step.stepper.micro_step", 13, "before"),
+    "after the epoch's end": ("moetune.training.step.stepper.micro_step", 13, "before"),
 }
 # Eight steps of two micro-batches; the data end after four steps, of which the last has one micro-batch. Logging,
 # evaluation and checkpoints come at different steps. The model draws random numbers at every step.
@@ -183,7 +183,7 @@ def test_killed_and_resumed(moment: str, never_killed: dict[str, Any], tmp_path:
 def test_killed_again_and_again(never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
     for micro_step in (8, 2, 6):
-        in_process(run, resume="auto", moment=("moetune.step.stepper.micro_step", micro_step, "before"))
+        in_process(run, resume="auto", moment=("moetune.training.step.stepper.micro_step", micro_step, "before"))
     in_process(run, resume="auto")
     assert_same(run, never_killed)
 
@@ -228,7 +228,7 @@ def test_other_runs_killed_and_resumed(other: str, noisy_model: Path, small_data
     in_process(reference)
     run = elsewhere(reference, tmp_path / "run")
     calls = 9 if run["train"].get("max_grad_norm") != 0 else 5  # a fused step with a norm runs two
-    in_process(run, moment=("moetune.step.stepper.micro_step", calls, "before"))
+    in_process(run, moment=("moetune.training.step.stepper.micro_step", calls, "before"))
     in_process(run, resume="auto")
     assert_same(run, reference)
 
@@ -241,7 +241,7 @@ def test_resumed_from_a_named_checkpoint(never_killed: dict[str, Any], tmp_path:
     in_process(
         run,
         resume=str(tmp_path / "run" / "checkpoints" / "step-3"),
-        moment=("moetune.step.stepper.micro_step", 1, "before"),
+        moment=("moetune.training.step.stepper.micro_step", 1, "before"),
     )
     assert [path.name for path in RunFolder(tmp_path / "run").checkpoints()] == ["step-3"]
     assert [line["step"] for line in small.read_metrics(tmp_path / "run")] == [0, 2, 3]
@@ -291,7 +291,7 @@ ONE_FILE = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 def at_step_3(never_killed: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was killed after its first checkpoint."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    in_process(elsewhere(never_killed, folder), moment=("moetune.step.stepper.micro_step", 9, "before"))
+    in_process(elsewhere(never_killed, folder), moment=("moetune.training.step.stepper.micro_step", 9, "before"))
     return folder
 
 

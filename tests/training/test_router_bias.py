@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetune.catalog import find_model
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.inference.opened import open_model
 from moetune.memory.measure import measure
 from moetune.memory.trace import trace
+from moetune.models.catalog import find_model
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
 from tests import small

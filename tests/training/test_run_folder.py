@@ -15,9 +15,9 @@ import yaml
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from moetune.config import RunConfig
+from moetune.config.load import load_run_config
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.run_file import load_run_config
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder, step_of

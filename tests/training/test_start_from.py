@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moetune.config import RunConfig
-from moetune.data.load import load_data
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.memory.predict import predict
+from moetune.training.data.load import load_data
 from moetune.training.run_folder import RunFolder
 from tests import small
 from tests.reference import excite_
@@ -239,7 +239,7 @@ def test_a_part_of_an_expert_is_refused(small_model: Path, small_data: Path, del
     config = run_of(small_model, small_data, tmp_path / "run", EXPERTS | {"start_from": str(broken)})
     refused(config, r"delta\.safetensors' was changed after it was written")
     manifest = json.loads((broken / "manifest.json").read_text())
-    from moetune.hub.fingerprint import digest
+    from moetune.models.hub.fingerprint import digest
 
     (broken / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest(broken / "delta.safetensors")}))
     refused(config, r"trained\.2\.gate_up\.weight is made of .*experts\.2\.w3\.weight too, which is not in the delta")

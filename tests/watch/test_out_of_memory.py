@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from moetune.config import RunConfig
+from moetune.config.load import read_run_config
+from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.memory.trace.tracker import Tracker
-from moetune.run_file import read_run_config
 from moetune.training.run_folder import RunFolder
 from moetune.watch import memory_record, out_of_memory
 from tests import small

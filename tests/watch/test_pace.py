@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moetune.catalog.gpus import find_gpu
+from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.run.resolve import resolve
 from moetune.training.pace import Pace

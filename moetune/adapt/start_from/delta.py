@@ -14,12 +14,12 @@ from torch import Tensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.pack import out_in
-from moetune.anatomy.moe import MoeLayer
 from moetune.errors import UserError
-from moetune.hub.delta_folder import Delta
-from moetune.hub.names import Home, find_homes
-from moetune.hub.quantized import weights_of
-from moetune.hub.tensor_files import Stored
+from moetune.models.hub.delta_folder import Delta
+from moetune.models.hub.names import Home, find_homes
+from moetune.models.hub.quantized import weights_of
+from moetune.models.hub.tensor_files import Stored
+from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
 
 _MOST_PROBLEMS = 10

@@ -28,10 +28,10 @@ from moetune.adapt.start_from.peft_layout import (
     split_experts,
     split_parts,
 )
-from moetune.anatomy.anatomy import MoeLayer
 from moetune.documents import read_json
 from moetune.errors import UserError, reading, shown, time_limit
-from moetune.hub.tensor_files import read_header, refuse_not_finite
+from moetune.models.hub.tensor_files import read_header, refuse_not_finite
+from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
 _OF_OTHERS = (

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.anatomy.anatomy import MoeLayer
 from moetune.experts.bank import ExpertLora
+from moetune.models.structure import MoeLayer
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from moetune.adapt.base import refuse_other_headers
 from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE, WEIGHTS_FILE
+from moetune.adapt.weights.base import refuse_other_headers
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
-from moetune.hub.fingerprint import Base
+from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
+from moetune.models.hub.fingerprint import Base
 
 _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
 """As training/run_folder.py has them, which imports this package."""

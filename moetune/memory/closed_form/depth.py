@@ -10,11 +10,11 @@ import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-from moetune.catalog.gpus import Gpu
 from moetune.memory.closed_form.form import ClosedForm, Evaluated, kind_of
 from moetune.memory.report import LoadPeaks, PartName
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace.tracing import can_be_shortened
+from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 

@@ -16,10 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from moetune.anatomy.moe import MoeLayer
-from moetune.anatomy.stack import decoder_stack
-from moetune.catalog.gpus import Gpu, find_gpu
-from moetune.config import OptimizerConfig, RunConfig
+from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.formula import Peak, evaluate, parts_of
@@ -43,10 +40,13 @@ from moetune.memory.trace.log import Block
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
 from moetune.memory.trace.tracing import NotTraceable, can_be_shortened, faked, peaks_of_loading
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.models.moe import MoeLayer
+from moetune.models.stack import decoder_stack
 from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
-from moetune.step.loss import Chunks
-from moetune.step.tail import split
+from moetune.training.step.loss import Chunks
+from moetune.training.step.tail import split
 
 
 @dataclass(frozen=True)

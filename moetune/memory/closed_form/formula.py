@@ -15,7 +15,7 @@ from moetune.memory.report import PART_NAMES, Parts
 from moetune.memory.trace.alike import Shortened, Unit
 from moetune.memory.trace.log import OUTSIDE, Mark
 from moetune.memory.trace.repeat import Order
-from moetune.step.loss import Chunks
+from moetune.training.step.loss import Chunks
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from moetune.memory.trace.repeat import Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.run.resolve import ResolvedRun
-from moetune.step.loss import Chunks
+from moetune.training.step.loss import Chunks
 
 
 class NoClosedForm(UserError):

@@ -25,7 +25,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from moetune.step.loss import Chunks
+from moetune.training.step.loss import Chunks
 
 Sizes = dict[str, int]
 Powers = tuple[tuple[str, int], ...]
@@ -130,7 +130,7 @@ HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
 
 
 def rows_and_borders(rows: int, name: str) -> Sizes:
-    """Rows of a batch, and the borders of their documents (`step/batch.py: random_rows` has two a row)."""
+    """Rows of a batch, and the borders of their documents (`training/step/batch.py: random_rows` has two a row)."""
     return {name: rows, f"2{name}+1": 2 * rows + 1}
 
 

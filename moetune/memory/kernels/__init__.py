@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from moetune.catalog.gpus import Gpu
 from moetune.memory.kernels.attention import attention_of
 from moetune.memory.kernels.scratch import Scratch
+from moetune.models.catalog.gpus import Gpu
 
 if TYPE_CHECKING:
     from moetune.memory.trace.tracker import Tracker

@@ -18,7 +18,7 @@ import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
 
 from moetune.adapt.attention import Capability, has_little_shared_memory
-from moetune.experts.grouped import runs_as_one
+from moetune.experts.kernels.grouped import runs_as_one
 
 if TYPE_CHECKING:
     from moetune.memory.trace.tracker import Tracker

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from moetune.anatomy.stack import decoder_layers
+from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun
 

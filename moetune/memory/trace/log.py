@@ -13,8 +13,8 @@ import numpy as np
 from moetune.errors import UserError
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks, Moment, PartName, Parts, Phase, Sample
+from moetune.memory.time.work import Done, Work, WorkPart, sums
 from moetune.parallel.messages import Message, uncounted
-from moetune.timing.work import Done, Work, WorkPart, sums
 
 
 @dataclass(slots=True)

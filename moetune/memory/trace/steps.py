@@ -13,29 +13,29 @@ from torch.distributed.tensor import DTensor
 
 from moetune.adapt.attention import wants_borders
 from moetune.adapt.build import Adapted
-from moetune.catalog.gpus import Gpu
-from moetune.config import RunConfig
+from moetune.compat.bitsandbytes import paged
+from moetune.config.schema import RunConfig
 from moetune.experts.links import CountRows
 from moetune.memory.routing import Routing
+from moetune.memory.time.counter import Counter, parts_of
+from moetune.memory.time.work import COUNTING, READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE, Log, Trace
 from moetune.memory.trace.repeat import repeat
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
-from moetune.optim.offload import HostUpdater
-from moetune.optim.optimizers import make_optimizer
-from moetune.optim.updater import Updater
+from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import local_tensor
-from moetune.patches.bitsandbytes import paged
-from moetune.step.batch import Batch, collate, random_rows
-from moetune.step.loss import Chunks
-from moetune.step.observer import StepObserver
-from moetune.step.router_losses import RouterWatch
-from moetune.step.step import count_loss_tokens, held_out_loss
-from moetune.step.stepper import Stepper
-from moetune.timing.counter import Counter, parts_of
-from moetune.timing.work import COUNTING, READ, Work, size_of
+from moetune.training.optim.offload import HostUpdater
+from moetune.training.optim.optimizers import make_optimizer
+from moetune.training.optim.updater import Updater
+from moetune.training.step.batch import Batch, collate, random_rows
+from moetune.training.step.loss import Chunks
+from moetune.training.step.micro_step import count_loss_tokens, held_out_loss
+from moetune.training.step.observer import StepObserver
+from moetune.training.step.router_losses import RouterWatch
+from moetune.training.step.stepper import Stepper
 
 STEPS = 2
 """Optimizer states appear in the first step, for which one micro-step is enough; the second is like all that follow."""

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake, tensors_of
-from moetune.anatomy.stack import decoder_layers
-from moetune.catalog.gpus import Gpu
-from moetune.config import RunConfig
+from moetune.compat.torch import QuickFakeMode
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
@@ -29,9 +28,10 @@ from moetune.memory.trace.alike import Shortened, shorten
 from moetune.memory.trace.log import Trace
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import Gpu
+from moetune.models.stack import decoder_layers
 from moetune.parallel.exchange import CountArriving, TokenExchange, as_they_leave
 from moetune.parallel.fake_group import fake_ranks
-from moetune.patches.torch import QuickFakeMode
 from moetune.run.resolve import ResolvedRun, resolve
 
 

@@ -29,13 +29,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moetune.compat.torch import noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.kernels.scratch import Scratch
 from moetune.memory.report import PartName, Phase
+from moetune.memory.time.counter import Counter
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, message
-from moetune.patches.torch import noting_resizes, unguarded
-from moetune.timing.counter import Counter
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
-from moetune.anatomy.stack import decoder_layers
-from moetune.catalog.gpus import Gpu
 from moetune.experts.packed import PackedLinear, PackedStack
 from moetune.memory.kernels import kernels_of
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import Gpu
+from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import local_tensor
 
 

@@ -16,8 +16,8 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.hub.delta_folder import Delta, read_delta
-from moetune.hub.fingerprint import digest
+from moetune.models.hub.delta_folder import Delta, read_delta
+from moetune.models.hub.fingerprint import digest
 from tests.exporting.runs import ADAPT, FULL, ToyRun, write_base, write_run
 from tests.reference import run_config
 from tests.resolved import build

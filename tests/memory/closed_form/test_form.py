@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moetune.config import RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.form import ClosedForm

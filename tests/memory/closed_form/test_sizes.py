@@ -16,7 +16,7 @@ from moetune.memory.closed_form.sizes import (
     telling_rows,
     value_of,
 )
-from moetune.step.loss import Chunks
+from moetune.training.step.loss import Chunks
 
 
 @pytest.mark.parametrize("alone", [False, True])

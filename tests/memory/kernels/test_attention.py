@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.catalog.gpus import find_gpu
 from moetune.memory.kernels import kernels_of
 from moetune.memory.kernels.attention import attention, choose
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import find_gpu
 from tests.memory.models import toy_run, write_toy
 
 A100, A6000, L40S, H100, B200, RTX_5090, T4 = (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (7, 5)

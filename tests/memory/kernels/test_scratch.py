@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.catalog.gpus import find_gpu
 from moetune.memory.kernels import kernels_of
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import find_gpu
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

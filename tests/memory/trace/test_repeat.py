@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from moetune.catalog.gpus import find_gpu
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.log import Block
+from moetune.models.catalog.gpus import find_gpu
 from tests.memory.models import toy_run, write_toy
 
 CARD = find_gpu("h100")

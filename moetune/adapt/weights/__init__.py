@@ -1,0 +1,1 @@
+"""Where frozen weights come from, and how they are quantized while they are read."""

@@ -1,0 +1,1 @@
+"""What the user writes: the run file, its keys and its values."""

@@ -1,0 +1,321 @@
+"""Reading a run file: YAML, `--set` overrides, and every problem at once, each with the nearest valid name.
+
+`load_run_config` is the one door. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+import typing
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from moetune.config.other_names import OTHER_NAMES
+from moetune.config.recipes import recipes
+from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig
+from moetune.errors import UserError, reading, shown, suggest
+from moetune.files import Ledger, expanded, names_in
+
+_MOST_BYTES = 2**16
+_MOST_VALUES = 10_000
+"""Of a run file, and in it once aliases are written out: a few lines of them can stand for more than memory holds."""
+_DEEPEST = 50
+"""Sections in sections; PyYAML takes a time that grows with the square of it."""
+_MOST_BITS = 4096  # of an integer
+_MOST_PROBLEMS = 20
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key written twice, where plain YAML keeps the last one and says nothing, and bottomless
+    nesting."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        self._refuse_depth(self.flow_level)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def add_indent(self, column: int) -> bool:
+        self._refuse_depth(len(self.indents))
+        return super().add_indent(column)
+
+    def _refuse_depth(self, depth: int) -> None:
+        if depth >= _DEEPEST:
+            raise yaml.scanner.ScannerError(None, None, f"more than {_DEEPEST} levels", self.get_mark())
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = int(super().construct_yaml_int(node))
+        if value.bit_length() > _MOST_BITS:  # beyond some Python does not even write it into a message
+            raise yaml.constructor.ConstructorError(
+                None, None, f"an integer of {len(node.value):,} characters", node.start_mark
+            )
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # refused by what is called below
+            if (text := str(key)) in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {shown(key)} is written twice", key_node.start_mark
+                )
+            seen.add(text)
+        return super().construct_mapping(node, deep)
+
+
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
+
+
+def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run file and applies `a.b=value` overrides, in order.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
+    """
+    path = expanded(path)
+    what = f"run file {str(path)!r}"
+    if not os.path.lexists(path):
+        near = suggest(path.name, names_in(path.parent))
+        if path.stem in recipes():  # the guides name those of the repository
+            near = f" moetune init {path.stem} --out {path.name} writes that recipe here."
+        raise UserError(f"{what} cannot be read: No such file or directory{near and '.'}{near}")
+    with reading(what), path.open("rb") as file:
+        text = file.read(_MOST_BYTES + 1).decode("utf-8")
+    raw = parse(text, what)
+    if not isinstance(raw, dict):
+        raise UserError(f"{what} must hold a mapping with model: and adapt:")
+    _find_beside(raw, path)
+    for override in overrides:
+        _apply_override(raw, override)
+    _find_beside(raw, path, unless_here=True)  # what was typed here is meant here, if it is here
+    return read_run_config(raw, (), what)
+
+
+def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
+    """Validates what a run file holds, `a.b=value` overrides applied; `what` says where it is from.
+
+    Raises:
+        UserError: it does not validate; every problem is listed.
+    """
+    for override in overrides:
+        _apply_override(raw, override)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = list(islice(_explain(error, raw), _MOST_PROBLEMS))
+        if error.error_count() > len(lines):
+            lines.append(f"and {error.error_count() - len(lines):,} more")
+        raise UserError(f"{what}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def parse(text: str, what: str) -> Any:
+    """What a piece of YAML stands for.
+
+    Raises:
+        UserError: it is not YAML, or stands for more than a run file holds.
+    """
+    if len(text) > _MOST_BYTES:
+        raise UserError(f"{what} is larger than any run file: more than {_MOST_BYTES:,} bytes")
+    try:
+        loader = _UniqueKeyLoader(text)
+        node = loader.get_single_node()
+        if node is not None and _values_in(node, {}) > _MOST_VALUES:
+            raise UserError(f"{what} holds more than {_MOST_VALUES:,} values, aliases written out")
+        return None if node is None else loader.construct_document(node)
+    except UserError:
+        raise
+    except Exception as error:  # a constructor of PyYAML raises what its Python type does
+        known = isinstance(error, (yaml.YAMLError, ValueError))  # others say nothing without their type
+        reason = (str(error) if known else shown(error, 200)).replace('"<unicode string>", ', "")
+        raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
+
+
+def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; one that holds itself stands for infinitely many."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES + 1
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
+        known[id(node)] = 1 + sum(_values_in(part, known) for part in parts)
+    return known[id(node)]
+
+
+_PATHS = (
+    ("model", "path"), ("adapt", "start_from"), ("data", "train"), ("data", "eval"), ("data", "chat_template"),
+    ("parallel", "load"), ("parallel", "deepspeed"), ("adapt", "experts", "from"), ("adapt", "experts", "background"),
+    ("adapt", "lora", "ids", "from"), ("adapt", "lora", "ids", "background"),
+)  # fmt: skip
+"""What a run file may name by a path: relative to its own folder, else to the working directory."""
+_FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
+
+
+def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = False) -> None:
+    """Makes paths that exist relative to the run file's folder absolute."""
+
+    def found(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [found(key, one) for one in value]
+        if isinstance(value, dict) and isinstance(value.get("path"), str):
+            return value | {"path": found(key, value["path"])}
+        if not isinstance(value, str) or not value:
+            return value
+        place = run_file.absolute().parent / value
+        try:
+            is_there = (place / "config.json").is_file() if key == "path" else place.exists()
+            is_there = is_there and not (unless_here and Path(value).exists())
+        except (OSError, ValueError):  # no name that a file can have
+            is_there = False
+        return str(place) if is_there else value
+
+    for *sections, key in _PATHS:
+        holder: Any = raw
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and key in holder:
+            holder[key] = found(key, holder[key])
+
+
+def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
+    """Raises `UserError` for a file of data that is nowhere; other names are looked up when they are read."""
+    data = config.data
+    given = () if data is None else (data.train, data.eval, data.chat_template)
+    several = (() if value is None else (value,) if isinstance(value, str) else value for value in given)
+    names = [one if isinstance(one, str) else one.path for value in several for one in value]
+    refuse_missing(names, expanded(run_file).absolute().parent)
+
+
+def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
+    """The same of these names, in the working directory or in a folder beside it."""
+    problems = []
+    for name in names:
+        path = expanded(name)
+        if path.is_absolute() or path.exists() or not _FILE_NAME.fullmatch(name):
+            continue
+        places = list(dict.fromkeys((*([beside / name] if beside else []), path.absolute())))
+        where = f", neither beside the run file ({str(places[0])!r}) nor in the working directory ({str(places[-1])!r})"
+        near = suggest(path.name, [other for place in places for other in names_in(place.parent)])
+        problems.append(f"no such file: {name!r}{where if len(places) > 1 else ''}.{near}")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def refuse_existing_run(output: Path) -> None:
+    """Raises `UserError` if a folder holds a run."""
+    output = output.expanduser()
+    if Ledger(output).kind == "run" and (output / "run.yaml").is_file():
+        raise UserError(
+            f"output {str(output)!r} already holds a run; continue it with --resume auto, replace it with "
+            "--overwrite, or choose another output"
+        )
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"--set {shown(override)}: write it as section.key=value, for example train.steps=100")
+    value = parse(text, f"--set {shown(override)}: the value {shown(text)}")
+    node = raw
+    for depth, part in enumerate(parts[:-1]):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            raise UserError(
+                f"--set {shown(override)}: {'.'.join(parts[: depth + 1])[:80]} holds a value, not a section"
+            )
+    node[parts[-1]] = value
+    other = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
+    if other and value is not None:  # what is said last says how long to train
+        node.pop(other, None)
+
+
+def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
+    """One line a problem: where, what was written, what would be valid."""
+    for item in error.errors():
+        where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
+        value = shown(item["input"])
+        bare = value.strip("'")
+        match item["type"]:
+            case "extra_forbidden":
+                known = _fields_at(item["loc"][:-1])
+                ours = OTHER_NAMES.get(str(item["loc"][-1]))
+                hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+                if ours is not None and ours != where:
+                    hint = f" Here it is {ours}."
+                if item["loc"][-1] == "warmup_ratio":
+                    hint = f" Here it is train.warmup, a number of updates{_share_of_steps(item['input'], raw)}."
+                yield f"{where}: unknown key.{hint}"
+            case "missing":
+                yield f"{where}: missing, and required"
+            case "literal_error":
+                expected = item["ctx"]["expected"]
+                hint = suggest(bare, re.findall(r"'([^']*)'", expected))
+                yield f"{where}: {value} is not valid; it may be {expected}.{hint}"
+            case "model_type":
+                keys = ", ".join(_fields_at(item["loc"]))
+                yield f"{where}: {value} is not a section; write keys under it. Keys: {keys}"
+            case "tuple_type":
+                yield f"{where}: {value} is not a list; write [{bare}]"
+            case "value_error":
+                yield f"{where}: {item['ctx']['error']}" if where else f"{item['ctx']['error']}"
+            case _:
+                yield f"{where}: {value} is not valid: {item['msg'][:300]}"
+
+
+def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
+    """What to write for a share of the steps, where the run file says how many these are."""
+    try:
+        train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
+        steps = ceil(float(str(share)) * train.steps)
+    except (AttributeError, ValueError, OverflowError):
+        return ""
+    if train.epochs is not None:
+        return f": {share} of those that train --dry-run says {train.epochs:g} epochs come to"
+    return f": write warmup: {steps}, {share} of {train.steps:,}"
+
+
+_UNION_TAGS = frozenset(
+    {
+        "literal['all','none']",
+        "tuple[int, ...]",
+        "tuple[int,...]",
+        "one",
+        "by_part",
+        "several",
+        "weighted",
+        "a choice",
+        "ids or layers",
+    }
+)
+
+
+def _fields_at(location: Iterable[int | str]) -> list[str]:
+    """The keys that the section at this place of the run file may hold."""
+    section: type[BaseModel] = RunConfig
+    for part in location:
+        if part == "by_part":
+            section = PartOptimizers
+        elif part == "a choice":
+            section = ChoiceConfig
+        elif part not in _UNION_TAGS and not isinstance(part, int):
+            section = next(t for t in _leaves(section.model_fields[str(part)].annotation) if issubclass(t, BaseModel))
+    return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def _leaves(annotation: Any) -> list[type]:
+    """The types in an annotation, whatever unions and annotations are around them."""
+    inner = typing.get_args(annotation)
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated, tuple):
+        return [leaf for option in inner for leaf in _leaves(option)]
+    return [annotation] if isinstance(annotation, type) else []

@@ -1,0 +1,1 @@
+"""The experts' operators, in torch and in Triton."""

@@ -1,0 +1,95 @@
+"""Whether the bank's kernels give on this machine what torch's own operations give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetune.experts.kernels import operators as kernels
+from moetune.experts.packed import PackedStack
+
+TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 5, 192, 144, 12
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Of the largest number of a result; torch rounds more often in 16 bits. What is unpacked is equal bit for bit."""
+
+
+def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, tokens: int = 80) -> list[str]:
+    """The operators whose kernel in `module` gives something else than torch's operations, with how far it is off."""
+    found = []
+    with torch.no_grad():
+        for name, args in _calls(device, dtype, tokens):
+            one, other = (_results(run, args) for run in (getattr(module, name), kernels.TWINS[name]))
+            off = float(
+                torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max()
+            )  # NaN, if one is
+            if not off <= (0 if name.startswith("dequantize") else TOLERANCE[dtype]):
+                found.append(f"{name} (off by {off:.1e} of the largest)")
+    return found
+
+
+def _results(run: Callable[..., Any], args: list[Any]) -> list[Tensor]:
+    """What it returns, and what it makes of its tensors."""
+    copies = [arg.clone(memory_format=torch.preserve_format) if torch.is_tensor(arg) else arg for arg in args]
+    return [tensor for tensor in (run(*copies), *copies) if torch.is_tensor(tensor)]
+
+
+def _difference(one: Tensor, other: Tensor) -> Tensor:
+    one, other = one.double(), other.double()
+    return (one - other).abs().max() / other.abs().max().clamp_min(1e-30)
+
+
+def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tuple[str, list[Any]]]:
+    """Each operator with its arguments, of experts of which one has no rows, and of one expert alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    for double_quant in (True, False):
+        stack = PackedStack(2, (HIDDEN, 64), "nf4", double_quant=double_quant)
+        for number in range(2):
+            stack.pack_(number, torch.randn(HIDDEN, 64, generator=generator))
+        buffers: Mapping[str, Tensor] = {name: buffer.to(device) for name, buffer in stack.named_buffers()}
+        nested = [buffers[name] if double_quant else None for name in ("nested_absmax", "nested_code", "offset")]
+        yield "dequantize_nf4", [buffers["data"], buffers["absmax"], *nested, HIDDEN * 64, dtype]
+
+    int8, mxfp4 = (PackedStack(2, (HIDDEN, 96), storage) for storage in ("int8", "mxfp4"))
+    for number in range(2):
+        for stack in (int8, mxfp4):
+            stack.pack_(number, torch.randn(HIDDEN, 96, generator=generator))
+    of_rows = int8.data.flatten(0, 1), int8.absmax.flatten()
+    yield "dequantize_int8", [*(tensor.to(device) for tensor in of_rows), dtype]
+    of_blocks = mxfp4.data.flatten(), mxfp4.scales.flatten(), mxfp4.pairs
+    yield "dequantize_mxfp4", [*(tensor.to(device) for tensor in of_blocks), dtype]
+
+    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:TOP_K] for _ in range(tokens)]).flatten()
+    counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
+    order, ends = torch.argsort(chosen, stable=True).to(device), torch.tensor([*accumulate(counts)], dtype=torch.int32)
+    x, weights = drawn(tokens, HIDDEN), drawn(tokens * TOP_K, dtype=torch.float32)
+    inverse = torch.argsort(order).int()
+    rows = drawn(tokens * TOP_K, HIDDEN)
+    yield "gather_rows", [x, order, TOP_K, torch.zeros_like(inverse)]
+    yield "sum_rows_", [torch.zeros_like(x), rows, inverse, weights]
+    of_first = slice(0, counts[0])
+    yield "gather_rows", [x, order[of_first], TOP_K, None]
+    yield "add_rows_", [x, rows[of_first], order[of_first], TOP_K, None]
+
+    for gate in ((False, 1.0, 0.0), (True, 1.702, 1.5)):
+        gate_up, dact = drawn(tokens * TOP_K, 2 * INTERMEDIATE), drawn(tokens * TOP_K, INTERMEDIATE)
+        yield "gated", [gate_up, *gate]
+        yield "gated_backward_", [gate_up, dact, weights, order, torch.zeros_like(weights), *gate]
+
+    for parts, groups in ((1, (None, [len(rows)])), (2, (ends.to(device), counts))):
+        experts = 1 if groups[0] is None else EXPERTS
+        A, B = (drawn(experts, parts, *shape, dtype=torch.float32) for shape in ((RANK, HIDDEN), (INTERMEDIATE, RANK)))
+        wide = drawn(len(rows), parts, INTERMEDIATE) if parts > 1 else drawn(len(rows), INTERMEDIATE)
+        narrow = drawn(len(rows), parts, RANK)
+        yield "low_rank", [rows, A, B, wide, torch.zeros_like(wide), *groups, 0.5]
+        yield "low_rank", [wide, B.mT, A.mT, rows, torch.zeros_like(rows), *groups, 0.5]
+        gradients = torch.zeros_like(A), torch.zeros_like(B)
+        yield "low_rank_gradients_", [narrow, rows, narrow, wide, *gradients, weights, order, *groups, 0.5]

@@ -1,0 +1,386 @@
+"""What an operation does on a GPU: floating point operations, bytes, kernel launches. Counted as it is dispatched.
+
+Floating point operations are those of products and attention, by the formulas of `torch.utils.flop_counter`; causal
+attention computes half of its pairs. Bytes are what an operation reads and writes once, caches left out: its inputs,
+but of those it looks rows up in only the rows, and its outputs. A launch is a kernel or a call of cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import bitsandbytes.autograd  # noqa: F401  defines its operators
+import torch
+import torch.nn.attention.varlen  # defines its operators
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from moetune.adapt.attention import Capability
+from moetune.experts.kernels import grouped
+from moetune.experts.kernels import operators as kernels  # noqa: F401  defines its operators
+
+WorkPart = Literal[
+    "experts",
+    "attention",
+    "router",
+    "dense_mlp",
+    "head_and_loss",
+    "rest",
+    "dequantization",
+    "optimizer",
+    "transfers",
+    "host",
+]
+"""`rest`: embedding, norms, residuals. `host`: what is computed there, as updates with `offload`."""
+
+aten = torch.ops.aten
+_GEMM_4BIT = torch.ops.bitsandbytes.gemm_4bit.default
+
+
+@dataclass(frozen=True)
+class Work:
+    """What operations do together.
+
+    Attributes:
+        flops: of products in 16 bits; `flops32` of those in float32, which tensor cores leave alone.
+        product_bytes: read and written by products and attention; `bytes` by all else.
+        synchronizations: waits of the host for the device.
+        copies: between host and device; `copied` their bytes.
+    """
+
+    flops: float = 0
+    flops32: float = 0
+    product_bytes: float = 0
+    bytes: float = 0
+    launches: float = 0
+    synchronizations: float = 0
+    copies: float = 0
+    copied: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(times * number for number in self.numbers()))
+
+    def numbers(self) -> tuple[float, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def to_json(self) -> dict[str, int]:
+        return {field.name: round(getattr(self, field.name)) for field in fields(self)}
+
+
+READ = Work(synchronizations=1, copies=1)
+"""The host asks for a number and waits for it."""
+COUNTING = Work(launches=3) + READ
+"""The tokens of each expert are counted and read (`experts/links.py: read_rows`), which a trace assumes instead."""
+
+
+class Done(NamedTuple):
+    """What one operation did: its place in the log, its step, and the block that says of which layer it is.
+
+    `micro_step` is None of what a step does once. It is done `times` times.
+    """
+
+    at: int
+    step: int
+    micro_step: int | None
+    part: WorkPart
+    work: Work
+    block: int | None
+    times: int = 1
+
+
+def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
+    """Of one step, by part.
+
+    Args:
+        done: of that step.
+        more: micro-steps like the second one, which were not run.
+    """
+    found: dict[WorkPart, Work] = {}
+    for one in done:
+        times = one.times * (1 + more if one.micro_step == 1 else 1)
+        found[one.part] = found.get(one.part, Work()) + one.work * times
+    return found
+
+
+# --- One operation ------------------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """Work of an operation, the tensor that says whose it is, and the part, where the operation says so itself."""
+
+    work: Work
+    of: Tensor | None
+    part: WorkPart | None = None
+
+
+def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Iterator[Share]:
+    """What an operation does; where it updates the tensors of lists together, a share for each."""
+    if _does_nothing(func):
+        return
+    if func in _PER_TENSOR:
+        lists = [argument for argument in args if isinstance(argument, (list, tuple)) and argument]
+        for weight, gradient, *states in zip(*lists, strict=False):
+            size = 2 * sum(map(size_of, (weight, *states))) + size_of(gradient)
+            yield Share(Work(bytes=size, launches=_share_of_a_launch(weight)), weight)
+        return
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    first = tensors[0] if tensors else None
+    if func is _GEMM_4BIT:
+        yield from _unpacked_product(args, kwargs, tensors, fresh)
+        return
+    moved = _moved(func, args, kwargs, tensors, fresh)
+    launches = _launches(func, args, kwargs, out, capability)
+    if flops := _flops(func, args, kwargs, out):
+        yield Share(_product(flops, moved, launches, tensors[0]), first)
+    else:
+        yield Share(Work(bytes=moved, launches=launches), first, part_of(func))
+
+
+def part_of(func: Any) -> WorkPart | None:
+    """The part that an operation belongs to by itself, whatever runs."""
+    return "dequantization" if func is not None and func._opname.startswith("dequantize") else None
+
+
+def _product(flops: float, moved: float, launches: float, of: Tensor) -> Work:
+    if of.dtype == torch.float32:
+        return Work(flops32=flops, product_bytes=moved, launches=launches)
+    return Work(flops=flops, product_bytes=moved, launches=launches)
+
+
+def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> Iterator[Share]:
+    """bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback, which real sizes take: a weight is unpacked, with
+    nested scales by two more kernels, and multiplied."""
+    rows, shape = tensors[0], args[2]
+    numel, is_nested = shape[0] * shape[1], any(tensor.dtype == torch.uint8 for tensor in tensors[2:])
+    weight = numel * rows.element_size()
+    scales = 4 * numel / 64 * (3 if is_nested else 0)
+    of_packed = sum(map(size_of, tensors[1:]))
+    yield Share(Work(bytes=of_packed + scales + weight, launches=3 if is_nested else 1), tensors[1], "dequantization")
+    moved = size_of(rows) + weight + sum(map(size_of, fresh))
+    yield Share(_product(2 * (rows.numel() // rows.shape[-1]) * numel, moved, 1, rows), rows)
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes that a tensor covers; what is expanded counts once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "alias",
+    "lift_fresh", "detach", "detach_", "set_", "resize_", "_local_scalar_dense", "_record_function_enter_new",
+    "_record_function_exit", "device", "is_pinned", "_efficientzerotensor",
+}  # fmt: skip
+
+
+@cache
+def _does_nothing(func: Any) -> bool:
+    """Whether it only makes or describes tensors, or sends them, which is counted apart (parallel/messages.py)."""
+    is_sent = func.namespace in ("c10d", "_c10d_functional")
+    return is_sent or func.is_view or func._opname in _FREE or (func.namespace, func._opname) == ("aten", "split")
+
+
+@cache
+def is_product(func: Any) -> bool:
+    """Whether it multiplies matrices, or is attention."""
+    packet = _IN_PLACE.get(func._overloadpacket, func._overloadpacket)
+    return func is _GEMM_4BIT or func in _FLOPS or packet in flop_registry
+
+
+# --- Floating point operations --------------------------------------------------------------------------------------
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    own = _FLOPS.get(func)
+    if own is not None:
+        return own(*args, **kwargs)
+    known = flop_registry.get(func._overloadpacket)
+    if known is None:
+        packet = _IN_PLACE.get(func._overloadpacket)
+        known = None if packet is None else flop_registry[packet]
+    if known is None:
+        return 0
+    return known(*args, **kwargs, out_val=out) / (2 if _is_causal(func, args, kwargs) else 1)
+
+
+_IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    place = _place(func, "is_causal")
+    return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+@cache
+def _place(func: Any, name: str) -> int | None:
+    return next((n for n, argument in enumerate(func._schema.arguments) if argument.name == name), None)
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
+    """[N, p] by [C, p, q], or [p, N] by [N, q]: each row with its expert's matrix, whichever it is."""
+    rows = a.shape[0] if b.dim() == 3 else a.shape[1]
+    return 2.0 * rows * (a.shape[1] if b.dim() == 3 else a.shape[0]) * b.shape[-1]
+
+
+def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
+    """Rows [N, p] or [N, P, p] with factors [C, P, r, p] and [C, P, q, r], if there is a second."""
+    per_number = first.shape[-1] + (0 if second is None else second.shape[-2])
+    return 2.0 * len(x) * first[0, ..., 0].numel() * per_number
+
+
+def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
+    return 2.0 * narrow_out.numel() * (x.shape[-1] + dout.shape[-1])
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:
+    """Tokens [T, h, d], each with half of the tokens of the longest document: at most what is computed."""
+    longest = next(number for number in rest if isinstance(number, int) and not isinstance(number, bool))
+    return query.shape[0] * longest / 2 * query.shape[1] * 2.0 * (query.shape[-1] + value.shape[-1])
+
+
+def _varlen_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    *rest: Any,
+    **_: Any,
+) -> float:
+    """Five products instead of two."""
+    return 2.5 * _varlen(query, key, value, starts, *rest)
+
+
+_FLOPS: dict[Any, Callable[..., float]] = {
+    torch.ops.moetune.grouped_mm.default: _grouped,
+    torch.ops.moetune.low_rank.default: _low_rank,
+    torch.ops.moetune.low_rank_gradients_.default: _low_rank_gradients,
+    torch.ops.torch_attn._varlen_attn.default: _varlen,
+    torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
+}
+
+
+# --- Bytes ----------------------------------------------------------------------------------------------------------
+
+
+def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> float:
+    """Bytes read and written."""
+    name = func._opname
+    if name in _LOOKS_UP:  # reads the rows that it gives
+        return 2 * sum(map(size_of, fresh)) + sum(map(size_of, tensors[1:]))
+    if name in _PUTS:  # reads rows and their places, and writes the rows; what is added up is read too
+        return sum(map(size_of, tensors[1:])) + size_of(tensors[-1]) * (2 if "add" in name else 1)
+    if name == "add_rows_":  # reads and writes as many rows of the sum
+        return sum(map(size_of, tensors[1:])) + 2 * size_of(tensors[1])
+    written = _written(func)
+    if not written:
+        return sum(map(size_of, tensors)) + sum(map(size_of, fresh))
+    targets = [args[n] if n < len(args) else kwargs.get(key) for n, key in written]
+    changed = sum(size_of(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
+    return sum(map(size_of, tensors)) + (0 if name in _OVERWRITES or func._overloadname == "out" else changed)
+
+
+_LOOKS_UP = {"embedding", "index", "index_select", "gather", "gather_rows"}
+_PUTS = {"index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_"}
+_OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_", "low_rank", "low_rank_gradients_"}
+
+
+def written_by(func: Any, args: Any) -> Tensor | None:
+    """The tensor that an operation changes, if it is one."""
+    places = _written(func)
+    changed = args[places[0][0]] if places and places[0][0] < len(args) else None
+    return changed if isinstance(changed, Tensor) else None
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Places and names of the arguments that it writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(n, one.name) for n, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
+# --- Launches -------------------------------------------------------------------------------------------------------
+
+_PER_TENSOR = {
+    getattr(packet, overload)
+    for packet in (aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_)
+    for overload in packet.overloads()
+    if not overload.endswith("out")
+}
+
+
+def _share_of_a_launch(tensor: Tensor) -> float:
+    """native/cuda/MultiTensorApply.cuh: a launch takes 320 chunks of 65,536 elements, and of at most 30 tensors."""
+    return max(-(-tensor.numel() // 65536) / 320, 1 / 30)
+
+
+def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    own = _LAUNCHES.get(func._opname)
+    if own is None:
+        return 1
+    return own(args, kwargs, out, capability) if callable(own) else own
+
+
+def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """One kernel and one that prepares it; where there is none, a product for each expert that has rows."""
+    a, b, _, counts = args
+    return 2 if grouped.runs_as_one(capability, a, b) else sum(map(bool, counts))
+
+
+def _of_copy(args: Any, kwargs: Any, out: Tensor, capability: Capability) -> float:
+    """None where bytes are copied as they lie: that is no kernel."""
+    source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
+    alike = source.dtype == out.dtype and source.shape == out.shape and source.stride() == out.stride()
+    return 0 if alike and _is_dense(source) else 1
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.numel() == 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _of_sort(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """Of numbers [n] that are sorted in one block, or in a pass over each of their bytes."""
+    return 2 if args[0].numel() <= 4096 else 3 + args[0].element_size()
+
+
+def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    return 1 if len(args[0]) > 1 else 0
+
+
+def _of_power(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    exponent = args[1]
+    return 0 if not isinstance(exponent, Tensor) and exponent == 1 else 1
+
+
+def _of_product(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    return 1 if args[-1].numel() and args[-2].numel() else 0
+
+
+_LAUNCHES: Mapping[str, float | Callable[..., float]] = {
+    "grouped_mm": _of_grouped,
+    "_to_copy": _of_copy,
+    "clone": _of_copy,
+    "copy_": _of_copy,
+    "sort": _of_sort,
+    "stack": _of_joining,
+    "cat": _of_joining,
+    "pow": _of_power,
+    "mm": _of_product,
+    "slice_backward": 2,
+    "constant_pad_nd": 2,
+    "topk": 2,
+    "_softmax_backward_data": 2,
+    "_varlen_attn": 2,
+    "_varlen_attn_backward": 3,
+    "_scaled_dot_product_flash_attention_backward": 3,
+}
+"""By name, where it is not one: as counted of torch 2.11 for CUDA 13, operation by operation."""

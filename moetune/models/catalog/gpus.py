@@ -1,0 +1,206 @@
+"""GPUs as data: how much a process may take, what it loses to CUDA, how fast the card is. Read without torch.
+
+`gpus.yaml` holds the figures, each with its source; docs/reference/gpus.md shows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from moetune.config.sizes import HOW_TO_WRITE_A_SIZE, parse_size
+from moetune.errors import UserError, suggest
+
+_SEVERAL = re.compile(r"(\d{1,4})\s*[x×*]\s*(.+)|(.+?)\s+[x×*]\s*(\d{1,4})", re.IGNORECASE | re.ASCII)
+_BARE = re.compile(r"(\d{1,3})\s*G?", re.IGNORECASE | re.ASCII)
+_FILE = Path(__file__).parent / "gpus.yaml"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, where it is from, and whether we measured it ourselves."""
+
+    value: int
+    source: str
+    measured_here: bool = False
+
+
+PCIE_CHANNELS = Figure(2, "estimate: as many as NCCL's log has between two cards in PCIe slots")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of card.
+
+    Attributes:
+        name: catalog name such as `l40s`, or the size it was asked for by, such as `44GiB`.
+        full_name: what `torch.cuda.get_device_name` says.
+        capability: CUDA compute capability, (major, minor).
+        memory: bytes that all processes on the card share, as cudaMemGetInfo reports the total.
+        context: bytes that a process takes outside the allocator: CUDA context, driver, loaded kernels.
+        cublas_workspace: bytes of one cuBLAS workspace; inside the allocator, one for each thread that multiplies.
+        bandwidth: bytes/s between the card's memory and its processors; None if unknown.
+        bf16: dense FLOP/s in bfloat16 with float32 accumulation; None if unknown or without tensor cores for it.
+        fp16: the same in float16, where there are no tensor cores for bfloat16.
+        fp32: FLOP/s in float32 without tensor cores.
+        host_link: bytes/s from or to the host.
+        interconnect: bytes/s between two cards, both directions together; None if unknown.
+        channels: that NCCL opens between two cards.
+    """
+
+    name: str
+    full_name: str
+    capability: tuple[int, int]
+    memory: Figure
+    context: Figure
+    cublas_workspace: Figure
+    bandwidth: Figure | None = None
+    bf16: Figure | None = None
+    fp16: Figure | None = None
+    fp32: Figure | None = None
+    host_link: Figure | None = None
+    interconnect: Figure | None = None
+    channels: Figure = PCIE_CHANNELS
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Where each figure of memory is from that we have not measured: "context of NVIDIA L40S: <source>"."""
+        figures = {"memory": self.memory, "context": self.context, "cuBLAS workspace": self.cublas_workspace}
+        return tuple(
+            f"{what} of {self.full_name}: {figure.source}"
+            for what, figure in figures.items()
+            if not figure.measured_here
+        )
+
+
+def gpu_names() -> list[str]:
+    """Returns the names of all GPUs in the catalog, sorted."""
+    return sorted(_gpus())
+
+
+def find_gpu(name: str) -> Gpu:
+    """Looks a GPU up by name, or makes one of a size.
+
+    Args:
+        name: a catalog name, an alias or torch's name of a card, whatever the case (`l40s`, `4090`, `NVIDIA L40S`); or
+            a size with its unit (`44GiB`, `48 GB`, `45056MiB`), which stands for an Ada card with that much memory.
+
+    Raises:
+        UserError: neither a known GPU nor a size above zero.
+    """
+    wanted = _spelling(name)
+    if wanted in _names():
+        return _gpus()[_names()[wanted]]
+    if (size := parse_size(name)) is not None:
+        if size <= 0:
+            raise UserError(f"{name!r} is no size of a GPU: it must be above zero. {HOW_TO_WRITE_A_SIZE}")
+        return _of_size(name.strip(), size)
+    if (several := _SEVERAL.fullmatch(name.strip())) is not None:
+        count, card = several[1] or several[4], find_gpu(several[2] or several[3]).name
+        raise UserError(
+            f"{name!r} is several cards: the card is {card!r}; how many is --count {count} of a plan, and in a run "
+            f"file hardware.count: {count} with as many ranks, such as --set parallel.fsdp={count}"
+        )
+    if (bare := _BARE.fullmatch(name.strip())) is not None and int(bare[1]):
+        alike = alike_in_size(_of_size(name, int(bare[1]) * 2**30))
+        sold = f", or a card that has about as much: {', '.join(alike)}" if alike else ""
+        raise UserError(f"{name!r} is a size without its unit: write {bare[1]}GiB{sold}. {HOW_TO_WRITE_A_SIZE}")
+    longer = [known for known in gpu_names() if wanted and known.startswith(wanted)]
+    hint = f" Did you mean {' or '.join(map(repr, longer))}?" if longer else suggest(wanted, _names())
+    listed = ", ".join(gpu_names())
+    raise UserError(
+        f"{name!r} is neither a known GPU nor a size.{hint} Known GPUs: {listed}. Give any other by its size. "
+        f"{HOW_TO_WRITE_A_SIZE}"
+    )
+
+
+def alike_in_size(card: Gpu) -> tuple[str, ...]:
+    """Catalog names of cards with that much memory, a tenth more or less: of what is sold the driver keeps some."""
+    size = card.memory.value
+    return tuple(name for name, other in _gpus().items() if 0.9 * size <= other.memory.value <= 1.1 * size)
+
+
+def _of_size(name: str, size: int) -> Gpu:
+    model = _gpus()["l40s"]
+
+    def assumed(figure: Figure) -> Figure:
+        return Figure(figure.value, f"assumed as on {model.full_name}")
+
+    return replace(
+        model,
+        name=name,
+        full_name=f"a GPU of {name}",
+        memory=Figure(size, "the size given: all of it is taken to be usable"),
+        context=assumed(model.context),
+        cublas_workspace=assumed(model.cublas_workspace),
+        bandwidth=None,
+        bf16=None,
+        fp32=None,
+        host_link=None,
+        interconnect=None,
+        channels=PCIE_CHANNELS,
+    )
+
+
+def _spelling(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.strip().lower())
+
+
+@cache
+def _gpus() -> Mapping[str, Gpu]:
+    return MappingProxyType({name: _gpu(name, entry) for name, entry in _entries().items()})
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    """Every spelling that finds a GPU -> its catalog name."""
+    names: dict[str, str] = {}
+    for name, entry in _entries().items():
+        for spelling in {name, _spelling(entry["full_name"]), *entry.get("aliases", ())}:
+            assert spelling not in names, f"{_FILE}: {spelling} names two GPUs"
+            names[spelling] = name
+    return MappingProxyType(names)
+
+
+@cache
+def _entries() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load(_FILE.read_text(encoding="utf-8"))["gpus"]
+
+
+def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
+    unknown = entry.keys() - {field.name for field in fields(Gpu)} - {"aliases"}
+    assert not unknown, f"{_FILE}: {name} has unknown {sorted(unknown)}"
+    major, minor = entry["capability"]
+    return Gpu(
+        name=name,
+        full_name=entry["full_name"],
+        capability=(major, minor),
+        memory=_size(entry["memory"]),
+        context=_size(entry["context"]),
+        cublas_workspace=_size(entry["cublas_workspace"]),
+        bandwidth=_rate(entry.get("bandwidth"), 10**9),
+        bf16=_rate(entry.get("bf16"), 10**12),
+        fp16=_rate(entry.get("fp16"), 10**12),
+        fp32=_rate(entry.get("fp32"), 10**12),
+        host_link=_rate(entry.get("host_link"), 10**9),
+        interconnect=_rate(entry.get("interconnect"), 10**9),
+        channels=Figure(**entry["channels"]) if "channels" in entry else PCIE_CHANNELS,
+    )
+
+
+def _size(entry: dict[str, Any]) -> Figure:
+    size = parse_size(entry["value"])
+    assert size is not None, f"{_FILE}: {entry['value']!r} is no size"
+    return Figure(**{**entry, "value": size})
+
+
+def _rate(entry: dict[str, Any] | None, unit: int) -> Figure | None:
+    return None if entry is None else Figure(**{**entry, "value": int(Decimal(str(entry["value"])) * unit)})

@@ -1,0 +1,236 @@
+"""What a causal language model is made of, read off its modules.
+
+Works on the meta device, a CPU or a GPU, for mixtures of experts and dense models. Only shapes are read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from moetune.errors import UserError
+from moetune.models.components import COMPONENTS, Component, Landmarks
+from moetune.models.moe import (
+    ExpertShape,
+    MoeLayer,
+    expert_parameters,
+    find_router,
+    is_experts,
+    read_shape,
+    read_top_k,
+    unknown_experts,
+)
+
+__all__ = [
+    "COMPONENTS",
+    "Anatomy",
+    "Component",
+    "ExpertShape",
+    "LinearPart",
+    "MoeLayer",
+    "Part",
+    "meta_model",
+    "read_anatomy",
+    "require_causal_lm",
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter. `layer` is the decoder layer it sits in; None for embeddings, head and final norm.
+
+    Attributes:
+        has_gradient: False if it only chooses, among tokens or experts, by comparison: no loss reaches it.
+    """
+
+    name: str
+    component: Component
+    layer: int | None
+    numel: int
+    shape: tuple[int, ...]
+    has_gradient: bool = True
+
+
+class LinearPart(NamedTuple):
+    """One `nn.Linear`, which maps in_features to out_features: it can be stored in 4 bits, and LoRA can be put on it if
+    it `has_gradient`."""
+
+    in_features: int
+    out_features: int
+    component: Component
+    layer: int | None
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of one model.
+
+    Attributes:
+        num_layers: decoder layers, those without experts included.
+        moe_layers: the layers with routed experts, in order; empty for a dense model.
+        parts: every parameter once; one that is tied sits under its first name.
+        tied: further name of a tied parameter -> its first name.
+    """
+
+    model_type: str
+    num_layers: int
+    moe_layers: tuple[MoeLayer, ...]
+    parts: tuple[Part, ...]
+    tied: Mapping[str, str]
+    _linears: Mapping[str, LinearPart] = field(repr=False)
+
+    def parts_of(self, component: Component) -> tuple[Part, ...]:
+        """The parameters of one component."""
+        return tuple(part for part in self.parts if part.component == component)
+
+    def linears(self, component: Component | None = None) -> dict[str, LinearPart]:
+        """Module path -> size and place of every `nn.Linear`, or of those of one component."""
+        return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
+
+    def without(self, layers: Collection[int]) -> Anatomy:
+        """The same but for what is in these decoder layers."""
+        return replace(
+            self,
+            moe_layers=tuple(layer for layer in self.moe_layers if layer.index not in layers),
+            parts=tuple(part for part in self.parts if part.layer not in layers),
+            _linears={path: linear for path, linear in self._linears.items() if linear.layer not in layers},
+        )
+
+
+def require_causal_lm(config: PretrainedConfig) -> None:
+    """Raises `UserError` unless transformers has a causal language model for this configuration."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"model type {config.model_type!r} is not a causal language model in transformers "
+            "(AutoModelForCausalLM does not know it)"
+        )
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Builds the model on the meta device: right shapes, no storage, a fraction of a second at any size.
+
+    Raises:
+        UserError: the configuration describes no causal language model, or one that cannot be built.
+    """
+    require_causal_lm(config)
+    name = config.model_type
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except ImportError as error:
+        raise UserError(f"model type {name!r} needs a package that is not installed: {_one_line(error)}") from error
+    except Exception as error:  # a wrong config can break model code anywhere
+        raise UserError(
+            f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {_one_line(error)}"
+        ) from error
+
+
+def read_anatomy(model: PreTrainedModel) -> Anatomy:
+    """Reads the parts off a causal language model as transformers built it, before any adaptation.
+
+    Raises:
+        UserError: the model has experts that transformers does not mark as such, or a router or top_k that
+            cannot be found. It would be miscounted, so it is refused by name.
+    """
+    model_type = model.config.model_type
+    found = unknown_experts(model)
+    if found is not None:
+        raise UserError(
+            f"model type {model_type!r} is not supported: its experts ({found}) are not among those that "
+            "transformers marks with use_experts_implementation, so they cannot be told apart"
+        )
+    moe_layers = _read_moe_layers(model)
+    landmarks = Landmarks(model, _mark(model, moe_layers))
+    tied: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    parts = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            tied[name] = first
+            continue
+        component, layer = landmarks.component_of(name), landmarks.layer_of(name)
+        reached = parameter.requires_grad and not landmarks.is_chooser(name)
+        parts.append(Part(name, component, layer, parameter.numel(), tuple(parameter.shape), reached))
+    linears = {
+        name: LinearPart(
+            module.in_features,
+            module.out_features,
+            landmarks.component_of(f"{name}.weight"),
+            landmarks.layer_of(name),
+            not landmarks.is_chooser(name),
+        )
+        for name, module in landmarks.modules.items()
+        if isinstance(module, nn.Linear) and _is_one_product(module)
+    }
+    return Anatomy(model_type, landmarks.num_layers, moe_layers, tuple(parts), tied, linears)
+
+
+def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
+    model_type, landmarks = model.config.model_type, Landmarks(model)
+    layers: dict[int, MoeLayer] = {}
+    for path, module in landmarks.modules.items():
+        if not is_experts(module):
+            continue
+        refusal = f"model type {model_type!r} is not supported: {path}"
+        shape = read_shape(module, refusal)
+        block, index = path.rpartition(".")[0], landmarks.layer_of(path)
+        if index is None or index in layers:
+            raise UserError(f"{refusal} is not the one set of experts of a decoder layer")
+        router = find_router(model, block, shape.num_experts)
+        if router is None:
+            raise UserError(f"{refusal} has no router beside it")
+        top_k = read_top_k(model, router, block, index)
+        if top_k is None:
+            raise UserError(
+                f"model type {model_type!r}: neither {router} nor the configuration says how many experts a "
+                "token uses; set num_experts_per_tok in config.json"
+            )
+        if top_k > shape.num_experts:
+            raise UserError(
+                f"model type {model_type!r}: a token uses {top_k} experts (num_experts_per_tok in config.json), and "
+                f"{path} has {shape.num_experts}"
+            )
+        layers[index] = MoeLayer(index, block, path, router, top_k, shape)
+    return tuple(layers[index] for index in sorted(layers))
+
+
+def _mark(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str, Component]:
+    """Names of the parameters that are an expert's or a router's.
+
+    A parameter that the block itself holds, one value an expert (a score correction), is the router's.
+    """
+    marked: dict[str, Component] = {}
+    for layer in moe_layers:
+        for key in expert_parameters(model.get_submodule(layer.experts)):
+            marked[f"{layer.experts}.{key}"] = "experts"
+        for key, _ in model.get_submodule(layer.router).named_parameters():
+            marked[f"{layer.router}.{key}"] = "router"
+        for key, parameter in model.get_submodule(layer.block).named_parameters(recurse=False):
+            if parameter.shape[-1:] == (layer.shape.num_experts,):
+                marked[f"{layer.block}.{key}"] = "router"
+    return marked
+
+
+def _is_one_product(linear: nn.Linear) -> bool:
+    """Whether it gives out_features for in_features: DeepSeek-V4's o_a_proj is a product for each group of heads."""
+    if type(linear).forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            x = linear.weight.new_empty(2, 3, linear.in_features, device="meta")
+            out = copy.deepcopy(linear).to("meta")(x)
+    except RuntimeError:
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (2, 3, linear.out_features)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

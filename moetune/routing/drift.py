@@ -1,0 +1,185 @@
+"""What training did to routing: held-out tokens routed before and after, by the same model in the same precision.
+
+Before is where training began, `adapt.start_from` included; after is the newest checkpoint. Over the tokens that carry
+loss, as in scores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from moetune.adapt.build import build
+from moetune.adapt.start_from.start import open_start
+from moetune.adapt.weights.base import build_noting, refuse_changed_base
+from moetune.errors import UserError
+from moetune.exporting.finished_run import fill_trained, open_run
+from moetune.files import write_output, write_whole
+from moetune.report.console import terminal
+from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
+from moetune.report.progress import reading
+from moetune.report.run import draw_drift
+from moetune.routing.recorder import Recorder
+from moetune.routing.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
+from moetune.run.dtypes import this_device
+from moetune.run.resolve import resolve
+from moetune.training.isolation import refuse_leaky_packing
+from moetune.training.run_folder import DRIFT_FILE, RunFolder
+
+
+@dataclass(frozen=True)
+class LayerDrift:
+    """Of one layer with E experts.
+
+    Attributes:
+        before, after: tokens that each expert received.
+        distance: Jensen-Shannon distance of these loads, base 2: 0 is the same, 1 no expert in common (Endres and
+            Schindelin, "A new metric for probability distributions", 2003).
+        changed: share of the tokens whose set of K experts is another.
+        died, came: experts that had tokens and have none, and the other way round.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    distance: float
+    changed: float
+    died: tuple[int, ...]
+    came: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Of one run. `changed` is the share of tokens whose experts changed in any layer."""
+
+    run: str
+    step: int
+    data: str
+    tokens: int
+    changed: float
+    layers: dict[int, LayerDrift]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self), "layers": {str(index): asdict(one) for index, one in self.layers.items()}}
+
+
+def drift(
+    path: Path,
+    data: str | None = None,
+    tokens: int = 131_072,
+    *,
+    device: torch.device | str | None = None,
+    console: Console | None = None,
+) -> Drift:
+    """Routes held-out data before and after a run.
+
+    Args:
+        path: a run folder.
+        data: what is read, by default the run's held-out data.
+        tokens: of it, as in `score`.
+
+    Raises:
+        UserError: the folder holds no run with a checkpoint; there is no held-out data; the base is another one now.
+    """
+    console = console or terminal(stderr=True)
+    finished = open_run(path)
+    for note in finished.notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+    config = on_one_rank(to_score(finished.config))
+    if data is None and (config.data is None or not config.data.evaluates):
+        raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
+    run = resolve(config, this_device())
+    if not run.anatomy.moe_layers:
+        raise UserError(f"{config.model.path!r} is a dense model: it has no routing")
+    device = run.device(device)
+    start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
+    if data is None:
+        source, padding = held_out_source(run, tokens)
+    else:
+        (source,), padding = read_sources(run, [data], tokens)
+    weights = run.model.source.folder if config.model.weights == "pretrained" else None
+    with reading(console, weights) as on_read:
+        adapted, base = build_noting(run, device, on_read)
+    if finished.base is not None and base is not None:
+        refuse_changed_base(finished.base, base.fingerprint, str(finished), config.model.path)
+    if start is not None:
+        start.load(adapted, base)
+    if packs(config):
+        refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
+    passes = []
+    for trained in (False, True):
+        if trained:
+            fill_trained(adapted, finished)
+        recorder = Recorder(adapted)
+        recorder.choices = {}
+        record(recorder, adapted, [source], padding, console)
+        passes.append(recorder)
+    return _compared(passes, str(path), finished.step or 0, source.name)
+
+
+def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Drift:
+    before, after = passes
+    assert before.choices is not None
+    assert after.choices is not None
+    scores = [recorder.scores([0]) for recorder in passes]
+    count = before.count(0, "loss")
+    any_layer = torch.zeros(count, dtype=torch.bool)
+    layers = {}
+    for index in before.layers:
+        one, two = (of[index].loss.tokens for of in scores)
+        differs = (torch.cat(before.choices[index]) != torch.cat(after.choices[index])).any(-1)
+        any_layer |= differs
+        layers[index] = LayerDrift(
+            tuple(one),
+            tuple(two),
+            jensen_shannon(one, two),
+            differs.double().mean().item(),
+            tuple(e for e, (a, b) in enumerate(zip(one, two, strict=True)) if a and not b),
+            tuple(e for e, (a, b) in enumerate(zip(one, two, strict=True)) if b and not a),
+        )
+    return Drift(path, step, data, count, any_layer.double().mean().item(), layers)
+
+
+def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
+    """The distance of two loads of any scale: the root of the Jensen-Shannon divergence in bits."""
+    p, q = ([value / sum(load) for value in load] for load in (one, two))
+    middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+
+    def divergence(load: list[float]) -> float:
+        return sum(a * math.log2(a / m) for a, m in zip(load, middle, strict=True) if a)
+
+    return math.sqrt(max(0.0, (divergence(p) + divergence(q)) / 2))
+
+
+def write_drift(found: Drift, run: Path) -> None:
+    """Writes `drift.json` into the run folder, where its page (`moetune report`) finds it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    file = run / DRIFT_FILE
+    RunFolder(run).own(DRIFT_FILE)
+    try:
+        write_whole(file, json.dumps(found.to_json()) + "\n")
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be written: {error.strerror}") from error
+
+
+def save_heatmaps(found: Drift, path: Path) -> None:
+    """Writes layer × expert loads, before and after, as PNG or SVG.
+
+    Raises:
+        UserError: the suffix is another one, or the file cannot be written.
+    """
+    refuse_unknown_format(path)
+    with style():
+        figure = Figure(figsize=(10, 1.5 + 0.3 * len(found.layers)), layout="constrained", facecolor=PAPER)
+        draw_drift(figure, found.to_json())
+        write_output(path, rendered(figure, path.suffix.lower().removeprefix(".")))

@@ -1,0 +1,102 @@
+"""What scoring takes, before it runs: its own pass on fake tensors, as a trace of training has the trainer's step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from moetune.experts.links import CountRows
+from moetune.memory.predict import Allocator, predict
+from moetune.memory.report import MemoryReport
+from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.trace import Trace, peaks_of_loading, vocabulary_of
+from moetune.memory.trace.log import Log
+from moetune.memory.trace.repeat import repeat
+from moetune.memory.trace.tracing import faked
+from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.watched import Watched
+from moetune.models.catalog.gpus import Gpu
+from moetune.routing.recorder import Recorder, layer_of
+from moetune.routing.score import packs, read, refuse_dense
+from moetune.run.resolve import ResolvedRun
+from moetune.training.step.batch import random_rows
+
+
+def predict_score(
+    run: ResolvedRun,
+    sources: int = 1,
+    *,
+    gpu: str | None = None,
+    allocator: Allocator | None = None,
+) -> MemoryReport:
+    """Predicts the peak of `score`, without weights, data or a GPU.
+
+    Args:
+        run: of `to_score`, resolved.
+        sources: data sets, each of which is added up by itself.
+        gpu, allocator: as in `predict`.
+
+    Raises:
+        UserError: the model is dense; or as `predict`.
+    """
+    refuse_dense(run)
+    tracing = partial(trace_score, sources=sources)
+    report = predict(run, method="trace", gpu=gpu, allocator=allocator, advise=False, tracing=tracing)
+    train = run.config.train
+    said = dict(report.about) | {"batch": f"{train.micro_batch} × {train.sequence_length:,} tokens, forward alone"}
+    left_out = ("trains", "optimizer")
+    about = (("scores", f"{sources} data sets" if sources > 1 else "one data set"), *said.items())
+    return replace(report, about=tuple(line for line in about if line[0] not in left_out))
+
+
+def trace_score(
+    run: ResolvedRun,
+    routing: Routing | CountRows = BALANCED,
+    *,
+    sources: int = 1,
+    rank: int = 0,
+    gpu: Gpu | None = None,
+    shortened: bool = True,
+) -> Trace:
+    """Traces scoring, as `trace` does training; its arguments are the same.
+
+    Raises:
+        UserError: as `trace`.
+    """
+    is_even = isinstance(routing, Routing) and not routing.load
+    count_rows = routing.count_rows if isinstance(routing, Routing) else routing
+    with faked(run, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
+        watched = Watched(adapted, None if short is None else short.kept, gpu)
+        with mode, adapted.links.counting_by(count_rows):
+            log = follow(watched, Tracker(watched.named), sources)
+        traced = Trace.of(log if short is None else repeat(log, short), 0, adapted.ranks.axis_of)
+        return replace(traced, load=peaks_of_loading(adapted, run, short))
+
+
+def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bool = True) -> Log:
+    """Scores made-up tokens under a tracker, fake or real: a batch of each source, and of the last another one, whose
+    sums are added to others. All further ones are like it.
+
+    Args:
+        tracking: as in `Watched.watching`.
+    """
+    adapted = watched.adapted
+    adapted.model.eval()
+    recorder, train = Recorder(adapted), adapted.run.config.train
+    vocabulary = vocabulary_of(adapted)
+    watched.add_to(tracker)
+    with watched.watching(tracker, tracking), torch.no_grad():
+        for number, source in enumerate((*range(sources), sources - 1)):
+            tracker.step = number
+            tracker.enter("forward")
+            rows = random_rows(train.micro_batch, train.sequence_length, vocabulary, packing=packs(adapted.run.config))
+            read(recorder, adapted, rows, 0, source, number, at_least=train.sequence_length)
+            for name, tensor in recorder.sums.items():
+                layer = layer_of(name)
+                if layer is not None:
+                    tracker.belongs(tensor, layer)
+    recorder.remove()
+    tracker.stop()
+    return tracker.log

@@ -1,0 +1,256 @@
+"""What routers choose, counted while a model reads: hooks on every router and expert bank.
+
+Shapes: T tokens of a batch, B·S of them; E experts, K a token; D documents; R bootstrap replicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moetune.adapt.build import Adapted
+from moetune.errors import UserError
+from moetune.models.moe import MoeLayer
+from moetune.models.routers import find_logits, logits_module
+from moetune.parallel.ranks import Ranks
+from moetune.run.scores import SCOPES, LayerScores, Statistics
+from moetune.training.step.batch import Batch, Row
+from moetune.training.step.loss import IGNORED
+
+REPLICATES = 200
+_DONE = "done"
+Sums = dict[str, Tensor]
+"""What is added up, by name: `<source>.<layer>.<scope>.<what>`, a scope's tokens as `<source>.<scope>.count`;
+`done`, the batches that are in all of them."""
+
+
+class Recorder:
+    """Adds up what the routers of a model choose, inside `with recorder.batch(…):` only.
+
+    Counts are integers and do not depend on how rows are batched, packed or padded. All else is added up in float64.
+
+    Attributes:
+        choices: if set, layer -> for each batch the experts of its tokens that carry loss, [T, K] in ascending order.
+    """
+
+    def __init__(self, adapted: Adapted, sums: Sums | None = None) -> None:
+        self.sums: Sums = {} if sums is None else sums
+        self.choices: dict[int, list[Tensor]] | None = None
+        self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
+        self._batch: _Tokens | None = None
+        self._of_batch: Sums = {}
+        self._logits: dict[int, Tensor] = {}
+        self._chosen: dict[int, tuple[Tensor, Tensor]] = {}  # ids and weights [T, K]
+        self._links = adapted.links
+        self._hooks = [hook for layer in self.layers.values() for hook in self._watch(adapted.model, layer)]
+
+    def _watch(self, model: nn.Module, layer: MoeLayer) -> Iterator[Any]:
+        def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
+            logits = find_logits(output, layer.shape.num_experts)
+            if self._batch is not None and logits is not None:
+                self._logits[layer.index] = logits
+
+        def saw_choice(bank: Any, args: Any, kwargs: Any) -> None:
+            if self._batch is not None:
+                names = {1: "top_k_index", 2: "top_k_weights"}
+                ids, weights = (kwargs[name] if name in kwargs else args[i] for i, name in names.items())
+                self._chosen[layer.index] = ids, weights
+
+        yield logits_module(model, layer.router, layer.shape.num_experts).register_forward_hook(saw_logits)
+        yield model.get_submodule(layer.experts).register_forward_pre_hook(saw_choice, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Takes the hooks off the model again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def batch(self, batch: Batch, documents: int, source: int = 0, number: int = 0) -> Iterator[None]:
+        """Records what the model does with a batch inside.
+
+        Args:
+            documents: that it has (`documents_of`).
+            source: of its rows.
+            number: of the batch, of all that are read one after the other; the bootstrap draws from it.
+        """
+        self._batch, self._of_batch = (tokens := _Tokens.of(batch, documents, source, number)), {}
+        for scope, mask_T in tokens.scopes.items():
+            self._of_batch[f"{source}.{scope}.count"] = mask_T.sum()
+        try:
+            with self._links.watching_norms(self._saw_norms):
+                yield
+            added = {name: self.sums[name] + x if name in self.sums else x for name, x in self._of_batch.items()}
+            # At once, so that an interruption finds a batch in all sums or in none.
+            self.sums = {**self.sums, **added, _DONE: torch.tensor(number + 1)}
+        finally:
+            self._batch, self._of_batch = None, {}
+            self._logits.clear()
+            self._chosen.clear()
+
+    @contextmanager
+    def nothing(self) -> Iterator[None]:
+        """Inside, the model does what it does inside `batch`, of which nothing is recorded: other ranks may count on
+        this one's part in it."""
+        with self._links.watching_norms(self._saw_norms):
+            yield
+
+    def total(self, ranks: Ranks) -> Sums:
+        """The sums of all ranks, on each of them. Ranks that see the same data count once."""
+        mine = {} if ranks.coordinates.tp else {name: value.cpu() for name, value in self.sums.items()}
+        total: Sums = {}
+        for one in ranks.gather(mine):
+            for name, value in one.items():
+                if name not in total:
+                    total[name] = value
+                else:
+                    total[name] = total[name].maximum(value) if name == _DONE else total[name] + value
+        return total
+
+    @property
+    def done(self) -> int:
+        """Batches that are added up."""
+        return int(self.sums[_DONE]) if _DONE in self.sums else 0
+
+    def _saw_norms(self, layer: int, norms_TK: Tensor) -> None:
+        if self._batch is not None:
+            self._add(self.layers[layer], self._batch, *self._chosen.pop(layer), norms_TK)
+
+    @torch.no_grad()
+    def _add(self, layer: MoeLayer, tokens: _Tokens, ids_TK: Tensor, weights_TK: Tensor, norms_TK: Tensor) -> None:
+        experts = layer.shape.num_experts
+        if self.choices is not None:
+            chosen_TK = ids_TK[tokens.scopes["loss"]].sort(-1).values
+            self.choices.setdefault(layer.index, []).append(chosen_TK.to("cpu", torch.int16))
+        routed_TK = weights_TK != 0  # ZAYA sends a token that skips its experts to expert 0, with weight 0
+        weights_TK = weights_TK.double()
+
+        def spread(values_TK: Tensor) -> Tensor:
+            """[T, K] by choice becomes [T, E] by expert."""
+            return torch.zeros(len(ids_TK), experts, dtype=torch.double, device=ids_TK.device).scatter_add_(
+                1, ids_TK, values_TK.double()
+            )
+
+        chosen_TE, weights_TE = spread(routed_TK), spread(weights_TK)
+        reap_TE = spread(weights_TK * norms_TK.double())
+        logits = self._logits.pop(layer.index, None)
+        log_p_TE = None if logits is None else logits.reshape(-1, experts).double().log_softmax(-1)
+        p_TE = None if log_p_TE is None else log_p_TE.exp()
+        add = self._of_batch
+        for scope, mask_T in tokens.scopes.items():
+            where = f"{tokens.source}.{layer.index}.{scope}"
+            mask_T1 = mask_T.double()[:, None]
+            masked_TE = chosen_TE * mask_T1
+            # Sums of ones in float64 are whole numbers up to 2^53, and CUDA multiplies no integer matrices.
+            add[f"{where}.pairs"] = (masked_TE.T @ chosen_TE).round().long()
+            by_document_DE = torch.zeros(tokens.documents, experts, dtype=torch.double, device=ids_TK.device)
+            by_document_DE.index_add_(0, tokens.document_T, masked_TE)
+            add[f"{where}.replicates"] = (tokens.drawn_RD @ by_document_DE).round().long()
+            add[f"{where}.weight"] = (weights_TE * mask_T1).sum(0)
+            add[f"{where}.reap"] = (reap_TE * mask_T1).sum(0)
+            if p_TE is not None and log_p_TE is not None:
+                add[f"{where}.probability"] = (p_TE * mask_T1).sum(0)
+                add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
+
+    def scores(self, sources: list[int]) -> dict[int, LayerScores]:
+        """The statistics of these sources together."""
+        return {
+            index: LayerScores(
+                num_experts=layer.shape.num_experts,
+                top_k=layer.top_k,
+                **{scope: self._statistics(layer, scope, sources) for scope in SCOPES},
+            )
+            for index, layer in self.layers.items()
+        }
+
+    def load(self) -> dict[int, list[int]]:
+        """All tokens of all sources that each expert of each layer received."""
+        found: dict[int, Tensor] = {}
+        for name, value in self.sums.items():
+            _, *where = name.split(".")
+            if where[1:] == ["all", "pairs"]:
+                layer = int(where[0])
+                found[layer] = found.get(layer, 0) + value.diagonal()
+        return {layer: tokens.tolist() for layer, tokens in sorted(found.items())}
+
+    def count(self, source: int, scope: str) -> int:
+        """Tokens of a source."""
+        return int(self.sums[f"{source}.{scope}.count"])
+
+    def _statistics(self, layer: MoeLayer, scope: str, sources: list[int]) -> Statistics:
+        def total(what: str) -> Tensor | None:
+            names = [f"{source}.{layer.index}.{scope}.{what}" for source in sources]
+            found = [self.sums[name].cpu() for name in names if name in self.sums]
+            return sum(found[1:], start=found[0]) if found else None
+
+        pairs, replicates, weight, reap = (total(what) for what in ("pairs", "replicates", "weight", "reap"))
+        assert pairs is not None
+        assert replicates is not None
+        assert weight is not None
+        assert reap is not None
+        if not (weight + reap).isfinite().all():
+            raise UserError(f"the experts of layer {layer.index} give no numbers (nan or inf); its weights are damaged")
+        count = sum(self.count(source, scope) for source in sources)
+        tokens = pairs.diagonal()
+        share_RE = replicates.double() / replicates.sum(1, keepdim=True).clamp(min=1)
+        low_E, high_E = share_RE.quantile(torch.tensor([0.025, 0.975], dtype=torch.double), dim=0)
+        probability, entropy = total("probability"), total("entropy")
+        return Statistics(
+            count=count,
+            tokens=tokens.tolist(),
+            share=(tokens.double() / tokens.sum().clamp(min=1)).tolist(),
+            interval=list(zip(low_E.tolist(), high_E.tolist(), strict=True)),
+            weight_sum=weight.tolist(),
+            weight_mean=(weight / tokens.clamp(min=1)).tolist(),
+            probability=None if probability is None else (probability / max(count, 1)).tolist(),
+            entropy=None if entropy is None else entropy.item() / max(count, 1),
+            reap=(reap / tokens.clamp(min=1)).tolist(),
+            pairs=[row[expert + 1 :] for expert, row in enumerate(pairs.tolist())][:-1],
+            unused=(tokens == 0).nonzero().flatten().tolist(),
+        )
+
+
+class _Tokens:
+    """A batch's tokens as the recorder needs them.
+
+    Attributes:
+        scopes: scope -> whether each of T tokens is in it.
+        document_T: which of the batch's D documents each is of.
+        drawn_RD: how often each replicate has each document: Poisson(1), which is the bootstrap of a stream
+            (Chamandy et al., "Estimating uncertainty for massive data streams", 2012).
+    """
+
+    def __init__(self, scopes: dict[str, Tensor], document_T: Tensor, documents: int, source: int, number: int) -> None:
+        self.scopes, self.document_T, self.documents, self.source = scopes, document_T, documents, source
+        drawn = np.random.default_rng([source, number]).poisson(1, (REPLICATES, self.documents))
+        self.drawn_RD = torch.from_numpy(drawn).double().to(document_T.device)
+
+    @classmethod
+    def of(cls, batch: Batch, documents: int, source: int, number: int) -> _Tokens:
+        is_token = batch.get("attention_mask", batch.get("is_token"))
+        ids_BS = batch["input_ids"]
+        is_token_BS = torch.ones_like(ids_BS, dtype=torch.bool) if is_token is None else is_token.bool()
+        carries_BS = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:] != IGNORED
+        starts_BS = torch.zeros_like(is_token_BS)
+        starts_BS[:, 0] = True
+        if "position_ids" in batch:
+            starts_BS |= batch["position_ids"] == 0
+        scopes = {"loss": (carries_BS & is_token_BS).flatten(), "all": is_token_BS.flatten()}
+        return cls(scopes, starts_BS.flatten().cumsum(0) - 1, documents, source, number)
+
+
+def documents_of(rows: Sequence[Row]) -> int:
+    """How many documents a batch of these rows has; padding behind packed ones is one more."""
+    positions = [np.asarray(row["position_ids"]) if "position_ids" in row else np.zeros(1) for row in rows]
+    return sum(1 + int((of_row[1:] == 0).sum()) for of_row in positions)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a sum of that name is of; None if it is of the whole model."""
+    parts = name.split(".")
+    return int(parts[1]) if len(parts) == 4 else None

@@ -1,0 +1,275 @@
+"""The `data:` section of a run file, read, checked, tokenized and laid into sequences.
+
+Everything that can be wrong with the data is found here, before any weight is loaded. The steps have a file
+each: `sources` (where records come from), `records` (what they mean), `packing` (how they fill sequences).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from moetune.config.schema import DataConfig, TrainConfig, WeightedData
+from moetune.errors import UserError, reading
+from moetune.files import expanded
+from moetune.models.hub.reach import hub_is_reachable
+from moetune.models.source import find_model_source
+from moetune.training.data.documents import Chosen, Documents, values
+from moetune.training.data.packing import packed, separate
+from moetune.training.data.records import Reading, Way, read_documents
+from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
+from moetune.training.step.loss import IGNORED
+
+_PATIENCE = 10.0  # seconds
+_MOST_GROWTH = 1000  # of a text, by a tokenizer's replacements; a space becomes three bytes
+
+
+@dataclass(frozen=True)
+class DataCounts:
+    """What became of the records of a data set.
+
+    Attributes:
+        lengths: tokens of each document, int32.
+        records: of which they were made.
+        dropped, cut, unended: documents that were too long; the last ended in the middle of what trains.
+        chats: by how the assistant's tokens were found (`records.Way`), of all that were read.
+        sequences: rows to train on.
+        tokens: in these, padding left out; of a document that was cut into several, the context counts again.
+        loss_tokens: those of them that are predicted.
+        padding: tokens that fill sequences; without packing, batches are padded, and it is 0.
+    """
+
+    lengths: np.ndarray
+    records: int
+    dropped: int
+    cut: int
+    unended: int
+    chats: Mapping[Way, int]
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Tokenized sequences, on disk, in the order of the records. Shuffling is the trainer's."""
+
+    train: datasets.Dataset
+    eval: datasets.Dataset | None
+    counts: DataCounts
+    eval_counts: DataCounts | None
+
+
+def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: TrainConfig) -> Datasets:
+    """Reads both data sets. The same files and tokenizer give the same sequences, byte for byte.
+
+    Raises:
+        UserError: what is wrong with either of them, all of it together.
+    """
+    problems: dict[str, None] = {}
+    documents = Documents()
+    if data.chat_template is not None:
+        tokenizer.chat_template = chat_template(data.chat_template)
+
+    def read(spec: str) -> Reading:
+        parts: list[Reading] = []
+        try:
+            for source in open_sources(spec):
+                try:
+                    source = replace(source, rows=_announced(source))
+                    parts.append(
+                        read_documents(source, data.format, tokenizer, train.sequence_length, data.too_long, documents)
+                    )
+                except UserError as error:
+                    problems[str(error)] = None
+        except UserError as error:
+            problems[str(error)] = None
+        return _joined(parts)
+
+    one_by_spec = {spec: read(spec) for spec, _ in (*_weighted(data.train), *_weighted(data.eval))}
+    if problems:
+        raise UserError("\n".join(problems))
+    draw = np.random.default_rng(train.seed)
+    training, held_out = (
+        _joined([_times(one_by_spec[spec], weight, draw) for spec, weight in _weighted(part)])
+        for part in (data.train, data.eval)
+    )
+    if data.validation is not None:
+        training, held_out = _split(training, data.validation, draw)
+    if not len(training.documents):
+        raise UserError("data.train: the weights leave no record; raise them")
+    length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
+    rows, counts = _laid(training, documents, length, padding)
+    held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
+    return Datasets(rows, held_rows, counts, held_counts)
+
+
+def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    with reading(f"the tokenizer of {name!r} in {folder!r}"):
+        on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
+        if tokenizer.is_fast:
+            _refuse_growth(tokenizer.backend_tokenizer)
+        return tokenizer
+
+
+def _refuse_growth(backend: Tokenizer) -> None:
+    """Refuse a tokenizer whose replacements multiply a text: it would not end, and nothing can stop it."""
+    empty = Tokenizer(BPE())
+    empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
+    said = json.loads(empty.to_str())
+
+    def growth(step: dict[str, Any] | None) -> float:
+        if step is None or step["type"] not in ("Sequence", "Replace"):
+            return 1.0
+        if step["type"] == "Sequence":
+            steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
+            return float(np.prod([growth(one) for one in steps]))
+        pattern = step["pattern"].get("String")
+        return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
+
+    for part in ("normalizer", "decoder"):
+        if (times := growth(said[part])) > _MOST_GROWTH:
+            raise UserError(
+                f"the {part} in tokenizer.json may make a text {times:.3g} times as long, and {_MOST_GROWTH} is the "
+                "most; take the original tokenizer of the model"
+            )
+
+
+def chat_template(spec: str) -> str:
+    """The template that `data.chat_template` names: a file, or a model whose tokenizer has one.
+
+    Raises:
+        UserError: there is no such file or model, or it has none.
+    """
+    file = expanded(spec)
+    if file.is_file():
+        with reading(f"data.chat_template: {spec!r}"):
+            return file.read_text(encoding="utf-8")
+    if not file.is_dir() and (looks_like_a_file(spec) or file.suffix in (".jinja", ".j2")):
+        raise UserError(f"data.chat_template: no such file: {spec!r}")
+    source = find_model_source(spec)
+    tokenizer = tokenizer_of(source.name, source.folder)
+    if not tokenizer.chat_template:
+        raise UserError(f"data.chat_template: the tokenizer of {spec!r} has none")
+    return tokenizer.get_chat_template()
+
+
+def _announced(source: Source) -> Iterator[Row]:
+    """Its rows. Where reading takes long, stderr hears how far it is, at ever longer intervals."""
+    begun, wait = time.monotonic(), _PATIENCE
+    for count, row in enumerate(source.rows):
+        if time.monotonic() - begun > wait:
+            print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
+            wait *= 2
+        yield row
+
+
+def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
+    """What a key of the run file names, and how often each of its records is taken."""
+    specs = [] if part is None else [part] if isinstance(part, str) else part
+    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in specs]
+
+
+def _joined(parts: Sequence[Reading]) -> Reading:
+    return Reading(
+        np.concatenate([np.arange(0), *(part.documents for part in parts)]),
+        np.concatenate([np.arange(0), *(part.records for part in parts)]),
+        dropped=sum(part.dropped for part in parts),
+        cut=sum(part.cut for part in parts),
+        unended=sum(part.unended for part in parts),
+        chats=sum((part.chats for part in parts), Counter()),
+    )
+
+
+def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
+    """Every record `weight` times, and of what is left over a share that is drawn."""
+    whole, rest = divmod(weight, 1)
+    records = np.unique(read.records)
+    drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
+    again = np.flatnonzero(np.isin(read.records, records[drawn]))
+    return _taken(read, np.concatenate([np.tile(np.arange(len(read.records)), int(whole)), again]))
+
+
+def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
+    """The training and the held-out part of records, none of which is in both."""
+    _, firsts = np.unique(read.records, return_index=True)  # weights have some more than once
+    records = read.records[np.sort(firsts)]
+    count = max(1, round(share * len(records)))
+    if count >= len(records):
+        raise UserError(f"data.validation: {share:g} of {len(records)} records leaves none to train on")
+    is_held = np.isin(read.records, records[draw.permutation(len(records))[:count]])
+    once = np.sort(np.unique(read.documents, return_index=True)[1])
+    held = _taken(read, once[is_held[once]])
+    return _taken(read, np.flatnonzero(~is_held)), Reading(held.documents, held.records)
+
+
+def _taken(read: Reading, at: np.ndarray) -> Reading:
+    return replace(read, documents=read.documents[at], records=read.records[at])
+
+
+def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
+    """Documents in sequences, packed if there is a token to fill them with, and what there is of everything."""
+    chosen = Chosen(documents, read.documents)
+    rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
+    there = sum(map(len, values(rows, "input_ids")))
+    tokens = there if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
+    starts = int((read.documents == read.records).sum())
+    counts = DataCounts(
+        lengths=documents.lengths[read.documents],
+        records=starts,
+        dropped=read.dropped,
+        cut=read.cut,
+        unended=read.unended,
+        chats=read.chats,
+        sequences=len(rows),
+        tokens=tokens,
+        loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),
+        padding=there - tokens,
+    )
+    return rows, counts
+
+
+def refuse_unknown_tokens(
+    settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
+) -> None:
+    """Raise `UserError` if the tokenizer gives or pads with a token that the model has no embedding for."""
+    known = settings.get_text_config().vocab_size
+    there = (some for part in parts if part is not None for some in values(part, "input_ids"))
+    largest = max((int(some.max()) for some in there), default=0)
+    if max(largest, padding) >= known:
+        what = "pads with" if padding >= known else "gives"
+        raise UserError(
+            f"the tokenizer of {model!r} {what} token {max(largest, padding)}; the model has embeddings for {known} "
+            "only. Its tokenizer_config.json says which tokens there are"
+        )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills what is left of a sequence: the padding token, or else the end-of-sequence token.
+
+    Raises:
+        UserError: it has neither.
+    """
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise UserError("the tokenizer has neither a padding nor an end-of-sequence token to fill a sequence with")

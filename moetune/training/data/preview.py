@@ -1,0 +1,158 @@
+"""What a run's data become: the first records as tokens, lengths, and how many steps an epoch has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from moetune.config.schema import RunConfig
+from moetune.errors import UserError
+from moetune.models.source import find_model_source
+from moetune.parallel.coordinates import data_ranks
+from moetune.training.data.load import (
+    DataCounts,
+    Datasets,
+    load_data,
+    pad_token_id,
+    refuse_unknown_tokens,
+    tokenizer_of,
+)
+from moetune.training.data.records import WAYS
+from moetune.training.step.loss import IGNORED
+
+BINS = 12
+SHOWN_TOKENS = 400
+"""Of a record, at most."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a run's data become.
+
+    Attributes:
+        first: records as (text of a token, whether it carries loss), of a long one the beginning.
+        counts: of what trains; `held_out` of what does not.
+        steps_an_epoch: updates that see every sequence once.
+    """
+
+    name: str
+    sequence_length: int
+    first: list[list[tuple[str, bool]]]
+    counts: DataCounts
+    held_out: DataCounts | None
+    sequences_a_step: int
+    steps_an_epoch: int
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"train": self.counts, "eval": self.held_out}
+        return {
+            "schema": 1,
+            **{name: None if counts is None else counts_json(counts) for name, counts in parts.items()},
+            "sequence_length": self.sequence_length,
+            "sequences_a_step": self.sequences_a_step,
+            "steps_an_epoch": self.steps_an_epoch,
+            "notes": notes(self.counts),
+            "first": self.first,
+        }
+
+
+def preview(config: RunConfig, records: int = 3) -> Preview:
+    """Reads a run's data as training does; no weights.
+
+    Raises:
+        UserError: the run file names none, or they cannot be used.
+    """
+    if config.data is None:
+        raise UserError("moetune data needs data: in the run file")
+    source = find_model_source(config.model.path)
+    tokenizer = tokenizer_of(source.name, source.folder)
+    data = load_data(config.data, tokenizer, config.train)
+    refuse_unknown_tokens(source.config, config.model.path, pad_token_id(tokenizer), data.train, data.eval)
+    return Preview(
+        name=source.name,
+        sequence_length=config.train.sequence_length,
+        first=_first(data, tokenizer, records),
+        counts=data.counts,
+        held_out=data.eval_counts,
+        sequences_a_step=sequences_a_step(config),
+        steps_an_epoch=steps_an_epoch(data.counts.sequences, config),
+    )
+
+
+def sequences_a_step(config: RunConfig) -> int:
+    """Rows that one update sees, of all ranks."""
+    return config.train.micro_batch * config.train.accumulate * data_ranks(config.parallel)
+
+
+def steps_an_epoch(sequences: int, config: RunConfig) -> int:
+    """Updates of an epoch. The last one takes what is left."""
+    micro_batches = ceil(ceil(sequences / config.train.micro_batch) / data_ranks(config.parallel))
+    return ceil(micro_batches / config.train.accumulate)
+
+
+def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
+    """(shortest, longest, how many) of documents by length, in equal steps."""
+    longest = int(counts.lengths.max())
+    width = ceil((longest + 1) / min(BINS, longest))
+    found = np.bincount(counts.lengths // width)
+    return [(index * width, (index + 1) * width - 1, int(count)) for index, count in enumerate(found)]
+
+
+def notes(counts: DataCounts) -> list[str]:
+    """How the assistant's tokens were found, in words."""
+    return [f"{count:,} chats: {WAYS[way]}" for way, count in counts.chats.items()]
+
+
+def counts_json(counts: DataCounts) -> dict[str, Any]:
+    lengths = counts.lengths
+    return {
+        "records": counts.records,
+        "documents": len(lengths),
+        "dropped": counts.dropped,
+        "cut": counts.cut,
+        "unended": counts.unended,
+        "chats": dict(counts.chats),
+        "sequences": counts.sequences,
+        "tokens": counts.tokens,
+        "loss_tokens": counts.loss_tokens,
+        "padding": counts.padding,
+        "lengths": {
+            "shortest": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "longest": int(lengths.max()),
+            "histogram": histogram(counts),
+        },
+    }
+
+
+def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> list[list[tuple[str, bool]]]:
+    documents: list[list[tuple[str, bool]]] = []
+    for row in data.train:
+        ids, labels = np.array(row["input_ids"]), np.array(row["labels"])
+        starts = np.flatnonzero(np.array(row["position_ids"]) == 0) if "position_ids" in row else np.array([0])
+        end = int(np.sum(row["is_token"])) if "is_token" in row else len(ids)
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            if start >= end:
+                break
+            if len(documents) == records:
+                return documents
+            shown = slice(start, min(stop, end, start + SHOWN_TOKENS))
+            documents.append([*zip(_texts(tokenizer, ids[shown]), (labels[shown] != IGNORED).tolist(), strict=True)])
+    return documents
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
+    """What each token adds to the text of those before; of a character of several tokens, the last one has it."""
+    texts, before = [], ""
+    for count in range(1, len(ids) + 1):
+        text: Any = tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)
+        if text.endswith("�") and count < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        before = text
+    return texts

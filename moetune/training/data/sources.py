@@ -1,0 +1,291 @@
+"""Where records come from: local files, catalog and hub data sets. What a record means is for `records`.
+
+spec                         -> rows
+notes.txt (.text .md .rst)      one record, {"text": the whole file}
+data.jsonl (.json)              one record a line, or a JSON array of them
+data.csv (.tsv)                 one record a row, under the names in the first one
+data.parquet                    one record a row
+folder/                         all such files in it
+unicode-names[:split]           a catalog data set, JSONL inside the package
+org/name[[:config]:split]       a hub data set
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePath
+from typing import IO, Any, Literal
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moetune.errors import UserError, suggest
+from moetune.files import expanded, names_in
+from moetune.models.hub.reach import UNREACHABLE, hub_is_reachable
+from moetune.training.data.json_array import DECODER, DuplicateKeyError, JsonArray
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
+JSON_SUFFIXES = (".jsonl", ".json")
+CSV_SUFFIXES = {".csv": ",", ".tsv": "\t"}
+RECORD_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, ".parquet")
+READABLE_SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
+# A spec that ends like this was meant to be a file, whether it exists or not; hub names may hold other dots.
+FILE_SUFFIXES = (
+    *READABLE_SUFFIXES,
+    ".gz",
+    ".zst",
+    ".zip",
+    ".xml",
+    ".html",
+    ".yaml",
+    ".yml",
+    ".py",
+)
+UTF8_MARK = b"\xef\xbb\xbf"
+_SOME_BYTES = 2**16
+_ROWS = 32  # of a Parquet file, in memory at once
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record as it was read, or the reason why it could not be. `number` counts from 1."""
+
+    number: int
+    value: Any = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows to read once, with what an error calls them: `data.jsonl`, `line 3`."""
+
+    name: str
+    unit: Literal["line", "row", "record"]
+    rows: Iterable[Row]
+
+
+def open_sources(spec: str) -> list[Source]:
+    """Finds what a spec names: several of a folder, else one. What exists on disk wins over a catalog name, and that
+    over the hub.
+
+    Raises:
+        UserError: nothing of that name exists, or it cannot be read; the message names the nearest that does.
+    """
+    path = expanded(spec)
+    if path.is_file():
+        return [_file_source(spec, path)]
+    if path.is_dir():
+        return [_file_source(str(Path(spec, file.relative_to(path))), file) for file in _files_in(spec, path)]
+    name, _, rest = spec.partition(":")
+    if name in catalog_names():
+        return [_catalog_source(spec, name, rest or "train")]
+    if looks_like_a_file(spec):
+        raise UserError(f"no such file: {spec!r}.{_nearest(path)}")
+    if "/" not in name:
+        known = ", ".join(catalog_names()) or "none"
+        raise UserError(
+            f"{spec!r} is neither a file nor a catalog data set (catalog: {known}); "
+            f"a hub data set is written organisation/name.{_nearest(path)}"
+        )
+    config, _, split = rest.rpartition(":")
+    return [_hub_source(spec, name, config or None, split or "train")]
+
+
+def _files_in(spec: str, folder: Path) -> list[Path]:
+    """The files with records in a folder, in the order of their names; those of plain text if there are no others."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith("."))
+    for suffixes in (RECORD_SUFFIXES, TEXT_SUFFIXES):
+        if found := [file for file in files if file.suffix.lower() in suffixes]:
+            return found
+    raise UserError(f"folder {spec!r} holds no file that can be read: {', '.join(READABLE_SUFFIXES)}")
+
+
+def catalog_names() -> list[str]:
+    """The data sets that ship with moetune, sorted."""
+    root = _catalog_root()
+    return sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
+
+
+def _catalog_root() -> Traversable:
+    return resources.files("moetune.models.catalog") / "data"
+
+
+def looks_like_a_file(spec: str) -> bool:
+    name = spec.partition(":")[0]
+    return (
+        PurePath(name).suffix.lower() in FILE_SUFFIXES
+        or "\\" in spec
+        or spec.startswith((".", "/", "~"))
+        or name.count("/") > 1
+    )
+
+
+def _nearest(path: Path) -> str:
+    """` Did you mean …?` with the nearest name beside `path` or in the catalog, or nothing."""
+    return suggest(path.name.partition(":")[0], [*names_in(path.parent), *catalog_names()])
+
+
+def _file_source(spec: str, path: Path) -> Source:
+    suffix = path.suffix.lower()
+    if suffix not in READABLE_SUFFIXES:
+        raise UserError(f"{spec!r}: files ending in {suffix!r} are not read; use {', '.join(READABLE_SUFFIXES)}")
+    try:
+        if suffix in JSON_SUFFIXES:
+            with path.open("rb") as handle:
+                is_array = _begins_an_array(handle)
+            if is_array:
+                return Source(spec, "record", _array_rows(path.open("rb")))
+            return Source(spec, "line", _json_rows(path.open("rb")))
+        if suffix in CSV_SUFFIXES:
+            return Source(spec, "line", _csv_rows(path, CSV_SUFFIXES[suffix]))
+        if suffix in TEXT_SUFFIXES:
+            return Source(spec, "line", _text_rows(path.read_bytes()))
+        return Source(spec, "row", _parquet_rows(spec, pq.ParquetFile(path)))
+    except OSError as error:
+        raise UserError(f"{spec!r} cannot be read: {error.strerror or error}") from None
+    except pa.ArrowException as error:
+        raise UserError(f"{spec!r} is not a valid Parquet file: {error}") from None
+
+
+def _catalog_source(spec: str, name: str, split: str) -> Source:
+    folder = _catalog_root() / name
+    splits = sorted(item.name.removesuffix(".jsonl") for item in folder.iterdir() if item.name.endswith(".jsonl"))
+    if split not in splits:
+        raise UserError(
+            f"{spec!r}: catalog data set {name} has no split {split!r}; "
+            f"it has {', '.join(splits)}.{suggest(split, splits)}"
+        )
+    return Source(spec, "line", _json_rows((folder / f"{split}.jsonl").open("rb")))
+
+
+def _hub_source(spec: str, name: str, config: str | None, split: str) -> Source:
+    bars_were_on = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        kept = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+        if not kept.is_dir() and not hub_is_reachable():  # else datasets tries again and again
+            raise OSError(UNREACHABLE)
+        rows = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"hub data set {spec!r} cannot be loaded: {reason}.{_nearest(Path(spec))} "
+            f"Offline, use a local file or one of the catalog: {', '.join(catalog_names()) or 'none'}."
+        ) from None
+    finally:
+        if bars_were_on:
+            datasets.enable_progress_bars()
+    return Source(spec, "row", (Row(number, value) for number, value in enumerate(rows, 1)))
+
+
+def _text_rows(raw: bytes) -> Iterator[Row]:
+    try:
+        text = raw.removeprefix(UTF8_MARK).decode()
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        yield Row(line, problem="not valid UTF-8")
+        return
+    if text.strip():
+        yield Row(1, {"text": text})
+
+
+def _begins_an_array(handle: IO[bytes]) -> bool:
+    first = handle.read(_SOME_BYTES).removeprefix(UTF8_MARK)
+    while first and not first.strip():
+        first = handle.read(_SOME_BYTES)
+    return first.strip().startswith(b"[")
+
+
+def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
+    """What is wrong with the file is said of its first record that is not whole."""
+    number = 0
+    with handle:
+        array = JsonArray(handle)
+        try:
+            for number, value in enumerate(array, 1):
+                yield Row(number, value)
+        except DuplicateKeyError as error:
+            yield Row(number + 1, problem=str(error))
+        except (ValueError, RecursionError) as error:
+            where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
+            yield Row(number + 1, problem=_not_json(error, *where))
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    """Each row under the names in the first one; an empty field is no value."""
+    csv.field_size_limit(2**31 - 1)  # else 131,072 characters
+    with path.open(encoding="utf-8-sig", newline="") as handle:
+        reader = csv.DictReader(handle, delimiter=delimiter, strict=True)
+        last = 1
+        try:
+            for value in reader:
+                number, last = last + 1, reader.line_num  # a quoted field may hold line breaks
+                if None in value:
+                    names = len(reader.fieldnames or ())
+                    yield Row(
+                        number, problem=f"more fields than the first line names ({names}); quote those with commas"
+                    )
+                else:
+                    yield Row(number, {name: field or None for name, field in value.items()})
+        except (csv.Error, UnicodeDecodeError) as error:
+            reason = "not valid UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid CSV: {error}"
+            yield Row(last + 1, problem=reason)
+
+
+def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
+    """Splits at line feeds alone: JSON strings may hold U+2028 and others that `splitlines` cuts at."""
+    with handle:
+        for number, raw in enumerate(handle, 1):
+            line = raw.removeprefix(UTF8_MARK).strip() if number == 1 else raw.strip()
+            if line:
+                yield _parse_json(number, line)
+
+
+def _parse_json(number: int, line: bytes) -> Row:
+    try:
+        return Row(number, DECODER.decode(line.decode()))
+    except DuplicateKeyError as error:
+        return Row(number, problem=str(error))
+    except json.JSONDecodeError as error:
+        return Row(number, problem=_not_json(error, error.lineno, error.colno))
+    except (ValueError, RecursionError) as error:
+        return Row(number, problem=_not_json(error))
+
+
+def _not_json(error: ValueError | RecursionError, line: int = 1, column: int = 1) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not valid UTF-8"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error}"
+    return f"not valid JSON: {error.msg} ({f'line {line}, ' if line > 1 else ''}column {column})"
+
+
+def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
+    number = 0
+    with file:
+        try:
+            for batch in file.iter_batches(batch_size=_ROWS):
+                # Row by row: Python's values take many times the memory of Arrow's, which has longer texts once only.
+                batch = batch.cast(pa.schema([field.with_type(_without_dates(field.type)) for field in batch.schema]))
+                for at in range(len(batch)):
+                    number += 1
+                    yield Row(number, batch.slice(at, 1).to_pylist()[0])
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{spec!r} is damaged after row {number}: {error}") from None
+
+
+def _without_dates(type: pa.DataType) -> pa.DataType:
+    """Moments and durations as integers: no record needs them, and Python cannot hold all of them."""
+    if pa.types.is_temporal(type):
+        return pa.int64() if type.bit_width == 64 else pa.int32()
+    if pa.types.is_list(type):
+        return pa.list_(type.value_field.with_type(_without_dates(type.value_type)))
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_without_dates(field.type)) for field in type])
+    return type

@@ -1,0 +1,165 @@
+"""LOMO, AdaLomo, Adafactor: updates so small in memory that they can run inside the backward pass.
+
+    LOMO     w ← (1 - η·λ)·w - η·g                                         arXiv 2306.09782, algorithm 1
+    AdaLomo  û = g / √v, v factored by rows and columns                    arXiv 2310.10195, algorithm 1
+             w ← (1 - η'·λ)·w - η'·û / max(1, RMS(û) / d),   η' = η · max(ε, RMS(w))
+    Adafactor the same with min(η, 1/√t) for η                             arXiv 1804.04235, algorithm 4
+
+They compute in float32, whatever the weights are, and round once. What is fused here is the arithmetic: float32 copies
+exist for a block of a matrix at a time. When they run is the business of training/step/fused.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
+
+
+class ScalingOptimizer(torch.optim.Optimizer, ABC):
+    """One whose `step` multiplies gradients itself, in float32."""
+
+    @abstractmethod
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        """One update with gradients times `scale`."""
+
+
+class Lomo(ScalingOptimizer):
+    """Gradient descent without any state. In float32 it is `torch.optim.SGD`, bit for bit."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, decay = group["lr"], group["weight_decay"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                for where in _blocks(parameter):
+                    weight, step = parameter[where].float(), parameter.grad[where].float()
+                    if scale != 1.0:
+                        step = step * scale
+                    if decay:
+                        step = step.add(weight, alpha=decay)
+                    parameter[where] = weight.add(step, alpha=-lr)
+
+
+class AdaLomo(ScalingOptimizer):
+    """Each matrix has its own step size, from the mean squares of its gradient's rows and columns.
+
+    A tensor of more dimensions is a stack of matrices, each by itself. State of a matrix [R, C]: R + C float32 numbers;
+    of a vector one for each element.
+
+    Args:
+        decay_rate: v's decay at step t is 1 - t^-decay_rate.
+        threshold: d above, the largest RMS of an update before η'.
+        eps: added to g², and the least RMS(w) that counts.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float = 0.0,
+        decay_rate: float = 0.8,
+        threshold: float = 1.0,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate, "threshold": threshold}
+        super().__init__(params, defaults | {"eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # which casts states to the dtype of the weights; these are float32
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
+        state = self.state[parameter]
+        is_vector = parameter.dim() < 2
+        if not state:
+            state["step"] = 0
+            rows, columns = parameter.shape[:-1], (*parameter.shape[:-2], parameter.shape[-1])
+            shapes = {"square": parameter.shape} if is_vector else {"rows": rows, "columns": columns}
+            for name, shape in shapes.items():
+                state[name] = parameter.new_zeros(shape, dtype=torch.float32)
+        state["step"] += 1
+        keep = 1 - state["step"] ** -group["decay_rate"]
+        floor, rate = group["eps"][0], self._rate(group, state["step"])
+        if is_vector:
+            gradient = grad.float() * scale
+            state["square"].mul_(keep).add_(gradient.square().add_(floor), alpha=1 - keep)
+            by_element = state["square"].rsqrt()
+            _descend(parameter, lambda where: gradient[where] * by_element[where], rate, group)
+            return
+        matrices = zip(
+            parameter.flatten(0, -3) if parameter.dim() > 2 else parameter[None],
+            grad.flatten(0, -3) if parameter.dim() > 2 else grad[None],
+            state["rows"].view(-1, parameter.shape[-2]),
+            state["columns"].view(-1, parameter.shape[-1]),
+            strict=True,
+        )
+        for weight, gradient, rows, columns in matrices:
+            rows.mul_(keep)
+            columns.mul_(keep)
+            for where in _blocks(weight):
+                square = (gradient[where].float() * scale).square_().add_(floor)
+                rows[where].add_(square.mean(-1), alpha=1 - keep)
+                columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
+                del square  # before what follows takes as much
+            by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(scale)
+            by_column = columns.rsqrt()
+            _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
+
+    def _rate(self, group: dict[str, Any], step: int) -> float:
+        """η of a step."""
+        return group["lr"]
+
+
+class Adafactor(AdaLomo):
+    """Adafactor with the paper's relative steps: η is at most 1/√t at step t. The rest is what AdaLomo took over."""
+
+    def _rate(self, group: dict[str, Any], step: int) -> float:
+        return min(group["lr"], step**-0.5)
+
+
+def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -> Tensor:
+    return gradient[where].float() * by_row[where] * by_column
+
+
+def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, group: dict[str, Any]) -> None:
+    """Grouped update normalization and the step, block by block; `update` gives û of some rows, as often as asked."""
+    blocks = list(_blocks(weight))
+    of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
+    of_weight = torch.stack([weight[where].float().square().sum() for where in blocks]).sum()
+    lr = rate * (of_weight / weight.numel()).sqrt_().clamp_(min=group["eps"][1])
+    step = lr / ((of_update / weight.numel()).sqrt_() / group["threshold"]).clamp_(min=1.0)
+    for where in blocks:
+        new = weight[where].float()  # of float32 weights these themselves
+        if group["weight_decay"]:
+            new.mul_(1 - lr * group["weight_decay"])
+        weight[where] = new.sub_(update(where).mul_(step))
+
+
+def _blocks(weight: Tensor) -> Iterator[slice]:
+    """Slices of the first axis with at most `BLOCK` elements each, but one row at least."""
+    rows = max(1, BLOCK * len(weight) // max(1, weight.numel()))
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))

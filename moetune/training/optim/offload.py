@@ -1,0 +1,132 @@
+"""Updates that run on the host: ZeRO-Offload's split (arXiv 2101.06840, section 4).
+
+    GPU    weights in compute precision; forward and backward
+    host   float32 weights, optimizer states, float32 gradients; the update
+
+A gradient leaves the GPU when it is complete, beside the backward pass that goes on, and micro-steps add up on the
+host; so of all gradients at most two are on the GPU: the one that leaves and the one that is made. After the update of
+one parameter its new weights go back while the host updates the next. Bytes over the bus a step of a micro-steps, for n
+weights of b bytes: a·b·n out and b·n back.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moetune.experts.host import AsyncCopy, CopyStream, empty_on_host, mark_on_host
+from moetune.training.optim.updater import MakeOptimizer, Updater
+from moetune.training.optim.values import bound_
+
+
+class HostCopies:
+    """The copies to the host and back, each on a stream that all parameters of a device share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.back = CopyStream(device), CopyStream(device)
+        self._leaving: tuple[Tensor, AsyncCopy] | None = None
+
+    def send(self, tensor: Tensor, target: Tensor) -> AsyncCopy:
+        """Copies to the host. What was sent before is freed."""
+        copy = self.out.copy(tensor, target)
+        if self._leaving is not None:
+            self._leaving[1].wait()
+        self._leaving = (tensor, copy)
+        return copy
+
+    def finish(self) -> None:
+        """Frees what was sent last."""
+        if self._leaving is not None:
+            self._leaving[1].wait()
+            self._leaving = None
+
+
+class HostUpdater(Updater):
+    """One parameter whose float32 weights, gradient and states are on the host.
+
+    Attributes:
+        wire: [shape of the parameter], in its dtype: what arrives from the GPU, and what goes back there.
+    """
+
+    on_host = True
+
+    def __init__(self, key: str, parameter: nn.Parameter, make: MakeOptimizer, copies: HostCopies) -> None:
+        self.key, self.parameters, self.fused, self.masters = key, [parameter], False, "fp32"
+        self.shards, self.host_copies = {parameter: parameter}, copies
+        self._arriving: AsyncCopy | None = None
+        self._has_gradient = False
+        with parameter.fake_mode if isinstance(parameter, FakeTensor) else nullcontext():
+            size, device = tuple(parameter.shape), parameter.device
+            self.wire = empty_on_host(size, parameter.dtype, device)
+            self.gradient = empty_on_host(size, torch.float32, device)
+            master = empty_on_host(size, torch.float32, device)
+            with torch.no_grad():
+                master.copy_(parameter)
+        self.copies = {parameter: nn.Parameter(master)}
+        self.optimizer = make([*self.copies.values()])
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter) -> None:
+        """Sends a gradient to the host, to be added to what is there of this step."""
+        assert parameter.grad is not None
+        self._receive()
+        self._arriving = self.host_copies.send(parameter.grad, self.wire)
+        parameter.grad = None
+
+    def norm(self) -> Tensor | None:
+        """The norm of this step's gradient, a tensor on the host; None if there is none."""
+        self._receive()
+        return torch.linalg.vector_norm(self.gradient) if self._has_gradient else None
+
+    def bound(self, value: float) -> None:
+        """Clips every element of this step's gradient."""
+        self._receive()
+        if self._has_gradient:
+            bound_(self.gradient, value)
+
+    def drop(self) -> None:
+        """Forgets this step's gradient."""
+        self._receive()
+        self._has_gradient = False
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        self._receive()
+        if not self._has_gradient:
+            return
+        (parameter,), (master,) = self.parameters, self.copies.values()
+        master.grad = self.gradient.mul_(scale) if scale != 1.0 else self.gradient
+        self.optimizer.step()
+        master.grad = None
+        self._mark_states()
+        self.wire.copy_(master)
+        self._has_gradient = False
+        self.host_copies.back.copy(self.wire, parameter).wait()
+
+    def _receive(self) -> None:
+        if self._arriving is None:
+            return
+        (arrived,) = self._arriving.read()
+        self._arriving = None
+        if self._has_gradient:
+            self.gradient.add_(arrived)
+        else:
+            self.gradient.copy_(arrived)
+        self._has_gradient = True
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        (parameter,), (master,) = self.parameters, self.copies.values()
+        parameter.copy_(master)
+        self._mark_states()
+
+    def _mark_states(self) -> None:
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    mark_on_host(value)

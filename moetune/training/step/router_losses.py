@@ -1,0 +1,146 @@
+"""What routers do during a training step: expert load for the metrics, and two losses that shape it.
+
+With E experts, K of them a token, over the T tokens that are not padding:
+
+    load f_e = (tokens that chose e) / T            mean probability P_e = mean over tokens of softmax(logits)_e
+    balance  = E · Σ_e mean_l(f_e) · mean_l(P_e)    Switch Transformer (arXiv 2101.03961, eq. 4), K when balanced
+    z        = mean over layers and tokens of logsumexp(logits)²      ST-MoE (arXiv 2202.08906, eq. 5)
+
+The balance loss is transformers' own (`load_balancing_loss_func`), which has the means over layers l before the
+product: so an architecture's own coefficient means the same here. What is balanced is then the sum over layers. Per
+layer it is mean_l(E · Σ_e f_e · P_e), which balances each. It is computed from what the routers gave, for architectures
+too whose code has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moetune.adapt.build import Adapted
+from moetune.errors import UserError
+from moetune.models.moe import MoeLayer
+from moetune.models.routers import find_logits, logits_module
+
+
+@dataclass
+class Routed:
+    """What one forward pass showed, by layer: router logits [T, E] with their graph; tokens that each expert received,
+    float [E].
+
+    Attributes:
+        mask: 1 for tokens that count, 0 for padding; any shape of T elements; None: all count.
+    """
+
+    mask: Tensor | None = None
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    load: dict[int, Tensor] = field(default_factory=dict)
+
+
+class RouterWatch:
+    """Hooks on every router and expert bank of a model; they collect inside `with watch.recording():` only.
+
+    Recording ends before backward, so a checkpointed layer that runs again there is not counted twice.
+    """
+
+    def __init__(self, adapted: Adapted) -> None:
+        self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
+        self._current: Routed | None = None
+        self._keep_logits = False
+        self._hooks: list[RemovableHandle] = []
+        for layer in self.layers.values():
+            self._watch(adapted.model, layer)
+
+    def _watch(self, model: nn.Module, layer: MoeLayer) -> None:
+        def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
+            if self._current is not None and self._keep_logits:
+                logits = find_logits(output, layer.shape.num_experts)
+                if logits is not None:
+                    self._current.logits[layer.index] = logits
+
+        def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._current is not None:
+                _, ids, weights = (value.detach() for value in (*args, *kwargs.values()))
+                self._current.load[layer.index] = _tokens(ids, weights, layer.shape.num_experts, self._current.mask)
+
+        bank = model.get_submodule(layer.experts)
+        self._hooks.append(
+            logits_module(model, layer.router, layer.shape.num_experts).register_forward_hook(saw_logits)
+        )
+        self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Takes the hooks off the model again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def recording(self, mask: Tensor | None, *, logits: bool) -> Iterator[Routed]:
+        """Collects what the model routes inside; its router logits, with their graph, only if asked.
+
+        Args:
+            mask: as `Routed.mask`.
+        """
+        self._current, self._keep_logits = (routed := Routed(mask)), logits
+        try:
+            yield routed
+        finally:
+            self._current = None
+
+    def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
+        """(balance, z) over all layers; layers with another number of experts have a balance loss of their own.
+
+        Args:
+            per_layer: each layer is balanced, instead of their sum.
+
+        Raises:
+            UserError: a layer's router does not give its logits away.
+        """
+        silent = sorted(self.layers.keys() - routed.logits.keys())
+        if silent:
+            raise UserError(
+                f"train.router_aux_loss / router_z_loss: the router of layer {silent[0]} "
+                f"({self.layers[silent[0]].router}) returns no logits; set both to 0 for this model"
+            )
+        of_size: dict[int, list[tuple[Tensor, Tensor]]] = {}  # number of experts -> f and P of each layer
+        z = []
+        for index, logits_TE in routed.logits.items():
+            logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
+            mask = routed.mask
+            weight_T = torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
+            load_E, count = routed.load[index], weight_T.sum().clamp(min=1)
+            weight_T = weight_T / count
+            of_size.setdefault(len(load_E), []).append((load_E / count, weight_T @ logits_TE.softmax(-1)))
+            z.append(weight_T @ logits_TE.logsumexp(-1).square())
+        balance = []
+        for size, of_layers in of_size.items():
+            f_LE, p_LE = (torch.stack(values) for values in zip(*of_layers, strict=True))
+            pooled = size * f_LE.mean(0) @ p_LE.mean(0)
+            balance.append(size * (f_LE * p_LE).sum(-1).mean() if per_layer else pooled)
+        return torch.stack(balance).mean(), torch.stack(z).mean()
+
+
+def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
+    """How many tokens that count chose each expert. A choice of weight 0 is none: ZAYA's tokens skip experts so."""
+    chosen_TK = weights_TK.reshape(-1, ids_TK.shape[-1])
+    counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])
+    counts = torch.zeros(num_experts, device=ids_TK.device)
+    return counts.index_add_(0, ids_TK.flatten(), counts_TK.flatten().to(counts.dtype))
+
+
+def refuse_silent_routers(adapted: Adapted) -> None:
+    """Raises `UserError` if router losses could not act on a router, because it keeps its logits to itself."""
+    watch = RouterWatch(adapted)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=adapted.model.device)
+    was_training = adapted.model.training
+    with torch.no_grad(), watch.recording(None, logits=True) as routed:
+        adapted.model.eval()(input_ids=ids, use_cache=False)
+    adapted.model.train(was_training)
+    watch.losses(routed)
+    watch.remove()

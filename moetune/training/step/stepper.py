@@ -1,0 +1,271 @@
+"""A whole optimizer step: forward and backward of each micro-batch, reduce and clip, update.
+
+The trainer runs it; whatever predicts or verifies its memory runs it too. Three kinds of step:
+
+    plain                  forward and backward of each micro-batch; norm; update of everything
+    fused                  forward and backward, which updates what is fused; update of the rest
+    fused, with a norm     forward and backward that only measures the norm of all gradients; then the same again, from
+                           the same random numbers, which updates (LOMO, arXiv 2306.09782, section 3.3)
+
+No gradient that is not finite touches a weight. Where one turns up before anything was updated (plain steps, and fused
+ones with a norm) nothing is; in a fused step without norm, what backward passed before it has been updated by then, and
+nothing after it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from moetune.adapt.build import Adapted
+from moetune.errors import UserError
+from moetune.experts.host import on_device
+from moetune.models.stack import decoder_stack
+from moetune.parallel.distribute import set_gradient_sync
+from moetune.parallel.ranks import local_tensor
+from moetune.training.optim.optimizers import CombinedOptimizer
+from moetune.training.optim.values import as_float, bound_, generator_states, norm_of, set_generator_states
+from moetune.training.optim.zero import ZeroUpdater
+from moetune.training.step.batch import Batch
+from moetune.training.step.fused import FusedBackward
+from moetune.training.step.loss import Chunks
+from moetune.training.step.micro_step import MicroStep, micro_step
+from moetune.training.step.observer import StepObserver
+from moetune.training.step.router_bias import RouterBiases
+from moetune.training.step.router_losses import RouterWatch
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A step's gradients, which all ranks have added up and looked at.
+
+    Attributes:
+        norm: of them, before clipping, the same on every rank.
+        loss: of the step, over all ranks.
+        scale: what the update multiplies them with; None if one is not finite, and nothing is updated.
+    """
+
+    norm: Tensor
+    loss: Tensor
+    scale: float | None
+
+
+class Stepper:
+    """Takes the steps of one run: `micro_step` for each micro-batch, `reduce_and_clip`, `update`.
+
+    Args:
+        observer: is told what happens.
+
+    Attributes:
+        engine: DeepSpeed's, if it is the one that updates.
+        skipped: steps that were not taken, because a gradient was not finite.
+        loss: of the step so far, a number on the device.
+    """
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        optimizer: CombinedOptimizer,
+        watch: RouterWatch | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        self.adapted, self.config, self.optimizer = adapted, adapted.run.config, optimizer
+        self.watch, self.observer = watch or RouterWatch(adapted), observer or StepObserver()
+        self.loss_scale, self.skipped = optimizer.loss_scale, 0
+        self._biases = RouterBiases(adapted)
+        self.fused = None
+        if any(updater.fused or updater.on_host for updater in optimizer.updaters):
+            self.fused = FusedBackward(adapted, optimizer, self.observer)
+        self.engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
+        self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
+        self._stack = decoder_stack(adapted.model)
+        self._of_experts = set(adapted.of_experts())
+        # Of the step so far, beside its gradients: the loss, the norm of those that were freed, and the broken of them.
+        self.loss = torch.zeros((), device=adapted.model.device)
+        self._freed: tuple[Tensor | None, list[str]] = None, []
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether a fused step needs a pass that only measures."""
+        return self._updates_in_backward and (self.config.train.max_grad_norm > 0 or self.loss_scale is not None)
+
+    # --- Forward and backward of each micro-batch -------------------------------------------------------------------
+
+    def micro_step(
+        self,
+        batch: Batch,
+        total_tokens: Tensor | int,
+        backward: Callable[[Tensor], None] = torch.Tensor.backward,
+        *,
+        last: bool = True,
+        chunks: Chunks | None = None,
+    ) -> MicroStep:
+        """Forward and backward of one micro-batch (training/step.py), twice where a norm must be known first.
+
+        Args:
+            last: it is the last of its step, after which the ranks' gradients must be reduced.
+            chunks: of the loss; by default as `train.loss_memory` has it.
+        """
+        if self.engine is not None:
+            backward = partial(self.engine.backward, last=last)
+
+        def observed(loss: Tensor) -> None:
+            scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
+            with self.observer.backward():
+                backward(scaled)
+
+        set_gradient_sync(self._stack, self.adapted.ranks, last=last)
+        memory = chunks or self.config.train.loss_bytes
+        once = partial(
+            micro_step,
+            self.adapted.model,
+            batch,
+            total_tokens,
+            self.watch,
+            self.config.train,
+            backward=observed,
+            memory=memory,
+        )
+        done = once() if self.fused is None else self._fused_passes(self.fused, once)
+        self.loss = self.loss + done.loss
+        self._biases.count(done.load)
+        return done
+
+    def _fused_passes(self, fused: FusedBackward, once: Callable[[], MicroStep]) -> MicroStep:
+        train, device = self.config.train, self.adapted.model.device
+        bound = train.max_grad_value * self._scale if train.accumulate == 1 else 0.0
+        if not self.measures_first:
+            with fused.updating(1.0, bound, checked=False) as measured:
+                done = once()
+            self._freed = measured.norm(), measured.broken()
+            return done
+        states = generator_states(device)
+        with fused.measuring(bound) as measured:
+            done = once()
+        norm = measured.norm()
+        assert norm is not None, "nothing trains"
+        norm, broken = norm / self._scale, measured.broken()
+        self._freed = norm, broken
+        del measured  # a small tensor of each gradient
+        if broken:
+            return done
+        set_generator_states(states, device)
+        with fused.updating(self._clip_by(norm) / self._scale, bound, checked=True):
+            return once()
+
+    # --- Reduce and clip ----------------------------------------------------------------------------------------------
+
+    def reduce_and_clip(self) -> Reduced:
+        """Adds up the gradients of all micro-steps and ranks, and finds how the update has to scale them.
+
+        Raises:
+            UserError: one is not finite, under `train.on_nonfinite: stop`.
+        """
+        left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None and self.engine is None}
+        self.adapted.ranks.reduce(left, self._of_experts)
+        loss, (freed, broken) = self.loss, self._freed
+        self.loss, self._freed = torch.zeros_like(loss), (None, [])
+        norm, loss = self._over_ranks(self._norm(left, freed), loss)
+        if math.isfinite(as_float(norm + 0 * loss)) and not broken:
+            scale = self._clip_by(norm) / self._scale
+            if self.loss_scale is not None:
+                self.loss_scale.went_well()
+            return Reduced(norm, loss, scale)
+        self._refuse(broken or self._broken_among(left))
+        if self.engine is not None:
+            self.engine.forget()
+        self.skipped += 1
+        return Reduced(norm, loss, None)
+
+    def _norm(self, left: dict[nn.Parameter, Tensor], freed: Tensor | None) -> Tensor | None:
+        """The norm of all of this rank's gradients: those that are `left`, on the host, or were `freed`."""
+        if self.engine is not None:  # it has reduced them, and each rank knows the norm of all
+            return self.engine.norm() / math.sqrt(self.adapted.ranks.parallel.ranks)
+        if self.measures_first:
+            return freed
+        if self.config.train.max_grad_value:
+            bound = self.config.train.max_grad_value * self._scale
+            for gradient in left.values():
+                bound_(local_tensor(gradient), bound)
+            for updater in self.optimizer.on_host():
+                updater.bound(bound)
+        norms = [] if freed is None else [freed]
+        norms += [norm / self._scale for norm in self._norms(left)]
+        of_host = [n for u in self.optimizer.on_host() if (n := u.norm()) is not None]
+        norms += [on_device(norm_of(of_host), self.adapted.model.device) / self._scale] if of_host else []
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+
+    def _norms(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
+        """Norms whose squares sum to that of all gradients here. What several ranks hold counts in part on each."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter, gradient in gradients.items():
+            copies = self.adapted.ranks.copies(parameter, of_expert=parameter in self._of_experts)
+            by_copies.setdefault(copies, []).append(local_tensor(gradient))
+        return [norm_of(parts) / math.sqrt(copies) for copies, parts in by_copies.items()]
+
+    def _over_ranks(self, norm: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of all ranks' gradients, and the sum of their losses. One message."""
+        ranks = self.adapted.ranks
+        if ranks.is_single:
+            assert norm is not None, "no micro-step came before"
+            return norm, loss
+        square = torch.zeros_like(loss) if norm is None else norm.square()  # a rank may train nothing
+        both = ranks.total(torch.stack([square, loss / ranks.parallel.tp]))
+        return both[0].sqrt(), both[1]
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _clip_by(self, norm: Tensor) -> float:
+        bound = self.config.train.max_grad_norm
+        return min(1.0, bound / (as_float(norm) + 1e-6)) if bound else 1.0
+
+    def _broken_among(self, gradients: dict[nn.Parameter, Tensor]) -> list[str]:
+        """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
+        trained = reversed([*self.adapted.trainable().items()])
+        if self.engine is not None:
+            return [name for name, p in trained if not self.engine.gradient(p).isfinite().all()]
+        there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
+        mine = [name for name, p in trained if p in there and not local_tensor(there[p]).isfinite().all()]
+        return list(dict.fromkeys(chain.from_iterable(self.adapted.ranks.gather(mine))))
+
+    def _refuse(self, broken: list[str]) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.overflowed()
+        elif self.config.train.on_nonfinite == "stop":
+            others = f" and of {len(broken) - 1} others" if len(broken) > 1 else ""
+            raise UserError(
+                f"the gradient of {broken[0] if broken else 'some parameter'}{others} is not finite. No weight was "
+                "updated with it. Lower optimizer.lr or train.max_grad_norm; --resume PATH goes on from a checkpoint "
+                "before it went wrong. train.on_nonfinite: skip leaves such steps out"
+            )
+
+    # --- Update -------------------------------------------------------------------------------------------------------
+
+    def update(self, reduced: Reduced) -> None:
+        """Updates what was not updated in backward, unless the step is to be skipped, and frees all gradients."""
+        if reduced.scale is not None:
+            self.optimizer.step(scale=reduced.scale)
+            self._biases.update()
+        else:
+            self._biases.forget()
+        self.optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Frees what the micro-steps of this step have left, as if it had not begun: no weight has changed."""
+        self.optimizer.zero_grad()
+        self._biases.forget()
+        self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
+
+    def finish(self) -> Reduced:
+        """All that comes after the last micro-step."""
+        reduced = self.reduce_and_clip()
+        self.update(reduced)
+        return reduced

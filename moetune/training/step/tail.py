@@ -1,0 +1,146 @@
+"""A causal language model in two parts: the decoder stack, and the tail that turns its hidden states into logits.
+
+The tail is whatever the model's own forward pass does after its stack: the head, a bias, a scale, soft-capping, LoRA.
+It is run by calling the model while its stack answers with hidden states that it is given, so that every architecture
+has the tail that its authors wrote.
+
+Shapes: B sequences of S tokens, H hidden size, V vocabulary; n tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from moetune.models.stack import decoder_stack
+
+
+class TailSizes(Protocol):
+    """What decides how the loss divides its tokens."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+
+class Tail:
+    """What stands after the decoder stack. Works inside `split` only.
+
+    Attributes:
+        trained: the parameters that train in it; none where gradients are off.
+        vocabulary: V.
+        width: bytes of one logit.
+        row_bytes: of the tensors [n, V] that it makes, for one token, all together: V·width if it is a plain head, more
+            if logits are scaled, capped or cast. Its backward has no more of them at once.
+    """
+
+    def __init__(self, logits_of: Callable[[Tensor], Tensor], empty_BoH: Tensor) -> None:
+        self._logits_of = logits_of
+        with _EmptyTensors() as made:
+            logits_BoV = logits_of(empty_BoH)
+        self.vocabulary, self.width = logits_BoV.shape[-1], logits_BoV.element_size()
+        self.row_bytes = self.vocabulary * sum(t.element_size() for t in made if t.shape[-1] == self.vocabulary)
+        self.trained = _leaves(logits_BoV)
+
+    def __call__(self, hidden_nH: Tensor) -> Tensor:
+        """Hidden states [n, H] -> logits [n, V]."""
+        return self._logits_of(hidden_nH[None]).flatten(0, 1)
+
+
+@contextmanager
+def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tail]]:
+    """Runs the decoder stack once, on `inputs`, and yields its hidden states [B, S, H] and the tail.
+
+    While a tail runs, no module of the stack does, and no hook on it.
+    """
+    stack = decoder_stack(model)
+    path = next(path for path, module in model.named_modules() if module is stack)
+    answering = _Answering(stack)
+    seen: list[Tensor] = []
+    answer: Callable[[Tensor], Any]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal answer
+        output = stack(*args, **kwargs)
+        seen.append(output[0])
+        answer = _answer_like(output)
+        return answer(output[0][:, :0])  # no token: the model's own call ends without logits
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        answering.answer = lambda *args, **kwargs: answer(hidden)
+        return model(**inputs, use_cache=False).logits
+
+    model.set_submodule(path, answering)
+    try:
+        answering.answer = run
+        model(**inputs, use_cache=False)
+        hidden_BSH = seen.pop()
+        yield hidden_BSH, Tail(logits_of, hidden_BSH[:, :0].detach())
+    finally:
+        model.set_submodule(path, stack)
+
+
+class _Answering(nn.Module):
+    """In place of the stack; anything that a model asks of the stack but to run is answered by the stack itself."""
+
+    answer: Callable[..., Any]
+
+    def __init__(self, stack: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_stack", stack)  # not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stack"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.answer(*args, **kwargs)
+
+
+def _answer_like(output: Any) -> Callable[[Tensor], Any]:
+    """What wraps hidden states as `output` does, without anything else of it."""
+    if isinstance(output, tuple):
+        rest = (None,) * (len(output) - 1)
+        return lambda hidden: (hidden, *rest)
+    kind = type(output)
+    return lambda hidden: kind(last_hidden_state=hidden)
+
+
+class _EmptyTensors(TorchDispatchMode):
+    """Collects the tensors without elements that operations make, those of one storage once."""
+
+    def __enter__(self) -> list[Tensor]:
+        self.made: list[Tensor] = []
+        super().__enter__()
+        return self.made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() == 0:
+            storage = out.untyped_storage()
+            if all(storage is not other.untyped_storage() for other in self.made):
+                self.made.append(out)
+        return out
+
+
+def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The parameters that a tensor was computed of and that need a gradient."""
+    found: dict[int, Tensor] = {}
+    nodes, seen = [tensor.grad_fn], set[Any]()
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        nodes += [following for following, _ in node.next_functions]
+    return tuple(found.values())

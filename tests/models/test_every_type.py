@@ -1,0 +1,100 @@
+"""Every causal language model of the installed transformers is read right, or refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moetune.errors import UserError
+from moetune.models.moe import is_experts
+from moetune.models.parameter_count import take_census
+from moetune.models.source import find_model_source
+from moetune.models.structure import MoeLayer, meta_model, read_anatomy
+from tests.thinned import thinned
+from tests.toys import VOCAB, causal_lm_types, expert_model_types, marked_types, toy_config, toy_model
+
+UNMARKED = "not among those that transformers marks"
+UNBUILDABLE = "cannot build"
+REFUSED = {
+    "dbrx": UNMARKED,
+    "jetmoe": UNMARKED,
+    "llama4": UNMARKED,
+    "llama4_text": UNMARKED,
+    "longcat_flash": UNMARKED,
+    # Draft models: every layer reads the cache of the model they draft for, so they do not stand alone.
+    "gemma4_assistant": "is not valid",
+    "gemma4_unified_assistant": UNBUILDABLE,
+    # Their configuration joins text encoder, audio codec and decoder; the decoder wants its own.
+    "musicgen": UNBUILDABLE,
+    "musicgen_melody": UNBUILDABLE,
+}
+if importlib.util.find_spec("timm") is None:
+    REFUSED["gemma3n"] = "needs a package that is not installed"
+READ = [name for name in causal_lm_types() if name not in REFUSED]
+
+
+@pytest.mark.parametrize("model_type", thinned(READ, 3, expert_model_types()))
+def test_every_parameter_is_counted_once_and_every_marked_module_is_found(model_type: str) -> None:
+    model = meta_model(toy_config(model_type))
+    anatomy = read_anatomy(model)
+    assert sum(part.numel for part in anatomy.parts) == sum(p.numel() for p in model.parameters())
+    marked = [name for name, module in model.named_modules() if is_experts(module)]
+    assert [layer.experts for layer in anatomy.moe_layers] == marked
+    assert bool(marked) == (model_type in expert_model_types())
+    for layer in anatomy.moe_layers:
+        experts = [part.numel for part in anatomy.parts_of("experts") if part.layer == layer.index]
+        assert sum(experts) == layer.shape.num_experts * layer.shape.parameters_per_expert
+        assert any(part.name.startswith(layer.router + ".") for part in anatomy.parts_of("router"))
+    census = take_census(anatomy)
+    assert sum(census.components.values()) == census.total
+    assert sum(census.active.values()) == census.active_per_token
+
+
+@pytest.mark.parametrize("model_type", thinned(name for name in expert_model_types() if name not in REFUSED))
+def test_top_k_and_expert_width_agree_with_a_real_forward_pass(model_type: str) -> None:
+    model = toy_model(model_type)
+    layers = read_anatomy(model).moe_layers
+    seen: dict[int, tuple[int, int]] = {}
+
+    def watch(layer: MoeLayer) -> None:
+        def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            hidden, ids, *_ = (*args, *kwargs.values())
+            seen[layer.index] = (hidden.shape[-1], ids.shape[-1])
+
+        model.get_submodule(layer.experts).register_forward_pre_hook(before, with_kwargs=True)
+
+    for layer in layers:
+        watch(layer)
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, VOCAB, (2, 16)), use_cache=False)
+    assert seen == {layer.index: (layer.shape.hidden, layer.top_k) for layer in layers}
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_what_cannot_be_handled_is_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    reason = REFUSED[model_type]
+    config = {"model_type": model_type} if reason != UNMARKED else toy_config(model_type).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(UserError, match=reason) as caught:
+        read_anatomy(meta_model(find_model_source(str(tmp_path)).config))
+    if reason != "is not valid":
+        assert model_type in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["nllb-moe", "switch_transformers", *(name for name in marked_types() if name not in causal_lm_types())],
+)
+def test_a_mixture_of_experts_that_is_no_causal_language_model_is_refused(model_type: str) -> None:
+    with pytest.raises(UserError, match=f"{CONFIG_MAPPING[model_type].model_type!r} is not a causal language model"):
+        meta_model(CONFIG_MAPPING[model_type]())
+
+
+def test_the_sweep_is_not_empty() -> None:
+    assert len(READ) > 170
+    assert len(expert_model_types()) > 50

@@ -1,0 +1,101 @@
+"""Finding a model: catalog, folder, hub; and every way to fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moetune.errors import UserError
+from moetune.models.source import find_model_source
+from tests.toys import toy_config
+
+
+def folder_with(tmp_path: Path, config: object) -> str:
+    text = config if isinstance(config, str) else json.dumps(config)
+    (tmp_path / "config.json").write_text(text)
+    return str(tmp_path)
+
+
+def test_catalog_name_gives_config_and_hub_id() -> None:
+    source = find_model_source("Mixtral-8x7B")
+    assert source.name == "mixtral-8x7b"
+    assert source.config.model_type == "mixtral"
+    assert source.folder == "mistralai/Mixtral-8x7B-v0.1"
+    assert find_model_source("mistralai/Mixtral-8x7B-v0.1").name == "mixtral-8x7b"
+
+
+def test_embedded_model_gives_its_folder() -> None:
+    folder = find_model_source("tiny-mixtral").folder
+    assert folder is not None
+    assert (Path(folder) / "config.json").is_file()
+
+
+def test_local_folder(tmp_path: Path) -> None:
+    toy_config("qwen3_moe").save_pretrained(tmp_path)
+    source = find_model_source(str(tmp_path))
+    assert source.config.model_type == "qwen3_moe"
+    assert source.folder == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mixtral-8x7", "'mixtral-8x7'.*Did you mean 'mixtral-8x7b'"),
+        ("./no/such/folder", "'./no/such/folder'.*nor a folder that exists"),
+        ("", "''.*neither a catalog name"),
+    ],
+)
+def test_unknown_name(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_model_source(name)
+
+
+def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(path: str, **_: object) -> None:
+        raise OSError(f"We couldn't connect\nto load {path}")
+
+    monkeypatch.setattr("moetune.models.source.AutoConfig.from_pretrained", offline)
+    with pytest.raises(UserError) as caught:
+        find_model_source("mistralai/Mixtral-8x7B-v0.2")
+    assert "Did you mean 'mistralai/Mixtral-8x7B-v0.1'?" in str(caught.value)
+    assert "hf download mistralai/Mixtral-8x7B-v0.2 elsewhere, and give the folder" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{not json", "config.json cannot be read"),
+        ([1], "should be an object"),
+        ({"hidden_size": 4}, "has no model_type"),
+        ({"model_type": "mixtrall"}, "'mixtrall'.*never run.*Did you mean 'mixtral'"),
+        ({"model_type": "mixtral", "hidden_size": "many"}, "config.json is not valid.*hidden_size"),
+        (
+            {"model_type": "mixtral", "num_hidden_layers": 2**31},
+            "says 2147483648 layers, and no model has more than 1,000",
+        ),
+        ({"model_type": "llama4", "text_config": {"num_hidden_layers": 10**400}}, r"says 1000+\.\.\. layers, and no"),
+        ({"model_type": "t5"}, "'t5' is not a causal language model"),
+        ({"model_type": "vit"}, "'vit' is not a causal language model"),
+    ],
+)
+def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_model_source(folder_with(tmp_path, config))
+
+
+def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        find_model_source(str(tmp_path))
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        find_model_source(str(file))
+
+
+def test_code_in_a_folder_does_not_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
+    with pytest.raises(UserError, match="never run"):
+        find_model_source(folder_with(tmp_path, config))

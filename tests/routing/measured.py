@@ -1,0 +1,31 @@
+"""Scoring for real, with random weights and tokens, for comparing with what is predicted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moetune.adapt.build import build
+from moetune.experts.links import read_rows
+from moetune.memory.trace import Trace
+from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.watched import Watched
+from moetune.routing.memory import follow
+from moetune.run.resolve import ResolvedRun
+
+
+def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1) -> tuple[Trace, list[list[int]]]:
+    """What was followed (on CUDA not: there are counters), and the rows of each expert, call by call."""
+    is_cuda = torch.device(device).type == "cuda"
+    watched = Watched(build(run.with_random_weights(), device))
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    calls: list[list[int]] = []
+
+    def recorded(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+        calls.append(read_rows(layer, ids, num_experts))
+        return calls[-1]
+
+    with watched.adapted.links.counting_by(recorded):
+        log = follow(watched, Tracker(watched.named), sources, tracking=not is_cuda)
+    return Trace.of(log, 0, watched.adapted.ranks.axis_of), calls

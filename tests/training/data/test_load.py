@@ -1,0 +1,715 @@
+"""Records to tokens and labels, token by token, with a tokenizer of one token a byte."""
+
+import json
+import os
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from moetune.config.schema import DataConfig, TrainConfig
+from moetune.errors import UserError
+from moetune.training.data import records
+from moetune.training.data.load import load_data, pad_token_id, tokenizer_of
+from moetune.training.step.batch import collate
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+TALK = [{"role": "system", "content": "s"}, USER, ASSISTANT, {"role": "user", "content": "?"}, ASSISTANT]
+
+
+def make_tokenizer(template=None, bos=True, trim_offsets=False, merges=()):
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    backend = Tokenizer(models.BPE(vocabulary, list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=template,
+    )
+    steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
+    if bos:
+        steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]))
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence(steps)
+    return tokenizer
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def load(train, tokenizer, length=64, **data):
+    return load_data(DataConfig(train=str(train), **data), tokenizer, TrainConfig(sequence_length=length))
+
+
+def load_one(tmp_path, record, tokenizer, length=512, **data):
+    """The ids and labels of a single record, unpacked."""
+    file = write(tmp_path / "one.jsonl", record)
+    (item,) = load(file, tokenizer, length, packing=False, **data).train
+    return item["input_ids"], item["labels"]
+
+
+def trained_text(tokenizer, ids, labels):
+    """The text that carries loss; every label that counts is the token it stands under."""
+    assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    return tokenizer.decode([label for label in labels if label != -100])
+
+
+def message(*args, **kwargs):
+    with pytest.raises(UserError) as caught:
+        load(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_text_gets_bos_and_eos(tmp_path):
+    tokenizer = make_tokenizer()
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert load_one(tmp_path, {"text": "ab"}, tokenizer) == ([bos, a, b, eos], [-100, a, b, eos])
+    assert load_one(tmp_path, {"text": "ab"}, make_tokenizer(bos=False)) == ([a, b, eos], [-100, b, eos])
+
+
+def test_only_the_completion_trains(tmp_path):
+    # The merge would join "?" and "n" if both sides were tokenized as one text.
+    tokenizer = make_tokenizer(merges=[("?", "n")])
+    ids, labels = load_one(tmp_path, {"prompt": "why?", "completion": "no"}, tokenizer)
+    assert tokenizer.decode(ids) == "<s>why?no</s>"
+    assert trained_text(tokenizer, ids, labels) == "no</s>"
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_chat_trains_what_follows_each_generation_prompt(tmp_path, trim_offsets):
+    tokenizer = make_tokenizer(CHATML, trim_offsets=trim_offsets)
+    ids, labels = load_one(tmp_path, {"messages": TALK}, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
+
+
+def test_an_empty_system_message_is_harmless(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    talk = [{"role": "system", "content": ""}, *TALK]
+    ids, labels = load_one(tmp_path, {"messages": talk}, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
+
+
+def test_several_chat_templates_without_a_default(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.chat_template = {"tools": CHATML, "plain": CHATML}
+    file = write(tmp_path / "one.jsonl", {"messages": TALK})
+    with pytest.raises(UserError, match="chat template cannot be used"):
+        load(file, tokenizer)
+
+
+def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
+    record = {"messages": [ASSISTANT, USER, ASSISTANT]}
+    tokenizer = make_tokenizer(MARKED)
+    assert trained_text(tokenizer, *load_one(tmp_path, record, tokenizer)) == "yes</s>yes</s>"
+    assert "line 1: the assistant speaks first" in message(tmp_path / "one.jsonl", make_tokenizer(CHATML))
+
+
+def test_no_token_holds_characters_of_two_messages(tmp_path):
+    tokenizer = make_tokenizer(CHATML, merges=[("Ċ", "Ċ")])
+    ids, labels = load_one(tmp_path, {"messages": [USER, {"role": "assistant", "content": "\ny"}]}, tokenizer)
+    assert trained_text(tokenizer, ids, labels) == "\ny<|im_end|>\n"
+
+
+def test_chat_trains_what_a_template_marks(tmp_path):
+    tokenizer = make_tokenizer(MARKED)
+    ids, labels = load_one(tmp_path, {"messages": TALK}, tokenizer)
+    assert tokenizer.decode(ids) == "<s>[s][hi]yes</s>[?]yes</s>"
+    assert trained_text(tokenizer, ids, labels) == "yes</s>yes</s>"
+    reference = tokenizer.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
+    assert reference["input_ids"] == ids
+    assert reference["assistant_masks"] == [int(label != -100) for label in labels]
+
+
+def test_non_ascii_content_keeps_its_boundaries(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    messages = [{"role": "user", "content": "é🙂"}, {"role": "assistant", "content": "🙂ü"}]
+    ids, labels = load_one(tmp_path, {"messages": messages}, tokenizer)
+    assert trained_text(tokenizer, ids, labels) == "🙂ü<|im_end|>\n"
+
+
+def test_parquet_reads_like_jsonl(tmp_path):
+    records = [{"messages": TALK}, {"messages": [USER, ASSISTANT]}]
+    jsonl, parquet = write(tmp_path / "data.jsonl", *records), tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist(records), parquet)
+    tokenizer = make_tokenizer(CHATML)
+    assert load(jsonl, tokenizer, 512).train.to_dict() == load(parquet, tokenizer, 512).train.to_dict()
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    file = write(tmp_path / "data.jsonl", *({"text": "x" * n} for n in range(1, 40)))
+    first, again = (load(file, make_tokenizer(), 32, eval=file) for _ in range(2))
+    assert first.train.data.table.equals(again.train.data.table)
+    assert first.eval is not None
+    assert first.eval.data.table.equals(first.train.data.table)
+    assert not first.train.cache_files
+
+
+def test_every_malformed_record_is_listed_with_its_line(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(
+        b'{"text": "fine"}\n'
+        b'{"text": }\n'
+        b"\n"
+        b'{"text": "\xff"}\n'
+        b"[1]\n"
+        b'{"txt": "a"}\n'
+        b'{"text": 5}\n'
+        b'{"text": "  "}\n'
+        b'{"text": "\\ud83d"}\n'
+        b'{"text": "fine too"}\n'
+    )
+    assert message(file, make_tokenizer()).splitlines() == [
+        f"'{file}': 7 records cannot be used",
+        "  line 2: not valid JSON: Expecting value (column 10)",
+        "  line 4: not valid UTF-8",
+        "  line 5: a list, not an object with keys",
+        "  line 6: no 'text'; it holds txt",
+        "  line 7: text is a number, not text",
+        "  line 8: text is empty",
+        "  line 9: text holds half of a surrogate pair, which is no character",
+    ]
+
+
+def test_malformed_chats_are_listed(tmp_path):
+    file = write(
+        tmp_path / "data.jsonl",
+        {"messages": [USER, ASSISTANT]},
+        {"messages": "hi"},
+        {"messages": [USER]},
+        {"messages": ["hi"]},
+        {"messages": [USER, {"role": "bot", "content": "a"}]},
+        {"messages": [USER, {"role": "assistant", "content": ""}]},
+        {"messages": [USER, {"role": "assistant"}]},
+    )
+    assert message(file, make_tokenizer(CHATML)).splitlines()[1:] == [
+        "  line 2: messages is text, not a list",
+        "  line 3: no message of the assistant, so nothing to train on",
+        "  line 4: message 1 is text, not an object with role and content",
+        "  line 5: message 2: unknown role 'bot'; it may be system, developer, user, assistant, tool",
+        "  line 6: content of message 2 is empty",
+        "  line 7: content of message 2 is null, not text",
+    ]
+
+
+def test_alike_problems_are_one_with_a_count_for_either_data_set(tmp_path):
+    train = write(
+        tmp_path / "train.jsonl",
+        {"prompt": "a", "completion": "b"},
+        *({"prompt": "a"} for _ in range(25)),
+        {"prompt": 1, "completion": "b"},
+        *({"prompt": "a" * length, "completion": "b"} for length in (70, 80, 90, 99)),
+    )
+    assert message(train, make_tokenizer(), eval=str(tmp_path / "gone.jsonl")).splitlines() == [
+        f"'{train}': 30 records cannot be used",
+        "  lines 2, 3, 4 and 22 more: no 'completion'; it holds prompt",
+        "  line 27: prompt is a number, not text",
+        "  lines 28, 29, 30 and 1 more: 73 tokens do not fit train.sequence_length 64",
+        "  prompts and chats are not cut by themselves: raise train.sequence_length to 102, or set data.too_long: drop "
+        "or truncate",
+        f"no such file: '{tmp_path / 'gone.jsonl'}'. Did you mean 'train.jsonl'?",
+    ]
+    unlike = write(tmp_path / "unlike.jsonl", *({"text": 7, "id" * row: 1} for row in range(30)))
+    file = write(tmp_path / "bad.jsonl", *({"a" * row: 1} for row in range(1, 24)))
+    assert message(unlike, make_tokenizer()).count("\n") == 1
+    lines = message(file, make_tokenizer()).splitlines()
+    assert (len(lines), lines[-1]) == (22, "  and 3 more")
+
+
+def test_names_of_others_get_a_conversion_that_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "qa.jsonl", *({"query": f"why {row}?", "response": "so"} for row in range(5)))
+    lines = message("qa.jsonl", make_tokenizer()).splitlines()
+    assert len(lines) == 3
+    command = lines[2].removeprefix("  to convert: ")
+    program, flag, code = shlex.split(command)
+    assert (program, flag) == ("python", "-c")
+    exec(code, {})
+    assert len(load("converted.jsonl", make_tokenizer(), 512, packing=False).train) == 5
+
+
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "system": "s"}
+
+
+def test_alpaca_is_a_chat_where_there_is_a_template(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    record = ALPACA | {"system": "s", "history": [["hi", "yes"]]}
+    ids, labels = load_one(tmp_path, record, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+        [*TALK[:3], {"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}], tokenize=False
+    )
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\n3<|im_end|>\n"
+
+
+def test_alpaca_is_stanfords_prompt_where_there_is_none(tmp_path):
+    tokenizer = make_tokenizer(bos=False)
+    ids, labels = load_one(tmp_path, ALPACA, tokenizer)
+    assert tokenizer.decode(ids) == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
+        "### Response:\n3</s>"
+    )
+    assert trained_text(tokenizer, ids, labels) == "3</s>"
+    ids, _ = load_one(tmp_path, {"instruction": "Add.", "input": "", "output": "3"}, tokenizer)
+    assert tokenizer.decode(ids).endswith("describes a task. Write a response that appropriately completes the "
+                                          "request.\n\n### Instruction:\nAdd.\n\n### Response:\n3</s>")  # fmt: skip
+
+
+def test_sharegpt_is_a_chat(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    ids, labels = load_one(tmp_path, SHAREGPT, tokenizer)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK[:3], tokenize=False)
+    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\n"
+    file = write(tmp_path / "bad.jsonl", {"conversations": [{"from": "alien", "value": "hi"}]}, {"conversations": 1})
+    lines = message(file, tokenizer).splitlines()
+    assert lines[1].startswith("  line 1: turn 1: unknown speaker 'alien'; it may be system,")
+    assert lines[2] == "  line 2: conversations is a number, not a list"
+
+
+def test_formats_of_several_files_are_told_apart(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "alpaca.json").write_text(json.dumps([ALPACA, ALPACA]))
+    write(tmp_path / "data" / "sharegpt.jsonl", SHAREGPT)
+    (tmp_path / "data" / "text.csv").write_text("text\nabc\n")
+    data = load(tmp_path / "data", make_tokenizer(CHATML), 256)
+    assert data.counts.lengths.tolist()[-1] == len("<s>abc</s>") - 5
+    assert data.counts.tokens == data.counts.lengths.sum()
+    assert (data.counts.tokens + data.counts.padding) == 256 * data.counts.sequences
+
+
+TOOLED = (
+    "{% if tools %}T{{ tools | length }};{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is not none %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize("template", [TOOLED, TOOLED.replace("{% if m.content is not none %}", "{% if true %}")])
+def test_tool_calls_go_to_the_template_and_null_is_not_written(tmp_path, template):
+    tokenizer = make_tokenizer(template)
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
+    record = {"messages": [*talk, ASSISTANT], "tools": json.dumps([{"type": "function"}])}
+    ids, labels = load_one(tmp_path, record, tokenizer)
+    assert tokenizer.decode(ids).startswith("T1;<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nadd(")
+    assert trained_text(tokenizer, ids, labels) == 'add({"a": 1})<|im_end|>\nyes<|im_end|>\n'
+    tables = pa.Table.from_pylist([{"messages": [USER | {"tool_calls": None}, *talk[1:], ASSISTANT]}])
+    pq.write_table(tables, tmp_path / "data.parquet")
+    (row,) = load(tmp_path / "data.parquet", tokenizer, 512, packing=False).train
+    assert row["labels"][-1] == labels[-1]
+
+
+def test_a_chat_template_can_be_a_file_or_anothers(tmp_path):
+    file = write(tmp_path / "one.jsonl", {"messages": [USER, ASSISTANT]})
+    (tmp_path / "own.jinja").write_text(CHATML)
+    tokenizer = make_tokenizer()
+    (row,) = load(file, tokenizer, packing=False, chat_template=str(tmp_path / "own.jinja")).train
+    assert trained_text(tokenizer, row["input_ids"], row["labels"]) == "yes<|im_end|>\n"
+    load(file, tokenizer, 512, chat_template="tiny-mixtral")
+    assert tokenizer.chat_template != CHATML
+    assert "no such file: 'no.jinja'" in message(file, tokenizer, chat_template="no.jinja")
+
+
+def test_what_is_too_long_is_dropped_or_cut_where_that_is_asked_for(tmp_path):
+    tokenizer = make_tokenizer()
+    records = [{"prompt": "a" * prompt, "completion": "b" * 9} for prompt in (5, 30, 60, 90)]
+    file = write(tmp_path / "data.jsonl", *records)
+    dropped = load(file, tokenizer, packing=False, too_long="drop")
+    assert (dropped.counts.dropped, dropped.counts.cut, dropped.counts.lengths.tolist()) == (2, 0, [16, 41])
+    cut = load(file, tokenizer, packing=False, too_long="truncate")
+    assert (cut.counts.dropped, cut.counts.cut, cut.counts.lengths.tolist()) == (1, 1, [16, 41, 64])
+    assert [sum(label != -100 for label in row["labels"]) for row in cut.train] == [10, 10, 3]
+    assert "all of its 4 records are longer" in message(file, tokenizer, 10, too_long="drop")
+
+
+def test_weights_and_a_held_out_share(tmp_path):
+    tokenizer = make_tokenizer()
+    one = write(tmp_path / "one.jsonl", *({"prompt": f"{row}", "completion": "a"} for row in range(10)))
+    two = write(tmp_path / "two.jsonl", *({"prompt": f"{row}", "completion": "b"} for row in range(6)))
+
+    def read(**more):
+        train = [{"path": one, "weight": 2.5}, two]
+        config = DataConfig.model_validate({"train": train, "packing": False, **more})
+        return load_data(config, tokenizer, TrainConfig(sequence_length=64))
+
+    def texts(rows):
+        return [tokenizer.decode(row["input_ids"]) for row in rows]
+
+    data = read()
+    assert data.train.data.table.equals(read().train.data.table)
+    seen = texts(data.train)
+    assert sorted({text: seen.count(text) for text in seen}.values()) == [1] * 6 + [2] * 5 + [3] * 5
+    split = read(validation=0.25)
+    assert split.eval is not None
+    assert len(split.eval) == 4
+    assert set(texts(split.eval)) | set(texts(split.train)) == set(seen)
+    assert not set(texts(split.eval)) & set(texts(split.train))
+    with pytest.raises(ValueError, match="leave one"):
+        read(validation=0.25, eval=two)
+    with pytest.raises(UserError, match="leaves none to train on"):
+        read(validation=0.99)
+
+
+def test_empty_data_sets_are_named(tmp_path):
+    for name in ("data.jsonl", "data.txt"):
+        (tmp_path / name).write_text("\n \n")
+        assert message(tmp_path / name, make_tokenizer()) == f"'{tmp_path / name}' is empty: it holds no record"
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "data.parquet")
+    assert "is empty" in message(tmp_path / "data.parquet", make_tokenizer())
+
+
+def test_the_first_record_decides_the_format(tmp_path):
+    file = write(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"}, {"text": "a"})
+    assert "line 2: no 'prompt' and no 'completion'; it holds text" in message(file, make_tokenizer())
+    file = write(tmp_path / "data.jsonl", {"text": "a", "messages": None})
+    assert len(load(file, make_tokenizer()).train) == 1
+    assert "line 1: no 'messages'; it holds text" in message(file, make_tokenizer(CHATML), format="chat")
+    file = write(tmp_path / "data.jsonl", {"question": "a"})
+    assert "line 1: it holds question; a record needs 'text', 'prompt' and" in message(file, make_tokenizer())
+    file = write(tmp_path / "data.jsonl", {}, {"text": "a"}, {"prompt": "a", "completion": "b"})
+    assert [line[:14] for line in message(file, make_tokenizer()).splitlines()[1:]] == [
+        "  line 1: it h",
+        "  line 3: no '",
+    ]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("record", [{"prompt": "a" * 20, "completion": "b"}, {"messages": [USER, ASSISTANT] * 9}])
+def test_what_must_stay_whole_and_does_not_fit_is_refused(tmp_path, packing, record):
+    tokenizer = make_tokenizer(MARKED)
+    fits = {"prompt": "a", "completion": "b"} if "prompt" in record else {"messages": [USER, ASSISTANT]}
+    needed = len(load_one(tmp_path, record, tokenizer)[0])
+    file = write(tmp_path / "data.jsonl", fits, record)
+    assert message(file, tokenizer, length=16, packing=packing).splitlines()[1:] == [
+        f"  line 2: {needed} tokens do not fit train.sequence_length 16",
+        f"  prompts and chats are not cut by themselves: raise train.sequence_length to {needed}, or set "
+        "data.too_long: drop or truncate",
+    ]
+    assert len(load(file, tokenizer, length=needed, packing=packing).train) == 2
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_long_text_is_cut_and_nothing_lost(tmp_path, packing):
+    tokenizer = make_tokenizer()
+    (tmp_path / "long.txt").write_text("0123456789" * 5)
+    items = list(load(tmp_path / "long.txt", tokenizer, length=16, packing=packing).train)
+    assert [len(item["input_ids"]) for item in items] == [16, 16, 16, 16 if packing else 7]
+    text = "".join(trained_text(tokenizer, item["input_ids"], item["labels"]) for item in items)
+    assert text == "0123456789" * 5 + "</s>"
+
+
+def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
+    chat = write(tmp_path / "chat.jsonl", {"messages": [USER, ASSISTANT]})
+    text = write(tmp_path / "text.jsonl", {"text": "a"})
+    assert message(chat, make_tokenizer(), eval=chat).startswith("the tokenizer has no chat template")
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    assert "no end-of-sequence token" in message(text, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            CHATML.replace("assistant\n", "assistant\n<think>\n"),
+            "the chat template does not begin message 3 with its own generation prompt, so what is the assistant's "
+            "cannot be told; name one in data.chat_template (a chat_template.jinja) that does, or that has "
+            "{% generation %} markers",
+        ),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template refuses it: roles must alternate",
+        ),
+        ("{% generation %}{% endgeneration %}[hi]", "no token to train on"),
+    ],
+)
+def test_a_template_that_hides_the_assistant_is_refused(tmp_path, template, problem):
+    file = write(tmp_path / "data.jsonl", {"messages": TALK})
+    assert message(file, make_tokenizer(template)).splitlines()[1] == f"  line 1: {problem}"
+
+
+def test_packed_batches_have_positions_and_no_mask(tmp_path):
+    tokenizer = make_tokenizer()
+    file = write(tmp_path / "data.jsonl", {"text": "abc"}, {"text": "d"}, {"text": "efghij"})
+    batch = collate(list(load(file, tokenizer, length=10).train), pad_token_id(tokenizer))
+    assert tokenizer.decode(batch["input_ids"][0]) == "<s>abc</s><s>d</s><s>e"
+    assert tokenizer.decode(batch["input_ids"][1]) == "efghij</s>" + "</s>" * 3
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
+    assert (batch["labels"] == -100).int().tolist() == [
+        [1, 0, 0, 0, 0, 1, 0, 0, 1, 0],
+        [1] + [0] * 6 + [1] * 3,
+    ]
+    assert batch["is_token"].tolist() == [[1] * 10, [1] * 7 + [0] * 3]
+    assert set(batch) == {"input_ids", "labels", "position_ids", "is_token"}
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_separate_batches_are_padded_on_the_right(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = "<|im_end|>"
+    file = write(tmp_path / "data.jsonl", {"text": "abc"}, {"text": "d"})
+    batch = collate(list(load(file, tokenizer, packing=False).train), pad_token_id(tokenizer))
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert pad != eos
+    assert batch["input_ids"][1, 2:].tolist() == [eos, pad, pad]
+    assert batch["labels"][1, 2:].tolist() == [eos, -100, -100]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert set(batch) == {"input_ids", "labels", "attention_mask"}
+
+
+def test_what_a_template_leaves_out_is_refused(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    for messages, what in (
+        ([USER, call, ASSISTANT], "tool_calls of message 2"),
+        ([USER, ASSISTANT | {"reasoning_content": "why"}], "reasoning_content of message 2"),
+        ([USER | {"name": "Ann"}, ASSISTANT], "name of message 1"),
+    ):
+        file = write(tmp_path / "data.jsonl", {"messages": messages})
+        assert f"line 1: the chat template leaves out {what}" in message(file, make_tokenizer(CHATML))
+    file = write(tmp_path / "data.jsonl", {"messages": TALK, "tools": [{"type": "function"}]})
+    assert "leaves out tools" in message(file, make_tokenizer(CHATML))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_message_of_weight_zero_does_not_train(tmp_path, template):
+    talk = [USER, {"role": "assistant", "content": "no", "weight": 0}, USER, ASSISTANT | {"weight": 1}]
+    tokenizer = make_tokenizer(template)
+    assert trained_text(tokenizer, *load_one(tmp_path, {"messages": talk}, tokenizer)).startswith("yes")
+    file = write(tmp_path / "data.jsonl", {"messages": [USER, ASSISTANT | {"weight": 0.5}]})
+    assert "weight of message 2 is 0.5" in message(file, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "Add.", "context": "1 2", "response": "3", "category": "sums"},
+        {"question": "Add.", "context": "1 2", "answer": "3"},
+    ],
+)
+def test_dolly_and_questions_are_read_as_alpaca_is(tmp_path, record):
+    for tokenizer in (make_tokenizer(), make_tokenizer(CHATML)):
+        assert load_one(tmp_path, record, tokenizer) == load_one(tmp_path, ALPACA, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, name):
+    line = '{"text": "a", "meta": {"k": 1, "k": 2}}'
+    (tmp_path / name).write_text(line if name == "data.jsonl" else f"[{line}]")
+    assert "the key 'k' stands more than once" in message(tmp_path / name, make_tokenizer())
+
+
+def test_a_template_that_does_not_end_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_TEMPLATE_SECONDS", 0.2)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    file = write(tmp_path / "data.jsonl", {"messages": TALK})
+    assert "no end after 0.2 s" in message(file, make_tokenizer(loops))
+
+
+def test_a_chat_template_can_be_a_model_folders(tmp_path):
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "mixtral"}')
+    file = write(tmp_path / "one.jsonl", {"messages": [USER, ASSISTANT]})
+    tokenizer = make_tokenizer()
+    load(file, tokenizer, chat_template=str(tmp_path / "model"))
+    assert tokenizer.chat_template == CHATML
+
+
+# In the manner of published templates: reasoning of earlier turns is dropped (thinking, harmony), or turns after a
+# tool's have no generation prompt (bars).
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n{% endif %}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}{% if loop.last and m.thinking %}"
+    "<|c|>analysis<|m|>{{ m.thinking }}<|im_end|><|im_start|>assistant{% endif %}<|c|>final<|m|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|im_end|>' }}{% else %}<|m|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+BARS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}|A|{% endif %}{{ m.content }}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}<o>{{ m.content }}</o>{% elif m.role == 'user' %}|U|{{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}|A|{% endif %}"
+)
+
+
+def _answer(template, message, last):
+    """What the assistant writes for a message that stands last, or that others follow."""
+    reason = message.get("reasoning_content") or message.get("thinking")
+    if template is THINKING:
+        return f"<think>\n{reason or ''}\n</think>\n{message['content']}<|im_end|>\n"
+    if template is HARMONY:
+        thought = f"<|c|>analysis<|m|>{reason}<|im_end|><|im_start|>assistant" if reason else ""
+        return f"{thought}<|c|>final<|m|>{message['content']}" + ("<|return|>" if last else "<|im_end|>")
+    return message["content"] + ("</s>" if template is BARS else "<|im_end|>\n")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("template", [CHATML, THINKING, HARMONY, BARS], ids=["chatml", "thinking", "harmony", "bars"])
+def test_exactly_what_the_assistant_writes_trains(tmp_path, template, seed):
+    draw = random.Random(seed)
+
+    def words():
+        return "".join(draw.choice(["a", "\n", " ", "é", "🙂", "b|", "<", "the"]) for _ in range(9)) + "."
+
+    reasons = {THINKING: "reasoning_content", HARMONY: "thinking"}
+    talks = []
+    for _ in range(8):
+        talk = [{"role": "system", "content": words()}] * draw.randrange(2)
+        for _ in range(draw.randrange(1, 5)):
+            talk.append({"role": "user", "content": words()})
+            for _ in range(draw.randrange(3) if template in (THINKING, BARS) else 0):
+                talk += [{"role": "assistant", "content": words()}, {"role": "tool", "content": words()}]
+            talk.append({"role": "assistant", "content": words()})
+            if template in reasons and draw.random() < 0.5:
+                talk[-1][reasons[template]] = words()
+        talk[0] = {**talk[0], "content": f"#{len(talks)};" + words()}
+        talks.append(talk)
+    file = write(tmp_path / "talks.jsonl", *({"messages": talk} for talk in talks))
+    tokenizer = make_tokenizer(
+        template, merges=[("Ċ", "Ċ"), ("t", "h"), ("Ċ", "t"), (".", "<"), ("|", "a"), ("<", "|")]
+    )
+    data = load(file, tokenizer, 4096, packing=False)
+    # Each is trained once, in a document that ends as it would be generated, whole turns in one where they agree.
+    expected = [_answer(template, m, last=True) for talk in talks for m in talk if m["role"] == "assistant"]
+    trained = [trained_text(tokenizer, row["input_ids"], row["labels"]) for row in data.train]
+    assert "".join(trained) == "".join(expected)
+    assert data.counts.records == len(talks) == data.counts.chats.total()
+    assert ("turns" in data.counts.chats) == (template in reasons) == (len(data.train) > len(talks))
+    rendered = {tokenizer.apply_chat_template(talk[:at], tokenize=False) for talk in talks for at in range(1, 99)}
+    assert all(tokenizer.decode(row["input_ids"]) in rendered for row in data.train)
+    held = load(file, tokenizer, 4096, packing=False, validation=0.3)
+    parts = [[tokenizer.decode(row["input_ids"]) for row in part] for part in (held.train, held.eval)]
+    assert (held.counts.records, held.eval_counts.records) == (6, 2)
+    assert sorted(parts[0] + parts[1]) == sorted(tokenizer.decode(row["input_ids"]) for row in data.train)
+    openings = [{re.search(r"#\d+;", text).group() for text in part} for part in parts]
+    assert not openings[0] & openings[1]
+
+
+def test_reasoning_that_no_turn_keeps_is_refused(tmp_path):
+    file = write(tmp_path / "data.jsonl", {"messages": [USER, {"role": "assistant", "content": "<think>x</think>yes"}]})
+    drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    assert "leaves out what stands before </think> in message 2" in message(file, make_tokenizer(drops))
+    assert len(load(file, make_tokenizer(CHATML), 256).train) == 1
+
+
+def test_a_cut_chat_ends_with_a_whole_turn(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    talk = [USER, ASSISTANT, USER, {"role": "assistant", "content": "b" * 90}]
+    file = write(tmp_path / "data.jsonl", {"messages": talk}, {"messages": talk[2:]})
+    data = load(file, tokenizer, 64, packing=False, too_long="truncate")
+    texts = [trained_text(tokenizer, row["input_ids"], row["labels"]) for row in data.train]
+    assert texts[0] == "yes<|im_end|>\n"
+    assert set(texts[1]) == {"b"}
+    assert (data.counts.cut, data.counts.unended) == (2, 1)
+
+
+def _unlike(kind):
+    """A tokenizer whose words are cut by a pattern, whose tokens hold spaces, or that marks the first word."""
+    tokenizer = make_tokenizer(merges=[("a", "b"), ("Ġ", "ab"), ("Ċ", "Ċ"), ("c", "Ġ"), ("ab", "ab")])
+    if kind == "pattern":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    if kind == "metaspace":
+        words = [
+            ("▁ab", -2.0),
+            ("▁", -3.0),
+            ("ab", -3.0),
+            ("bab", -3.5),
+            ("\n", -2.0),
+            *((c, -5.0) for c in "abc é🙂/s<>"),
+        ]
+        backend = Tokenizer(models.Unigram([("<unk>", -9.0), *words], unk_id=0))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["spaces", "pattern", "metaspace"])
+@pytest.mark.parametrize("seed", range(5))
+def test_windows_join_to_what_the_whole_is(monkeypatch, kind, seed):
+    monkeypatch.setattr(records, "_WINDOW", 512)
+    monkeypatch.setattr(records, "_OVERLAPS", (32, 128, 256))
+    draw, tokenizer = random.Random(seed), _unlike(kind)
+    parts = ["ab", "a", "b", "c ", " ", "\n", "é", "🙂", "</s>", "abab"]
+    text = "".join(draw.choice(parts) * draw.choice([1, 1, 1, 5]) for _ in range(4000))
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = records.Encoder(tokenizer, "text")._encoded(text)
+    assert ids.tolist() == whole["input_ids"]
+    assert [tuple(one) for one in offsets.tolist()] == whole["offset_mapping"]
+
+
+def test_a_long_record_without_a_place_to_part_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_WINDOW", 500)
+    monkeypatch.setattr(records, "_OVERLAPS", (33, 129))
+    tokenizer = make_tokenizer(merges=[("a", "a")])
+    file = write(tmp_path / "one.jsonl", {"text": "a" * 2001})
+    assert "2,001 characters are too many to tokenize at once" in message(file, tokenizer)
+    assert "cut the record into some of up to 500" in message(file, tokenizer)
+    monkeypatch.setattr(records, "_OVERLAPS", (32,))
+    assert load(file, tokenizer, packing=False).counts.loss_tokens == 1002  # the end is one
+
+
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
+    steps = {"normalizer": normalizers.Replace("a", "a" * 9), "decoder": decoders.Replace("a", "a" * 9)}
+    for part, step in steps.items():
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(tmp_path / part)
+        assert tokenizer_of("own", str(tmp_path / part)).is_fast
+        sequence = normalizers.Sequence if part == "normalizer" else decoders.Sequence
+        setattr(tokenizer.backend_tokenizer, part, sequence([step] * 30))
+        tokenizer.save_pretrained(tmp_path / part)
+        with pytest.raises(UserError, match=rf"the {part} in tokenizer.json may make a text 4.24e\+28 times as long"):
+            tokenizer_of("own", str(tmp_path / part))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.full)])
+def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, monkeypatch, suffix):
+    size = 2**19
+    monkeypatch.setattr(records, "_WINDOW", 2**15)
+    text, file = "some words of a text, " * (size // 22), tmp_path / f"long.{suffix}"
+    if suffix == "jsonl":
+        write(file, {"text": text})
+    else:
+        pq.write_table(pa.table({"text": [text]}), file)
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": text[: 2**16]}))
+
+    def peak():
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+    tokenizer = _unlike("pattern")
+    load(tmp_path / "short.jsonl", tokenizer, 1024)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    load(file, tokenizer, 1024)
+    assert peak() - before < 80 * size

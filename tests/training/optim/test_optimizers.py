@@ -1,0 +1,139 @@
+"""Which parameters an optimizer holds, with which decay, and what its update is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moetune.config.schema import OptimizerConfig
+from moetune.errors import UserError
+from moetune.training.optim.optimizers import make_optimizer, optimizer_over
+from moetune.training.step.batch import collate
+from moetune.training.step.micro_step import micro_step
+from moetune.training.step.router_losses import RouterWatch
+from tests import small
+from tests.resolved import build
+
+NAMES = ("adamw", "adamw8bit", "sgd")
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 80), (3, 8, 8), (7,))]
+
+
+def step(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]) -> None:
+    for parameter in trained:
+        parameter.grad = torch.cos(parameter.detach())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_matrices_decay(name: Any) -> None:
+    trained = parameters()
+    optimizer = optimizer_over(trained, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert [decay[id(parameter)] for parameter in trained] == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_without_parameters_is_left_out(name: Any) -> None:
+    assert len(optimizer_over(parameters()[:1], OptimizerConfig(name=name)).param_groups) == 1
+
+
+def test_adamw_by_its_formula() -> None:
+    """Two steps of AdamW (arXiv 1711.05101, algorithm 2), betas and eps of the run file included."""
+    trained = parameters()
+    config = OptimizerConfig(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), eps=1e-3)
+    optimizer = optimizer_over(trained, config)
+    expected = [parameter.detach().double().clone() for parameter in trained]
+    m, v = [torch.zeros_like(x) for x in expected], [torch.zeros_like(x) for x in expected]
+    for t in (1, 2):
+        step(optimizer, trained)
+        for i, x in enumerate(expected):
+            gradient = torch.cos(x)
+            m[i] = 0.8 * m[i] + 0.2 * gradient
+            v[i] = 0.9 * v[i] + 0.1 * gradient**2
+            x *= 1 - 0.1 * (0.5 if x.dim() > 1 else 0)
+            x -= 0.1 * (m[i] / (1 - 0.8**t)) / ((v[i] / (1 - 0.9**t)).sqrt() + 1e-3)
+    torch.testing.assert_close([p.detach().double() for p in trained], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_by_its_formula() -> None:
+    trained = parameters()
+    optimizer = optimizer_over(trained, OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
+    expected = [parameter.detach().double().clone() for parameter in trained]
+    momentum = [torch.zeros_like(x) for x in expected]
+    for _ in (1, 2):
+        step(optimizer, trained)
+        for i, x in enumerate(expected):
+            momentum[i] = 0.9 * momentum[i] + torch.cos(x) + (0.5 * x if x.dim() > 1 else 0)
+            x -= 0.1 * momentum[i]
+    torch.testing.assert_close([p.detach().double() for p in trained], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw8bit_is_adamw_with_states_in_a_byte() -> None:
+    settings = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
+    trained, reference = parameters(), parameters()
+    quantized = optimizer_over(trained, OptimizerConfig(name="adamw8bit", **settings))
+    exact = optimizer_over(reference, OptimizerConfig(name="adamw", **settings))
+    for _ in range(3):
+        step(quantized, trained)
+        step(exact, reference)
+    moved = (reference[0] - parameters()[0]).abs().mean()
+    assert 0 < (trained[0] - reference[0]).abs().mean() < 0.02 * moved
+    states = quantized.state[trained[0]]
+    assert {states["state1"].dtype, states["state2"].dtype} == {torch.uint8}
+
+
+def subsets(size: int) -> st.SearchStrategy[list[int] | str]:
+    return st.one_of(st.just("none"), st.lists(st.integers(0, size - 1), min_size=1, unique=True).map(sorted))
+
+
+SELECTIONS = st.builds(
+    lambda router, layers, ids, lora_layers, lora_ids, targets, also: {
+        "router": router,
+        "experts": {"layers": layers, "ids": ids},
+        "lora": {"rank": 2, "alpha": 4, "targets": targets, "layers": lora_layers, "ids": lora_ids}
+        if targets
+        else None,
+        "also": also,
+    },
+    *(subsets(small.LAYERS), subsets(small.LAYERS), subsets(small.EXPERTS)),
+    *(subsets(small.LAYERS), subsets(small.EXPERTS)),
+    st.lists(st.sampled_from(["attention", "experts", "q_proj"]), unique=True),
+    st.lists(st.sampled_from(["norm", "lm_head", "embedding", "*.k_proj.weight"]), unique=True),
+)
+
+
+@given(adapt=SELECTIONS, name=st.sampled_from(NAMES), checkpointing=st.sampled_from(["none", "full"]))
+def test_what_is_not_selected_has_neither_gradient_nor_state(
+    small_model: Path, adapt: dict[str, Any], name: str, checkpointing: str
+) -> None:
+    run = small.run_file(small_model, Path("-"), Path("-"), train={"checkpointing": checkpointing})
+    config = small.RunConfig.model_validate(
+        run | {"adapt": adapt, "optimizer": {"name": name, "lr": 0.1, "weight_decay": 0.5}}
+    )
+    try:
+        adapted = build(config, "cpu")
+    except UserError:
+        return  # the draw chose nothing, or one thing twice: for the selection's own tests
+    before = {key: value.clone() for key, value in adapted.model.state_dict().items()}
+    trained = adapted.trainable()
+    optimizer = make_optimizer(adapted)
+    ids = list(range(20, 60))
+    micro_step(adapted.model, collate([{"input_ids": ids, "labels": ids}], 3), 39, RouterWatch(adapted), config.train)
+
+    gradients = {name for name, parameter in adapted.model.named_parameters() if parameter.grad is not None}
+    assert gradients == trained.keys()
+    optimizer.step()
+    names = {id(parameter): name for name, parameter in adapted.model.named_parameters()}
+    assert {names[id(parameter)] for parameter in optimizer.state} <= trained.keys()
+    assert {names[id(p)] for group in optimizer.param_groups for p in group["params"]} == trained.keys()
+    changed = {key for key, value in adapted.model.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed <= trained.keys()
