@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.experts.bank import ExpertBank
-from moetune.experts.packed import PackedLinear
+from moetune.experts.quantized import QuantizedLinear
 from moetune.models.structure import ExpertShape
 from tests.resolved import build
 from tests.toys import VOCAB
@@ -104,7 +104,7 @@ def plain_weights(adapted: Adapted, plain: PreTrainedModel, leaves: Tensors) -> 
     Each is keyed by its name in the plain model; a tied parameter by its first name.
     """
     weights: dict[str, Tensor] = {}
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         stacks = expert_weights(adapted.model.get_submodule(layer.experts), layer.experts, leaves)
         weights |= {f"{layer.experts}.{key}": tensor for key, tensor in stacks.items()}
     modules = dict(adapted.model.named_modules())
@@ -113,7 +113,7 @@ def plain_weights(adapted: Adapted, plain: PreTrainedModel, leaves: Tensors) -> 
             continue
         path, _, key = name.rpartition(".")
         module = modules[path]
-        if key == "weight" and isinstance(module, (LoraLayer, Linear4bit, PackedLinear)):
+        if key == "weight" and isinstance(module, (LoraLayer, Linear4bit, QuantizedLinear)):
             weights[name] = _linear_weight(module, path, leaves)
         else:
             stored = f"{path}.base_layer" if isinstance(module, LoraLayer) else path
@@ -175,7 +175,7 @@ def _linear_weight(module: nn.Module, path: str, leaves: Tensors) -> Tensor:
         return weight + module.scaling["default"] * B @ A
     if isinstance(module, Linear4bit):
         return bnb.dequantize_4bit(module.weight.data, module.weight.quant_state).to(torch.float32)
-    if isinstance(module, PackedLinear):
+    if isinstance(module, QuantizedLinear):
         return module.stack.matrix(0, torch.float32)
     return leaves.get(f"{path}.weight", module.weight.detach())
 

@@ -2,7 +2,7 @@
 
 With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention keeps them apart by a mask
 [B, 1, S, S]. On a GPU torch has a kernel (`torch.nn.attention.varlen`, flash attention) that is told where documents
-begin instead. It gives the same values, so it is what `sdpa` means there. Borders come with the batch (`borders`),
+begin instead. It gives the same values, so it is what `sdpa` means there. Borders come with the batch (`cu_seqlens`),
 under the names that transformers gives them (FlashAttentionKwargs), and reach each layer's attention as keywords.
 
 Shapes: B rows of S tokens, T = B·S; h heads, h_kv of keys and values; d of queries and keys, d_v of values.
@@ -48,10 +48,10 @@ def attention_for(
         capability: of the GPU that the model runs on; None for a CPU.
     """
     if config.model.attention == "flash_attention_2" and device.type == "meta":
-        return VARLEN  # the package's kernels are those that torch has, and its borders come the same way
+        return VARLEN  # the package's kernels are those that torch has, and its cu_seqlens come the same way
     if config.model.attention != "sdpa" or capability is None or not packs(config):
         return config.model.attention
-    return VARLEN if takes_borders(plain, capability) else "sdpa"
+    return VARLEN if takes_cu_seqlens(plain, capability) else "sdpa"
 
 
 def packs(config: RunConfig) -> bool:
@@ -59,8 +59,8 @@ def packs(config: RunConfig) -> bool:
     return config.data is None or config.data.packing
 
 
-def takes_borders(plain: PreTrainedModel, capability: Capability) -> bool:
-    """Whether every layer of a model, on the meta device, can keep documents apart by their borders, on this GPU.
+def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
+    """Whether every layer of a model, on the meta device, can keep documents apart by their cu_seqlens, on this GPU.
 
     Its attention has to be transformers' interface, without what the kernel does not do: sinks, soft-capping, sparse
     choices, dropout, heads of more than 256, or heads that need more shared memory than the card has.
@@ -84,8 +84,8 @@ _SINKS_AND_CAPS = ("s_aux", "softcap", "dropout", "indices")
 
 
 def _told_as_masked(plain: PreTrainedModel) -> int:
-    """The largest size of heads, if each layer's attention is told of borders and of the window that its mask has; else
-    one that no kernel has. A copy without storage is asked, which hands every mask on as the function that it is of."""
+    """The largest size of heads, if each layer's attention gets cu_seqlens and the window that its mask has; else one
+    that no kernel has. A copy without storage is asked, which hands every mask on as the function that it is of."""
     model = copy.deepcopy(plain).train()  # dropout is told in training only
     windows: dict[int, int | None] = {}
     calls: list[tuple[nn.Module, int, bool]] = []
@@ -117,7 +117,9 @@ def _told_as_masked(plain: PreTrainedModel) -> int:
     ids = torch.zeros(1, _ROW, dtype=torch.long, device="meta")
     try:
         with torch.no_grad():
-            decoder_stack(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **borders([_ROW]))
+            decoder_stack(model)(
+                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **cu_seqlens([_ROW])
+            )
     except Exception:  # code that asks for values, which a copy without storage does not have
         return _NO
     asked = {module for module, _, _ in calls}
@@ -151,12 +153,12 @@ def has_little_shared_memory(capability: Capability) -> bool:
 # --- Borders ------------------------------------------------------------------------------------------------------
 
 
-def wants_borders(model: PreTrainedModel) -> bool:
-    """Whether packed documents have to be told apart by `borders`, because there is no mask."""
+def wants_cu_seqlens(model: PreTrainedModel) -> bool:
+    """Whether packed documents have to be told apart by `cu_seqlens`, because there is no mask."""
     return model.config.get_text_config()._attn_implementation in (VARLEN, "flash_attention_2")
 
 
-def borders(lengths: Sequence[int]) -> dict[str, Any]:
+def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
     """What attention is told of documents that lie one after the other.
 
     Args:
@@ -172,10 +174,10 @@ def borders(lengths: Sequence[int]) -> dict[str, Any]:
     return ends | {"max_length_q": longest, "max_length_k": longest}
 
 
-def borders_of(positions_BS: Tensor) -> dict[str, Any]:
+def cu_seqlens_of(positions_BS: Tensor) -> dict[str, Any]:
     """The same from positions on the host, which begin at 0 with every document and every row."""
     begins = (positions_BS.flatten() == 0).nonzero().flatten().tolist()
-    return borders([end - begin for begin, end in zip(begins, [*begins[1:], positions_BS.numel()], strict=True)])
+    return cu_seqlens([end - begin for begin, end in zip(begins, [*begins[1:], positions_BS.numel()], strict=True)])
 
 
 # --- The attention function ---------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document: transformers' interface. A batch without borders has a document a row.
+    """Causal attention within each document: transformers' interface. A batch without cu_seqlens has a document a row.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S, d]; value [B, h_kv, S, d_v].

@@ -26,15 +26,15 @@ from moetune.adapt.pack import (
     fill_bank,
     has_values,
     make_bank,
-    pack_linear,
+    quantize_linear,
     refuse_misplaced,
-    refuse_unpacked,
+    refuse_unquantized,
 )
-from moetune.adapt.weights import packed_base
+from moetune.adapt.weights import quantized_base
+from moetune.adapt.weights.lazy_tensor import lazy_tensors
 from moetune.adapt.weights.materialize import realize
-from moetune.adapt.weights.packed_base import is_packed_base
+from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.adapt.weights.quantizer import MoetuneConfig
-from moetune.adapt.weights.unread import unread_tensors
 from moetune.config.schema import Part
 from moetune.documents import read_json
 from moetune.errors import UserError, reading
@@ -45,7 +45,7 @@ from moetune.models.hub.quantized import open_checkpoint
 from moetune.models.hub.snapshot import download
 from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE
 from moetune.models.selection import Selection
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.placement import Placement
@@ -65,8 +65,8 @@ class Adapted:
     links: BankLinks = field(default_factory=BankLinks)
 
     @property
-    def anatomy(self) -> Anatomy:
-        return self.run.anatomy
+    def structure(self) -> ModelStructure:
+        return self.run.structure
 
     @property
     def selection(self) -> Selection:
@@ -87,7 +87,7 @@ class Adapted:
 
     def router_biases(self) -> dict[str, Tensor]:
         """Name -> the correction bias that is updated beside its router: float32 [E], the same on every rank."""
-        here = {layer.index for layer in self.anatomy.moe_layers}
+        here = {layer.index for layer in self.structure.moe_layers}
         names = (name for layer, name in self.run.router_biases.items() if layer in here)
         return {name: self.model.get_buffer(name) for name in names}
 
@@ -97,7 +97,7 @@ class Adapted:
 
     def of_experts(self) -> list[nn.Parameter]:
         """What trains in expert banks."""
-        banks = tuple(f"{layer.experts}." for layer in self.anatomy.moe_layers)
+        banks = tuple(f"{layer.experts}." for layer in self.structure.moe_layers)
         return [p for name, p in self.trainable().items() if name.startswith(banks)]
 
 
@@ -123,7 +123,7 @@ def build(
     """
     assert not run.problems, run.problems
     device = torch.device(device)
-    config, anatomy, selection = run.config, run.anatomy, run.selection
+    config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
     attention = attention_for(config, run.model.plain, device, capability)
@@ -141,7 +141,7 @@ def build(
 
     set_seed(config.train.seed)
     is_read = device.type != "meta" and config.model.weights == "pretrained"
-    if is_read and not is_packed_base(run.model.source.folder):
+    if is_read and not is_quantized_base(run.model.source.folder):
         packing = MoetuneConfig(
             config.model.base,
             config.model.double_quant,
@@ -149,7 +149,7 @@ def build(
             selection,
             on_read,
             placement=ranks.placement,
-            anatomy=anatomy,
+            structure=structure,
             links=links,
         )
         model = load_pretrained(run.model, packing, device)
@@ -158,7 +158,7 @@ def build(
         model = copy.deepcopy(run.model.plain)
         model.config._attn_implementation = attention
         if is_read:
-            packed_base.read(model, run, device, on_read, ranks, links)
+            quantized_base.read(model, run, device, on_read, ranks, links)
         else:
             fill = has_values if device.type == "meta" else partial(realize, model, device=device)
             _pack(model, run, device, fill, ranks.placement, links)
@@ -174,27 +174,27 @@ def build(
         parameter.requires_grad_()
     if config.train.neftune_alpha:
         activate_neftune(model, config.train.neftune_alpha)
-    for layer in anatomy.moe_layers:
+    for layer in structure.moe_layers:
         model.get_submodule(layer.experts).requires_grad_()
-    refuse_unpacked(model, run)
+    refuse_unquantized(model, run)
     refuse_misplaced(model, config.model, device)
     if config.train.checkpointing in ("full", "offload"):
         enable_checkpointing(model, offload_to=device if config.train.checkpointing == "offload" else None)
     else:
         keep_choices(model)
-    for layer in anatomy.moe_layers:
+    for layer in structure.moe_layers:
         if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
     if config.train.dense_router_gradient:
-        links.dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in anatomy.moe_layers})
+        links.dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in structure.moe_layers})
     trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what packing took
     if device.type != "meta":
-        distribute(model, anatomy, ranks)
+        distribute(model, structure, ranks)
     return Adapted(run, model, ranks, links)
 
 
@@ -211,13 +211,13 @@ def _pack(
     All banks are there first, as where a checkpoint is read: what is on its way comes behind them and leaves no holes.
     """
     banks = []
-    for layer in run.anatomy.moe_layers:
+    for layer in run.structure.moe_layers:
         experts = model.get_submodule(layer.experts)
         banks.append(make_bank(experts, layer, run.selection, run.config.model, run.dtype, device, placement, links))
-    for layer, bank in zip(run.anatomy.moe_layers, banks, strict=True):
+    for layer, bank in zip(run.structure.moe_layers, banks, strict=True):
         fill_bank(model, layer, bank, fill)
-    for path in run.packed_linears:
-        pack_linear(model, path, run.config.model, run.dtype, device, fill)
+    for path in run.quantized_linears:
+        quantize_linear(model, path, run.config.model, run.dtype, device, fill)
     embedding = model.get_input_embeddings()
     for path, module in list(model.named_modules()):
         fill(path)
@@ -228,7 +228,7 @@ def _pack(
 def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.device) -> PreTrainedModel:
     """Reads a checkpoint, packing what is to be packed as it comes (quantizer.py)."""
     folder = checked_folder(model)
-    tensors = unread_tensors(model, packing.selection, folder, device) if model.published.method else None
+    tensors = lazy_tensors(model, packing.selection, folder, device) if model.published.method else None
     built = from_pretrained(
         type(model.plain),
         model,
@@ -273,7 +273,7 @@ def checked_folder(model: ResolvedModel) -> Path:
         if len(keys) == 1 and (found := stored[keys[0]]).numel != there.numel():
             wrong.append(f"{name} is {[*found.shape]}, not {[*there.shape]}")
     refuse_misfit(wrong, f"the weights in {source.folder!r}", source.name)
-    described, held = sum(part.numel for part in model.anatomy.parts), sum(tensor.numel for tensor in stored.values())
+    described, held = sum(part.numel for part in model.structure.parts), sum(tensor.numel for tensor in stored.values())
     if described > 2 * held:
         raise UserError(
             f"the weights in {source.folder!r} do not fit {source.name!r}: config.json describes {described:,} "

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetune.adapt.build import Adapted, build
-from moetune.models.parameter_count import Census, take_census
+from moetune.models.parameter_count import ParameterCount, count_parameters
 from moetune.models.source import find_model_source
-from moetune.models.structure import meta_model, read_anatomy
+from moetune.models.structure import meta_model, read_structure
 from moetune.run.resolve import ResolvedRun
 
 
@@ -17,12 +17,12 @@ class Count:
     """Parameters of a model. `trainable` are those that a run would train: `total`, and by part; None without a run."""
 
     model: str
-    census: Census
+    parameter_count: ParameterCount
     trainable: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that `moetune count --json` prints."""
-        return self.census.to_json() | ({} if self.trainable is None else {"trainable": self.trainable})
+        return self.parameter_count.to_json() | ({} if self.trainable is None else {"trainable": self.trainable})
 
 
 def count(of: ResolvedRun | str) -> Count:
@@ -32,8 +32,8 @@ def count(of: ResolvedRun | str) -> Count:
         UserError: no such model, or one that would be miscounted.
     """
     if isinstance(of, ResolvedRun):
-        return Count(of.config.model.path, take_census(of.anatomy), count_trainable(build(of, "meta")))
-    return Count(of, take_census(read_anatomy(meta_model(find_model_source(of).config))))
+        return Count(of.config.model.path, count_parameters(of.structure), count_trainable(build(of, "meta")))
+    return Count(of, count_parameters(read_structure(meta_model(find_model_source(of).config))))
 
 
 def count_trainable(adapted: Adapted) -> dict[str, int]:

@@ -20,7 +20,7 @@ from moetune.adapt.build import Adapted, build
 from moetune.compat.torch import add_missing_fakes
 from moetune.compat.transformers import never_ask_for_the_length
 from moetune.experts.host import mark_on_host
-from moetune.experts.packed import BLOCK, NESTED_BLOCK, PackedStack
+from moetune.experts.quantized import BLOCK, NESTED_BLOCK, QuantizedExperts
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
 from moetune.run.resolve import ResolvedRun
@@ -50,9 +50,9 @@ def build_fake(
                 for name, tensor in own.items():
                     if tensor is not None and tensor.is_meta:
                         own[name] = memo.setdefault(tensor, _fake(tensor))
-                        if isinstance(module, PackedStack) and module.on_host:
+                        if isinstance(module, QuantizedExperts) and module.on_host:
                             mark_on_host(own[name])
-    distribute(adapted.model, adapted.anatomy, adapted.ranks)  # meshes are real tensors
+    distribute(adapted.model, adapted.structure, adapted.ranks)  # meshes are real tensors
     return adapted
 
 

@@ -1,8 +1,8 @@
 """A linear layer with low-rank factors while it trains: y = W·x + b + s·B·(A·x), forward and backward as one.
 
 W is frozen, whatever it is made of, and unpacked for each pass. The factors' kernels are those of the experts
-(experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. dx is summed
-where it is made. x and the narrow A·x are kept.
+(experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. dx is
+summed where it is made. x and the narrow A·x are kept.
 
 Shapes: p features in, q out, r rank.
 """
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moetune.experts.kernels import operators as kernels
-from moetune.experts.packed import PackedLinear
+from moetune.experts.quantized import QuantizedLinear
 
 FEW_ROWS = 1536
 """Up to here bitsandbytes may multiply with packed weights; with more rows it unpacks them, in three launches."""
@@ -30,7 +30,7 @@ _ONE = (None, None)
 def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float) -> Tensor | None:
     """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors. None where the base's
     weights are not at hand or train too, or others take part, as tensor parallelism does by hooks."""
-    if type(base) not in (nn.Linear, Linear4bit, PackedLinear) or any(p.requires_grad for p in base.parameters()):
+    if type(base) not in (nn.Linear, Linear4bit, QuantizedLinear) or any(p.requires_grad for p in base.parameters()):
         return None
     for module in (base, A, B):
         if isinstance(module.weight, DTensor) or module._forward_hooks or module._forward_pre_hooks:
@@ -71,7 +71,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
 def unpacked(linear: Any, dtype: torch.dtype) -> Tensor:
     """A linear layer's weight [q, p] in `dtype`: a fresh tensor, or its own where it has that dtype."""
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, QuantizedLinear):
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):
         return linear.weight.to(dtype)

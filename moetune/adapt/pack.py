@@ -17,7 +17,7 @@ from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.host import ExpertPrefetcher, stays_on_host
 from moetune.experts.links import BankLinks
-from moetune.experts.packed import PackedLinear, PackedStack
+from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
 from moetune.parallel.exchange import TokenExchange
@@ -108,7 +108,7 @@ def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor
 
 
-def pack_linear(
+def quantize_linear(
     model: PreTrainedModel,
     path: str,
     config: ModelConfig,
@@ -127,7 +127,7 @@ def pack_linear(
         packed = _linear_4bit(linear, config.double_quant, dtype, device)
     else:
         weight, bias = linear.weight.to(device), linear.bias
-        packed = PackedLinear(weight, None if bias is None else bias.to(device), config.storage)
+        packed = QuantizedLinear(weight, None if bias is None else bias.to(device), config.storage)
     model.set_submodule(path, packed.requires_grad_(False))
 
 
@@ -180,10 +180,10 @@ def _empty_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype) -> Li
     return packed
 
 
-def refuse_unpacked(model: PreTrainedModel, run: ResolvedRun) -> None:
+def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
     """Raises `UserError` if an expert or a linear layer that should be in base precision is not."""
     selection, config = run.selection, run.config.model
-    for layer in run.anatomy.moe_layers:
+    for layer in run.structure.moe_layers:
         bank = model.get_submodule(layer.experts)
         trained = selection.experts.get(layer.index, ())
         held = bank.held if isinstance(bank, ExpertBank) else range(layer.shape.num_experts)
@@ -193,7 +193,7 @@ def refuse_unpacked(model: PreTrainedModel, run: ResolvedRun) -> None:
             raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")
     if config.base != "nf4":
         return
-    for path in run.packed_linears:
+    for path in run.quantized_linears:
         linear = model.get_submodule(path)
         linear = getattr(linear, "base_layer", linear)
         if not isinstance(linear, Linear4bit) or not (
@@ -210,7 +210,7 @@ def refuse_misplaced(model: PreTrainedModel, config: ModelConfig, device: torch.
     """
     by_design = set()
     for path, module in model.named_modules():
-        if isinstance(module, PackedStack) and module.on_host:
+        if isinstance(module, QuantizedExperts) and module.on_host:
             by_design |= {f"{path}.{name}" for name in module._buffers}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = "trains" if tensor.requires_grad else "is frozen"

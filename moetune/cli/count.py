@@ -13,7 +13,7 @@ from moetune.cli.options import Json, Overrides, read_run
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moetune.models.parameter_count import Census
+    from moetune.models.parameter_count import ParameterCount
 
 
 def count(
@@ -57,37 +57,39 @@ def count(
     from moetune.report.console import terminal
 
     console = terminal()
-    console.print(_components_table(found.model, found.census))
-    for line in _facts(found.census):
+    console.print(_components_table(found.model, found.parameter_count))
+    for line in _facts(found.parameter_count):
         console.print(line, highlight=False)
     if found.trainable is not None:
-        console.print(_trainable_table(found.trainable, found.census.total))
+        console.print(_trainable_table(found.trainable, found.parameter_count.total))
 
 
-def _components_table(model: str, census: Census) -> Table:
+def _components_table(model: str, parameters: ParameterCount) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{model} ({census.model_type})", title_justify="left", show_footer=True)
+    table = Table(title=f"{model} ({parameters.model_type})", title_justify="left", show_footer=True)
     table.add_column("part", footer="total")
-    table.add_column("parameters", footer=f"{census.total:,}", justify="right")
+    table.add_column("parameters", footer=f"{parameters.total:,}", justify="right")
     table.add_column("share", footer="100.000 %", justify="right")
-    table.add_column("active per token", footer=f"{census.active_per_token:,}", justify="right")
-    for component, numel in census.components.items():
+    table.add_column("active per token", footer=f"{parameters.active_per_token:,}", justify="right")
+    for component, numel in parameters.components.items():
         if numel:
-            share = f"{100 * numel / census.total:.3f} %"
-            table.add_row(component, f"{numel:,}", share, f"{census.active[component]:,}")
+            share = f"{100 * numel / parameters.total:.3f} %"
+            table.add_row(component, f"{numel:,}", share, f"{parameters.active[component]:,}")
     return table
 
 
-def _facts(census: Census) -> list[str]:
+def _facts(parameters: ParameterCount) -> list[str]:
     from moetune.errors import counted
 
-    if census.num_moe_layers == 0:
-        return [f"{counted(len(census.layers), 'layer')}, none with experts: every parameter is active for every token"]
-    per_expert = f"{census.per_expert:,}" if isinstance(census.per_expert, int) else "differs by layer"
-    per_layer, top_k = _per_layer(census.num_experts), _per_layer(census.top_k)
+    if parameters.num_moe_layers == 0:
+        return [
+            f"{counted(len(parameters.layers), 'layer')}, none with experts: every parameter is active for every token"
+        ]
+    per_expert = f"{parameters.per_expert:,}" if isinstance(parameters.per_expert, int) else "differs by layer"
+    per_layer, top_k = _per_layer(parameters.num_experts), _per_layer(parameters.top_k)
     return [
-        f"{census.num_moe_layers} of {len(census.layers)} layers have experts: {per_layer} a layer, "
+        f"{parameters.num_moe_layers} of {len(parameters.layers)} layers have experts: {per_layer} a layer, "
         f"{top_k} of them used by a token",
         f"one expert of one layer: {per_expert} parameters",
     ]

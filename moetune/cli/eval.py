@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, KeepPacked, Opens
+from moetune.cli.options import Json, KeepQuantized, Opens
 from moetune.config.load import refuse_missing
 
 
@@ -20,7 +20,7 @@ def eval_(
     sequence_length: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Tokens a record may have; by default the run's, or 2048.")
     ] = None,
-    base: KeepPacked = None,
+    base: KeepQuantized = None,
     json_: Json = False,
 ) -> None:
     """Held-out loss, perplexity and tokens of a run, an adapter, a merged checkpoint or a base: comparable numbers."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, KeepPacked, Opens, checked_temperature, checked_text
+from moetune.cli.options import Json, KeepQuantized, Opens, checked_temperature, checked_text
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")]
 Temperature = Annotated[
@@ -25,7 +25,7 @@ def generate(
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    base: KeepPacked = None,
+    base: KeepQuantized = None,
     json_: Json = False,
 ) -> None:
     """Let a run, an adapter, a merged checkpoint or a base go on from a prompt. A run needs no merge."""
@@ -52,7 +52,7 @@ def chat(
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
     seed: Seed = 0,
-    base: KeepPacked = None,
+    base: KeepQuantized = None,
 ) -> None:
     """Talk with a run, an adapter, a merged checkpoint or a base. An empty line or Ctrl-D ends it."""
     import sys

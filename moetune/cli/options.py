@@ -12,7 +12,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.config.load import load_run_config
-from moetune.config.schema import DataConfig, PackedBase, RunConfig
+from moetune.config.schema import DataConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
 from moetune.files import expanded, names_in, refuse_taken
 from moetune.report.console import note
@@ -59,7 +59,7 @@ def a_run(folder: Path) -> Path:
 TrainedRun = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False, callback=a_run)
 ]
-KeepPacked = Annotated[
+KeepQuantized = Annotated[
     str | None,
     typer.Option("--base", metavar="nf4|int8|mxfp4", help="Keep a model packed; a run is as in training."),
 ]
@@ -106,10 +106,10 @@ Picture = Annotated[
 ]
 
 
-def checked_base(base: str | None) -> PackedBase | None:
+def checked_base(base: str | None) -> QuantizedDtype | None:
     """Raises `UserError` for a precision that nothing is packed in."""
-    if base is None or base in typing.get_args(PackedBase):
-        return cast("PackedBase | None", base)
+    if base is None or base in typing.get_args(QuantizedDtype):
+        return cast("QuantizedDtype | None", base)
     raise UserError(f"--base {base!r}: it is nf4, int8 or mxfp4, or left out for the checkpoint as it is")
 
 

@@ -73,12 +73,12 @@ def plan(
     if solve is not None:
         with heavy_imports():
             from moetune.memory.routing import parse_routing
-            from moetune.planning.needs import Needs
+            from moetune.planning.predictor import Predictor
             from moetune.planning.solve import solve as solve_for
 
         config = read_run(what, set_)
         with quiet.status(Text(f"looking for the largest {solve}")):
-            solved = solve_for(config, solve, Needs(gpu, parse_routing(routing)))
+            solved = solve_for(config, solve, Predictor(gpu, parse_routing(routing)))
         if json_:
             print(json.dumps(solved.to_json(), indent=2))
         else:

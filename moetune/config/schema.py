@@ -39,8 +39,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-PackedBase = Literal["nf4", "int8", "mxfp4"]
-Storage = Literal[PackedBase, "bf16", "fp32"]
+QuantizedDtype = Literal["nf4", "int8", "mxfp4"]
+Storage = Literal[QuantizedDtype, "bf16", "fp32"]
 
 
 class ModelConfig(Section):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from moetune.experts.gate import Gate
+from moetune.experts.activation import Activation
 from moetune.experts.links import BankLinks
 from moetune.experts.mlp import expert_mlp
-from moetune.experts.packed import PackedStack, Storage
 from moetune.experts.projection import FullProjection, LowRank, Projection, Weighted
+from moetune.experts.quantized import QuantizedExperts, Storage
 from moetune.experts.routing import Group, Routing
 from moetune.models.structure import ExpertShape
 
@@ -139,9 +139,9 @@ class ExpertBank(nn.Module):
 
     Attributes:
         num_experts: how many this rank holds.
-        in_turn: their ids in the order in which they are worked on. Those that train whole are last, and so no gap
-            between others, which are then neighbours.
-        turn_of: expert -> its turn.
+        in_slot_order: their ids in the order in which they are worked on. Experts that train in full come last, so
+            that the others are contiguous.
+        slot_of: expert id -> its position in that order.
     """
 
     gate_up_bias: Tensor | None
@@ -165,17 +165,17 @@ class ExpertBank(nn.Module):
         self.layer, self.links = layer, links or BankLinks()
         self.held = tuple(range(shape.num_experts) if held is None else held)
         self.expert_shape, self.plan, self.activation = shape, plan.of(self.held), activation
-        self.gate = Gate.of(activation, shape)
+        self.gate = Activation.of(activation, shape)
         self.num_experts = len(self.held)
         rows = shape.intermediate * (2 if shape.has_gate else 1)
         frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
-        self.in_turn = (*frozen, *self.plan.trained)
-        self.turn_of = {expert: turn for turn, expert in enumerate(self.in_turn)}
-        self._slots = [self.held.index(expert) for expert in self.in_turn]
+        self.in_slot_order = (*frozen, *self.plan.trained)
+        self.slot_of = {expert: turn for turn, expert in enumerate(self.in_slot_order)}
+        self._slots = [self.held.index(expert) for expert in self.in_slot_order]
 
-        def packed(out: int, into: int, pieces: int = 1) -> PackedStack:
-            return PackedStack(
+        def packed(out: int, into: int, pieces: int = 1) -> QuantizedExperts:
+            return QuantizedExperts(
                 len(frozen),
                 (out, into),
                 storage,
@@ -209,7 +209,7 @@ class ExpertBank(nn.Module):
             here = () if self.plan.lora is None else self.plan.lora.ids
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
-        kinds = groupby(range(self.num_experts), key=lambda turn: self._kind(self.in_turn[turn]))
+        kinds = groupby(range(self.num_experts), key=lambda turn: self._kind(self.in_slot_order[turn]))
         self._runs = [(kind, list(turns)) for kind, turns in kinds]
 
     @torch.no_grad()
@@ -226,12 +226,12 @@ class ExpertBank(nn.Module):
         elif is_bias:
             getattr(self, part)[self.frozen_slots[expert]].copy_(tensor)
         else:
-            getattr(self, name).pack_(self.frozen_slots[expert], tensor)
+            getattr(self, name).quantize_(self.frozen_slots[expert], tensor)
 
     @torch.no_grad()
-    def put_packed_(self, expert: int, part: Part, *pieces: Mapping[str, Tensor]) -> None:
+    def put_quantized_(self, expert: int, part: Part, *pieces: Mapping[str, Tensor]) -> None:
         """Stores a frozen expert's weight as a checkpoint has it packed: of gate and up, each if they are apart."""
-        getattr(self, part).put_packed_(self.frozen_slots[expert], *pieces)
+        getattr(self, part).put_quantized_(self.frozen_slots[expert], *pieces)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
         """Neighbours in turn, whose experts are unpacked and multiplied together: of one kind, and as many as have
@@ -252,7 +252,7 @@ class ExpertBank(nn.Module):
 
     def projections(self, turns: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
         """(gate_up, down) of a group, computing in `dtype`."""
-        experts = self.in_turn[turns.start : turns.stop]
+        experts = self.in_slot_order[turns.start : turns.stop]
         kind = self._kind(experts[0])
         if kind == "trained":
             fulls = [cast(FullExpert, self.trained[str(expert)]) for expert in experts]
@@ -273,7 +273,7 @@ class ExpertBank(nn.Module):
         watch = self.links.expert_watch
         for group in groups:
             if watch is not None:
-                watch(self.in_turn[group.turns.start : group.turns.stop])
+                watch(self.in_slot_order[group.turns.start : group.turns.stop])
             yield group
         if watch is not None:
             watch(())
@@ -313,11 +313,11 @@ class ExpertBank(nn.Module):
 
     def routing(self, slots_TK: Tensor, counts: list[int]) -> Routing:
         """Of the chosen slots, of which each is chosen `counts` times."""
-        if self.in_turn == self.held:
+        if self.in_slot_order == self.held:
             return Routing.of(slots_TK, counts)
-        turns = torch.tensor([self.turn_of[expert] for expert in self.held], pin_memory=slots_TK.is_cuda)
-        turns_TK = turns.to(slots_TK.device, non_blocking=True)[slots_TK]
-        return Routing.of(turns_TK, [counts[slot] for slot in self._slots])
+        turns = torch.tensor([self.slot_of[expert] for expert in self.held], pin_memory=slots_TK.is_cuda)
+        slots_TK = turns.to(slots_TK.device, non_blocking=True)[slots_TK]
+        return Routing.of(slots_TK, [counts[slot] for slot in self._slots])
 
     def run(
         self,

@@ -2,7 +2,7 @@
 
 The kernel of 0.50.2 finds a weight's scale by its row and column, as if each row began a block. Where the length of a
 row is no multiple of the block it takes another's scale. Quantization goes by blocks of the flat matrix, and for a flat
-shape the kernel is exact. All paths lead here: `PackedStack`, `Linear4bit` forward, backward and without gradients.
+shape the kernel is exact. All paths lead here: `QuantizedExperts`, `Linear4bit` with and without gradients.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def gradient_of_weights(bank: ExpertBank, x_TH: Tensor, dy_TH: Tensor) -> Tensor
     """
     rows = Rows([len(x_TH)], None)
     columns = []
-    for turn in map(bank.turn_of.__getitem__, bank.held):
+    for turn in map(bank.slot_of.__getitem__, bank.held):
         gate_up, down = bank.projections(range(turn, turn + 1), x_TH.dtype)
         dact_TI = down.grad_input(dy_TH, rows)
         act_TI = bank.act(gate_up.forward(x_TH, rows))

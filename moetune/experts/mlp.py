@@ -181,7 +181,7 @@ def _of_parameters(bank: ExpertBank, routing: Routing, grads: Gradients) -> Iter
     if hook is not None:
         taken = set(bank.trained.parameters())
         for expert in bank.plan.trained:
-            if not routing.counts[bank.turn_of[expert]]:
+            if not routing.counts[bank.slot_of[expert]]:
                 for parameter in bank.trained[str(expert)].parameters():
                     hook(parameter, torch.zeros_like(parameter))
     for parameter in bank.parameters():

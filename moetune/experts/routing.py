@@ -26,9 +26,9 @@ class Routing:
     top_k: int
 
     @classmethod
-    def of(cls, turns_TK: Tensor, counts: list[int]) -> Routing:
+    def of(cls, slots_TK: Tensor, counts: list[int]) -> Routing:
         """Of the experts that are chosen, by their turns, each `counts` times."""
-        return cls(sorted_positions(turns_TK.flatten(), len(counts)), counts, turns_TK.shape[-1])
+        return cls(sorted_positions(slots_TK.flatten(), len(counts)), counts, slots_TK.shape[-1])
 
     def groups(self, turns: Iterable[range]) -> Iterator[Group]:
         """Those that receive a token."""

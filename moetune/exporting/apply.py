@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moetune.adapt.weights.base import checkpoint_of, folder_of
-from moetune.adapt.weights.packed_base import is_packed_base
+from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.errors import UserError
 from moetune.exporting.base_copy import copy_checkpoint
 from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_manifest
@@ -18,7 +18,7 @@ from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.models.hub.quantized import open_checkpoint
 from moetune.models.hub.tensor_files import Stored, read_checkpoint
 from moetune.models.source import find_model_source
-from moetune.run.published import read_packed
+from moetune.run.source_quantization import read_quantized_manifest
 
 _FORMAT = "applied"
 
@@ -142,8 +142,9 @@ def _find_base(to: str) -> tuple[Path, str]:
         if folder_of(source) is None:
             raise UserError(f"--to {to!r}: its weights are not on this machine; download it first, or give a folder")
         return checkpoint_of(source), source.name
-    if is_packed_base(str(base)):
+    if is_quantized_base(str(base)):
         raise UserError(
-            f"--to {to!r} is a packed base; give the checkpoint that was packed: {str(read_packed(base).source)!r}"
+            f"--to {to!r} is a quantized base; give the checkpoint that it was made from: "
+            f"{str(read_quantized_manifest(base).source)!r}"
         )
     return base, base.resolve().name

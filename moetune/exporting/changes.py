@@ -16,7 +16,7 @@ from moetune.adapt.pack import out_in
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.exporting.finished_run import FinishedRun
-from moetune.models.hub.names import Home
+from moetune.models.hub.names import KeyMapping
 from moetune.models.hub.tensor_files import Held, Stored
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
@@ -53,7 +53,7 @@ class Piece:
 def changes(run: FinishedRun) -> list[Change]:
     """Every change of a run, read from its checkpoint when asked for."""
     found: list[Change] = []
-    for layer in run.adapted.anatomy.moe_layers:
+    for layer in run.adapted.structure.moe_layers:
         bank = run.adapted.model.get_submodule(layer.experts)
         assert isinstance(bank, ExpertBank)
         found += _of_trained_experts(run, layer, bank)
@@ -125,7 +125,7 @@ def _of_expert_lora(run: FinishedRun, layer: MoeLayer, bank: ExpertBank) -> Iter
             yield Change(f"{layer.experts}.{stack}", expert, True, new)
 
 
-def homes_of(change: Change, homes: Mapping[str, Home], tied: Mapping[str, str]) -> list[Home]:
+def homes_of(change: Change, homes: Mapping[str, KeyMapping], tied: Mapping[str, str]) -> list[KeyMapping]:
     """Where a change goes: to its parameter's home, and to those that the checkpoint has for names tied to it.
 
     Raises:
@@ -138,7 +138,7 @@ def homes_of(change: Change, homes: Mapping[str, Home], tied: Mapping[str, str])
     return found if change.expert is None else [home.of_expert(change.expert) for home in found]
 
 
-def pieces(change: Change, home: Home, base: Mapping[str, Stored]) -> Iterator[Piece]:
+def pieces(change: Change, home: KeyMapping, base: Mapping[str, Stored]) -> Iterator[Piece]:
     """The rows of the checkpoint that a change makes new, an expert or some 4 million weights at a time."""
     if home.conversion is None and change.expert is None:
         (key,) = home.every_key()

@@ -28,7 +28,9 @@ def export_merged(run: FinishedRun, out: Path) -> Exported:
     folder = base_folder(run)
     base = open_checkpoint(folder)
     homes = find_homes(run.adapted.run.model.plain, base)
-    targets = [(change, home) for change in changes(run) for home in homes_of(change, homes, run.adapted.anatomy.tied)]
+    targets = [
+        (change, home) for change in changes(run) for home in homes_of(change, homes, run.adapted.structure.tied)
+    ]
     fingerprint, places = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
     changed: set[str] = set()

@@ -30,7 +30,7 @@ from moetune.adapt.start_from.peft_layout import (
     plain_number,
     rows_of_parts,
 )
-from moetune.adapt.weights.packed_base import is_packed_base
+from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.config.schema import LoraConfig
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
@@ -39,7 +39,7 @@ from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.hub.names import find_homes
 from moetune.models.hub.quantized import open_checkpoint
 from moetune.run.names import linear_factors
-from moetune.run.published import read_packed
+from moetune.run.source_quantization import read_quantized_manifest
 
 _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 """Names of linear layers that PEFT, on a model with experts, takes for the experts of transformers 4."""
@@ -78,8 +78,8 @@ def _refuse_changed_base(run: FinishedRun) -> None:
     source = run.adapted.run.model.source
     if run.base is None:
         return
-    if is_packed_base(source.folder):
-        manifest = read_packed(Path(str(source.folder)))
+    if is_quantized_base(source.folder):
+        manifest = read_quantized_manifest(Path(str(source.folder)))
         confirmed_base(run, Path(str(source.folder)), manifest.packed.fingerprint)
         if not manifest.source.is_dir():
             return
@@ -100,8 +100,8 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
             "experts only; use --format delta or merged"
         )
     full = adapted.selection.full
-    names = {*full, *(name for name, first in adapted.anatomy.tied.items() if first in full)}
-    routers = [layer.router for layer in adapted.anatomy.moe_layers]
+    names = {*full, *(name for name, first in adapted.structure.tied.items() if first in full)}
+    routers = [layer.router for layer in adapted.structure.moe_layers]
     paths = set()
     for name in names:
         router = next((path for path in routers if name.startswith(f"{path}.")), None)
@@ -112,7 +112,7 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
             f"{apart[0]} was updated (train.router_bias_rate), and is in no module that PEFT could save whole; use "
             "--format delta or merged"
         )
-    adapted_paths = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.anatomy.moe_layers)}
+    adapted_paths = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.structure.moe_layers)}
     for path in sorted(paths):
         inside = sorted(other for other in adapted_paths if f"{other}.".startswith(f"{path}."))
         if inside:
@@ -126,7 +126,7 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
 def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dict[str, Any]:
     """The adapter's configuration. Every target is a full name, so that no other layer can match."""
     linears = adapted.selection.lora_linears
-    has_experts = bool(adapted.anatomy.moe_layers)
+    has_experts = bool(adapted.structure.moe_layers)
     as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     parameters = [f"{path}.weight" for path in as_parameters]
     ranks: dict[str, int] = {}
@@ -144,7 +144,7 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
         target_modules=[],  # none means the model type's default ones
         target_parameters=parameters or None,
         modules_to_save=list(saved) or None,
-        ensure_weight_tying=bool(adapted.selection.full & set(adapted.anatomy.tied.values())),
+        ensure_weight_tying=bool(adapted.selection.full & set(adapted.structure.tied.values())),
         inference_mode=True,
     ).to_dict()
     return settings | {"target_modules": [path for path in linears if path not in as_parameters]}
@@ -173,7 +173,7 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
     if not modules:
         return {}
     plain = run.adapted.run.model.plain
-    tied = run.adapted.anatomy.tied
+    tied = run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape
         for path in modules

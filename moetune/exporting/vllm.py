@@ -41,7 +41,7 @@ from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_b
 from moetune.exporting.folder import Exported
 from moetune.exporting.peft import write_adapter
 from moetune.models.hub.fingerprint import headers, take_fingerprint
-from moetune.models.hub.names import Home, find_homes
+from moetune.models.hub.names import KeyMapping, find_homes
 from moetune.models.hub.quantized import weights_of
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
@@ -180,7 +180,7 @@ def check_vllm(
     return read
 
 
-def _home(homes: Mapping[str, Home], parameter: str) -> Home:
+def _home(homes: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
     home = homes.get(parameter)
     if home is None or (home.conversion is not None and not home.has_experts_apart):
         raise UserError(f"the base checkpoint has no name for {parameter} that vLLM could know; use --format merged")
@@ -193,7 +193,7 @@ def _layout(layer: MoeLayer, module: str, projections: tuple[str, ...]) -> Layou
     return Layout(module, shape.num_experts, projections, shape.hidden, shape.intermediate, rows)
 
 
-def _names(layer: MoeLayer, gate_up: Home, down: Home) -> list[list[str]]:
+def _names(layer: MoeLayer, gate_up: KeyMapping, down: KeyMapping) -> list[list[str]]:
     """Of each expert its projections in the checkpoint: gate, up, down. Which is the gate, a marked tensor tells."""
     marked = torch.zeros(1, *gate_up.model.get_parameter(gate_up.parameter).shape[1:])
     if layer.shape.has_gate:

@@ -20,16 +20,16 @@ from moetune.adapt.build import Adapted, build, checked_folder, from_pretrained,
 from moetune.adapt.start_from.peft_adapter import read_adapter
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
-from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, PackedBase, ParallelConfig, RunConfig
+from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base
 from moetune.models.source import ModelSource, find_model_source
-from moetune.run import refusals
+from moetune.run import validation
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
-from moetune.run.published import published
 from moetune.run.resolve import resolve, resolve_model
+from moetune.run.source_quantization import published
 from moetune.training.data.load import chat_template, tokenizer_of
 from moetune.training.run_folder import RUN_FILE
 
@@ -70,7 +70,7 @@ class Opened:
 def open_model(
     what: str,
     *,
-    base: PackedBase | None = None,
+    base: QuantizedDtype | None = None,
     device: DeviceType | None = None,
     dtype: str | None = None,
     stock: bool = False,
@@ -113,7 +113,7 @@ def open_model(
 
 def _attention(source: ModelSource) -> dict[str, str]:
     """Of models that have none but their own code's."""
-    return {"attention": "eager"} if any(refusals.of_attention(source.config, "sdpa")) else {}
+    return {"attention": "eager"} if any(validation.of_attention(source.config, "sdpa")) else {}
 
 
 def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:

@@ -44,7 +44,7 @@ def facts_of(path: Path, run: ResolvedRun) -> RunFacts:
         if memory.is_file()
         else None,
         trainable=counted.trainable,
-        parameters=counted.census.total,
+        parameters=counted.parameter_count.total,
         versions={name: metadata.version(name) for name in _PACKAGES},
         drift=read_json(drift, DriftFile, remedy="write it again with moetune drift") if drift.is_file() else None,
         run_file=(path / RUN_FILE).read_text(encoding="utf-8"),

@@ -44,7 +44,7 @@ def dense_gradient_cost(run: ResolvedRun) -> float:
     experts: w + 1 for each (experts/dense.py).
     """
     usual = dense = 0
-    for layer in run.anatomy.moe_layers:
+    for layer in run.structure.moe_layers:
         shape, w = layer.shape, 2 if layer.shape.has_gate else 1
         matrix = shape.hidden * shape.intermediate
         again = 0 if run.config.train.checkpointing == "none" else w

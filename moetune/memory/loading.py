@@ -9,14 +9,14 @@ from moetune.config.schema import RunConfig
 from moetune.experts.kernels.operators import BLOCK, INT8_AT_ONCE
 from moetune.memory.report import LoadPeaks
 from moetune.models.moe import ExpertShape, MoeLayer
-from moetune.models.structure import Anatomy
-from moetune.run.published import Published
+from moetune.models.structure import ModelStructure
+from moetune.run.source_quantization import SourceQuantization
 
 
 def load_peaks(
-    anatomy: Anatomy,
+    structure: ModelStructure,
     config: RunConfig,
-    published: Published,
+    published: SourceQuantization,
     banks: Mapping[int, int],
     static: int,
     on_host: int = 0,
@@ -40,8 +40,8 @@ def load_peaks(
     """
     width = 4 if config.model.dtype == "fp32" else 2  # auto is that of a GPU
     base = config.model.storage
-    layers = [layer for layer in anatomy.moe_layers if layer.index in banks]
-    outside = max(part.numel for part in anatomy.parts if part.layer is None)
+    layers = [layer for layer in structure.moe_layers if layer.index in banks]
+    outside = max(part.numel for part in structure.parts if part.layer is None)
     if config.model.weights == "random":
         return LoadPeaks(host=on_host, gpu=max(static + outside, _drawn(layers, base, width, banks)))
     host, on_the_way = outside * width, 0
@@ -55,7 +55,7 @@ def load_peaks(
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + width + width // 2) * matrix
                 on_the_way = max(looked_up, matrix * width + _temporaries(shape, matrix, base, width))
             return LoadPeaks(host=host + on_host, gpu=static + on_the_way)
-        pieces = 3 if merges_experts(anatomy.model_type) else shape.num_experts
+        pieces = 3 if merges_experts(structure.model_type) else shape.num_experts
         host = max(host, matrix * width * (1 if pieces == 3 else pieces))
         on_the_way = pieces * matrix * width + _temporaries(shape, matrix, base, width)
     return LoadPeaks(host=host + on_host, gpu=static + on_the_way)

@@ -15,7 +15,7 @@ from moetune.memory.trace import Steps, Trace, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.exchange import TokenExchange, read_arriving
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run import refusals
+from moetune.run import validation
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.step.batch import Batch
 
@@ -63,7 +63,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     Raises:
         UserError: as `build`.
     """
-    raise_problems((*refusals.of_prediction(run.config), *refusals.of_packages(run.config, run.device_type)))
+    raise_problems((*validation.of_prediction(run.config), *validation.of_packages(run.config, run.device_type)))
     device = torch.device(device)
     config = run.config
     adapted = build(run.with_random_weights(), device, ranks=ranks)

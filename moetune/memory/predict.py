@@ -16,7 +16,7 @@ from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.form import Evaluated
 from moetune.memory.closed_form.record import NoClosedForm
-from moetune.memory.outside import outside_allocator
+from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.ranks import by_kind
 from moetune.memory.report import GpuMemory, MemoryReport, Moment, RankMemory, Term
 from moetune.memory.routing import BALANCED, Routing
@@ -205,7 +205,7 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
 
 def largest_packed(run: ResolvedRun) -> int:
     """Bytes in 16 bit of the largest linear layer that is packed as it is loaded."""
-    sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.packed_linears)
+    sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.quantized_linears)
     return 2 * max(sizes, default=0)
 
 

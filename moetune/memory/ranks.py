@@ -11,12 +11,12 @@ from moetune.memory.routing import BALANCED, Routing
 from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun, resolve
 
-Found = TypeVar("Found")
+_Value = TypeVar("_Value")
 
 
-def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], Found]) -> dict[int, Found]:
+def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -> dict[int, _Value]:
     """What `find` finds of each rank, by its number; ranks that hold as much as another share what it found."""
-    found: dict[Hashable, Found] = {}
+    found: dict[Hashable, _Value] = {}
     by_rank = {}
     for rank, kind in enumerate(kinds_of_ranks(run, by_expert=routing != BALANCED)):
         if kind not in found:

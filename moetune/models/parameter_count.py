@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moetune.models.components import COMPONENTS, Component
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class Census:
+class ParameterCount:
     """Parameter counts of one model; what is tied counts once.
 
     Attributes:
@@ -59,25 +59,25 @@ class Census:
         }
 
 
-def take_census(anatomy: Anatomy) -> Census:
+def count_parameters(structure: ModelStructure) -> ParameterCount:
     """Counts the parameters of a model.
 
     A token uses `top_k` of the experts of each mixture-of-experts layer, so
     `active = total - sum over those layers of parameters_per_expert * (num_experts - top_k)`.
     """
     components: dict[Component, int] = dict.fromkeys(COMPONENTS, 0)
-    layer_totals = dict.fromkeys(range(anatomy.num_layers), 0)
-    for part in anatomy.parts:
+    layer_totals = dict.fromkeys(range(structure.num_layers), 0)
+    for part in structure.parts:
         components[part.component] += part.numel
         if part.layer is not None:
             layer_totals[part.layer] += part.numel
-    total = sum(part.numel for part in anatomy.parts)
+    total = sum(part.numel for part in structure.parts)
     assert sum(components.values()) == total
     idle = {
         layer.index: layer.shape.parameters_per_expert * (layer.shape.num_experts - layer.top_k)
-        for layer in anatomy.moe_layers
+        for layer in structure.moe_layers
     }
-    moe = {layer.index: layer for layer in anatomy.moe_layers}
+    moe = {layer.index: layer for layer in structure.moe_layers}
     layers = tuple(
         LayerCount(
             index,
@@ -88,16 +88,16 @@ def take_census(anatomy: Anatomy) -> Census:
         )
         for index, layer_total in layer_totals.items()
     )
-    return Census(
-        model_type=anatomy.model_type,
+    return ParameterCount(
+        model_type=structure.model_type,
         total=total,
         active_per_token=total - sum(idle.values()),
         components=components,
         active={**components, "experts": components["experts"] - sum(idle.values())},
-        per_expert=_agreed([layer.shape.parameters_per_expert for layer in anatomy.moe_layers]),
-        num_moe_layers=len(anatomy.moe_layers),
-        num_experts=_agreed([layer.shape.num_experts for layer in anatomy.moe_layers]),
-        top_k=_agreed([layer.top_k for layer in anatomy.moe_layers]),
+        per_expert=_agreed([layer.shape.parameters_per_expert for layer in structure.moe_layers]),
+        num_moe_layers=len(structure.moe_layers),
+        num_experts=_agreed([layer.shape.num_experts for layer in structure.moe_layers]),
+        top_k=_agreed([layer.top_k for layer in structure.moe_layers]),
         layers=layers,
     )
 

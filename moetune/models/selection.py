@@ -1,4 +1,4 @@
-"""Selection: which parts of a model train, and how — the `adapt:` block of a run file, resolved on an anatomy."""
+"""Selection: which parts of a model train and how: the `adapt:` block of a run file, resolved on a model structure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from moetune.config.fields import IdsByLayer, IdSet
 from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsOrChoice, LoraConfig
 from moetune.errors import UserError, suggest
-from moetune.models.structure import COMPONENTS, Anatomy, Component, Part
+from moetune.models.structure import COMPONENTS, Component, ModelStructure, Part
 
 ExpertIds = Mapping[int, tuple[int, ...]]
 """Decoder layer -> expert numbers."""
@@ -35,9 +35,9 @@ class Selection:
     lora: LoraConfig | None
     left_out: tuple[str, ...] = ()
 
-    def without(self, layers: Collection[int], anatomy: Anatomy) -> Selection:
+    def without(self, layers: Collection[int], structure: ModelStructure) -> Selection:
         """The same but for what is in these decoder layers."""
-        rest = anatomy.without(layers)
+        rest = structure.without(layers)
         return Selection(
             self.full & {part.name for part in rest.parts},
             {layer: ids for layer, ids in self.experts.items() if layer not in layers},
@@ -51,26 +51,28 @@ NOTHING = Selection(frozenset(), {}, {}, (), None)
 """Of a run whose choice could not be made."""
 
 
-def select(adapt: AdaptConfig, anatomy: Anatomy) -> Selection:
+def select(adapt: AdaptConfig, structure: ModelStructure) -> Selection:
     """Resolves `adapt` on a model.
 
     Raises:
         UserError: a layer, expert, component or pattern matches nothing, or nothing would train. All problems are in
             the one message, each with what exists.
     """
-    selection, problems = examine_selection(adapt, anatomy)
+    selection, problems = examine_selection(adapt, structure)
     if problems:
         raise UserError("\n".join(problems))
     return selection
 
 
-def examine_selection(adapt: AdaptConfig, anatomy: Anatomy, inert: Collection[str] = ()) -> tuple[Selection, list[str]]:
+def examine_selection(
+    adapt: AdaptConfig, structure: ModelStructure, inert: Collection[str] = ()
+) -> tuple[Selection, list[str]]:
     """What there is of what `adapt` chooses, and every problem with it.
 
     Args:
         inert: linear modules on which LoRA would have no effect: a component is taken without them.
     """
-    resolver = _Resolver(anatomy, inert)
+    resolver = _Resolver(structure, inert)
     full = resolver.routers(adapt.router)
     experts = resolver.experts(adapt.experts)
     for index, target in enumerate(adapt.also):
@@ -98,17 +100,17 @@ _UNREACHED = "only chooses among tokens or experts, by comparison, so no gradien
 
 
 class _Resolver:
-    """Looks names and numbers up in an anatomy and collects every problem it meets."""
+    """Looks names and numbers up in a model structure and collects every problem it meets."""
 
-    def __init__(self, anatomy: Anatomy, inert: Collection[str]) -> None:
-        self.anatomy, self.inert = anatomy, inert
+    def __init__(self, structure: ModelStructure, inert: Collection[str]) -> None:
+        self.structure, self.inert = structure, inert
         self.left_out: dict[str, None] = {}
-        self.moe_layers = {layer.index: layer for layer in anatomy.moe_layers}
+        self.moe_layers = {layer.index: layer for layer in structure.moe_layers}
         self.problems: list[str] = []
 
     def routers(self, layers: IdSet) -> set[str]:
         chosen = set(self._layers("adapt.router", layers, self.moe_layers, "has no router"))
-        return {part.name for part in self.anatomy.parts_of("router") if part.layer in chosen and part.has_gradient}
+        return {part.name for part in self.structure.parts_of("router") if part.layer in chosen and part.has_gradient}
 
     def experts(self, config: ExpertsOrChoice | None) -> dict[int, tuple[int, ...]]:
         if config is None or isinstance(config, ChoiceConfig):  # a choice that could not be made is reported as such
@@ -118,9 +120,9 @@ class _Resolver:
     def also(self, where: str, target: str) -> tuple[set[str], dict[int, tuple[int, ...]]]:
         """Parameter names, and layers of experts, that a component or a name pattern stands for."""
         if target in COMPONENTS:
-            matched = self.anatomy.parts_of(target)
+            matched = self.structure.parts_of(target)
         else:
-            matched = tuple(part for part in self.anatomy.parts if fnmatchcase(part.name, target))
+            matched = tuple(part for part in self.structure.parts if fnmatchcase(part.name, target))
         if not matched and (first := self._tied_to(target)):
             self.problems.append(
                 f"{where}: {target!r} is one weight with {first.name} in this model (tied), which would train with it; "
@@ -132,8 +134,8 @@ class _Resolver:
             self.problems.append(f"{where}: {target!r} {_UNREACHED} ({matched[0].name}); leave it out")
         names = {part.name for part in matched if part.has_gradient}
         layers = {}
-        for layer in self.anatomy.moe_layers:
-            stacks = {part.name for part in self.anatomy.parts_of("experts") if part.layer == layer.index}
+        for layer in self.structure.moe_layers:
+            stacks = {part.name for part in self.structure.parts_of("experts") if part.layer == layer.index}
             if stacks <= names:
                 layers[layer.index] = tuple(range(layer.shape.num_experts))
             elif stacks & names:
@@ -148,7 +150,7 @@ class _Resolver:
         """Linear modules, and experts that do not train whole, that get factors."""
         if config is None:
             return (), {}
-        every_layer = range(self.anatomy.num_layers)
+        every_layer = range(self.structure.num_layers)
         chosen: IdSet | IdsByLayer = "none" if isinstance(config.ids, ChoiceConfig) else config.ids
         if not isinstance(config.ids, str) and "experts" not in config.targets:
             self.problems.append("adapt.lora.ids: chooses experts, and adapt.lora.targets has no experts")
@@ -170,7 +172,7 @@ class _Resolver:
                 continue
             found = [
                 path
-                for path, linear in self.anatomy.linears().items()
+                for path, linear in self.structure.linears().items()
                 if (linear.component == target if target in COMPONENTS else _matches(path, target))
                 and (
                     linear.layer in layers
@@ -179,13 +181,13 @@ class _Resolver:
             ]
             if not found:
                 self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
-            if tied := [path for path in found if f"{path}.weight" in self.anatomy.tied]:
+            if tied := [path for path in found if f"{path}.weight" in self.structure.tied]:
                 self.problems.append(
                     f"{where}: {target!r} takes in {tied[0]}, which has one weight with "
-                    f"{self.anatomy.tied[f'{tied[0]}.weight']} (tied), so factors on it could not be merged; name the "
-                    "other layers, or train both in full with adapt.also: [embedding]"
+                    f"{self.structure.tied[f'{tied[0]}.weight']} (tied), so factors on it could not be merged; "
+                    "name the other layers, or train both in full with adapt.also: [embedding]"
                 )
-            unreached = [path for path in found if not self.anatomy.linears()[path].has_gradient]
+            unreached = [path for path in found if not self.structure.linears()[path].has_gradient]
             if target in COMPONENTS:
                 cannot = {*unreached, *self.inert}
                 self.left_out |= dict.fromkeys(path for path in found if path in cannot)
@@ -219,7 +221,7 @@ class _Resolver:
             return []
         if not existing:
             self.problems.append(
-                f"{where}: {self.anatomy.model_type!r} is a dense model; it has no routers and no experts"
+                f"{where}: {self.structure.model_type!r} is a dense model; it has no routers and no experts"
             )
             return []
         if layers == "all":
@@ -231,23 +233,23 @@ class _Resolver:
 
     def _tied_to(self, target: str) -> Part | None:
         """The parameter that this component or pattern is another name of."""
-        linears = self.anatomy.linears()
+        linears = self.structure.linears()
         names = {
             first
-            for name, first in self.anatomy.tied.items()
+            for name, first in self.structure.tied.items()
             if _matches(name, target)
             or _matches(path := name.rpartition(".")[0], target)
             or (path in linears and linears[path].component == target)
         }
-        return next((part for part in self.anatomy.parts if part.name in names), None)
+        return next((part for part in self.structure.parts if part.name in names), None)
 
     def _hint(self, target: str) -> str:
-        components = [c for c in COMPONENTS if self.anatomy.parts_of(c)]
+        components = [c for c in COMPONENTS if self.structure.parts_of(c)]
         if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
             return f" Components have names of their own here: write [{', '.join(meant)}]."
-        names = {piece for path in self.anatomy.linears() for piece in path.split(".") if not piece.isdigit()}
+        names = {piece for path in self.structure.linears() for piece in path.split(".") if not piece.isdigit()}
         return suggest(target, [*components, *names]) or (
-            f" Components: {', '.join(components)}; patterns match names such as {self.anatomy.parts[-1].name!r}"
+            f" Components: {', '.join(components)}; patterns match names such as {self.structure.parts[-1].name!r}"
         )
 
 

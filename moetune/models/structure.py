@@ -29,14 +29,14 @@ from moetune.models.moe import (
 
 __all__ = [
     "COMPONENTS",
-    "Anatomy",
     "Component",
     "ExpertShape",
     "LinearPart",
+    "ModelStructure",
     "MoeLayer",
     "Part",
     "meta_model",
-    "read_anatomy",
+    "read_structure",
     "require_causal_lm",
 ]
 
@@ -69,7 +69,7 @@ class LinearPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """The parts of one model.
 
     Attributes:
@@ -94,7 +94,7 @@ class Anatomy:
         """Module path -> size and place of every `nn.Linear`, or of those of one component."""
         return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
 
-    def without(self, layers: Collection[int]) -> Anatomy:
+    def without(self, layers: Collection[int]) -> ModelStructure:
         """The same but for what is in these decoder layers."""
         return replace(
             self,
@@ -132,7 +132,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         ) from error
 
 
-def read_anatomy(model: PreTrainedModel) -> Anatomy:
+def read_structure(model: PreTrainedModel) -> ModelStructure:
     """Reads the parts off a causal language model as transformers built it, before any adaptation.
 
     Raises:
@@ -170,7 +170,7 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         for name, module in landmarks.modules.items()
         if isinstance(module, nn.Linear) and _is_one_product(module)
     }
-    return Anatomy(model_type, landmarks.num_layers, moe_layers, tuple(parts), tied, linears)
+    return ModelStructure(model_type, landmarks.num_layers, moe_layers, tuple(parts), tied, linears)
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:

@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 
 from moetune.experts.bank import ExpertBank
 from moetune.models.stack import decoder_layers, decoder_stack
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 from moetune.parallel.ranks import Ranks
 from moetune.parallel.tensor import split_matrices
 
 
-def distribute(model: PreTrainedModel, anatomy: Anatomy, ranks: Ranks) -> None:
+def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) -> None:
     """Makes the model of this rank, which holds its own experts and everything else whole, one of all ranks'. Its banks
     exchange tokens by what they were given (adapt/pack.py).
 
@@ -41,7 +41,7 @@ def distribute(model: PreTrainedModel, anatomy: Anatomy, ranks: Ranks) -> None:
         return
     assert ranks.dense is not None
     if parallel.tp > 1:
-        split_matrices(model, anatomy, ranks.dense["tp"])
+        split_matrices(model, structure, ranks.dense["tp"])
     if parallel.fsdp > 1:
         _shard(model, ranks)
 

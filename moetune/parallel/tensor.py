@@ -6,20 +6,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 from moetune.run.tensor_plan import SPLIT, style_of, tensor_plan
 
 
-def split_matrices(model: PreTrainedModel, anatomy: Anatomy, tp: DeviceMesh) -> None:
+def split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: DeviceMesh) -> None:
     """Splits the linear layers of attention over the ranks of `tp`, heads by heads.
 
     LoRA follows its layer: B of one whose rows are split is split too, and A of one whose columns are.
     """
     plan = tensor_plan(model)
     resolved: dict[str, str] = {}
-    for path in anatomy.linears("attention"):
+    for path in structure.linears("attention"):
         style = style_of(path, plan)
-        assert style in SPLIT, f"{path} cannot be split (refusals.of_split_attention)"
+        assert style in SPLIT, f"{path} cannot be split (validation.of_split_attention)"
         module = model.get_submodule(path)
         base = f"{path}.base_layer" if hasattr(module, "base_layer") else path
         resolved[f"{base}.weight"] = resolved[base] = style

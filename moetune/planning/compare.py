@@ -11,8 +11,8 @@ from moetune.errors import UserError
 from moetune.memory.about import optimizers, trains
 from moetune.memory.changes import Combination, fitting
 from moetune.memory.report import MemoryReport
-from moetune.models.parameter_count import take_census
-from moetune.planning.needs import Needs
+from moetune.models.parameter_count import count_parameters
+from moetune.planning.predictor import Predictor
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: 
     """
     rows = []
     for gpu in gpus or (None,):
-        needs = Needs(gpu)
+        needs = Predictor(gpu)
         for name, config in runs:
             if (gpu or config.hardware.gpu) is None:
                 raise UserError(f"{name}: no card to compare with; give --gpu, or hardware.gpu in the run file")
             run = needs.resolve(config)
             report = needs.of(config) if method == "formula" else needs.traced(config)
             together = next(fitting(config, report, needs.of), None) if report.fits is False else None
-            census = take_census(run.anatomy)
-            idle = census.total - census.active_per_token
-            left_out = report.fullest.parts.frozen_weights * idle // census.total
+            parameter_count = count_parameters(run.structure)
+            idle = parameter_count.total - parameter_count.active_per_token
+            left_out = report.fullest.parts.frozen_weights * idle // parameter_count.total
             rows.append(Compared(name, "; ".join(trains(run)), optimizers(run), report, left_out, together))
     return rows

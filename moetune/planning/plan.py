@@ -15,12 +15,12 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.needs import Needs
-from moetune.planning.search import Beyond, Found, Search
-from moetune.planning.ways import GOALS, Goal, Way, layouts, ways
+from moetune.planning.predictor import Predictor
+from moetune.planning.search import NextLarger, Search, Solution
+from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, ways
 from moetune.planning.workers import Workers
-from moetune.run import refusals
-from moetune.run.published import published
+from moetune.run import validation
+from moetune.run.source_quantization import published
 
 SHORTEST = 1024
 """Tokens of a sequence, unless asked otherwise."""
@@ -43,7 +43,7 @@ class Candidate:
     gives_up: tuple[str, ...]
     amount: int
     report: MemoryReport
-    beyond: Beyond | None
+    beyond: NextLarger | None
 
     def to_json(self, tokens: int | None = None) -> dict[str, Any]:
         time = self.report.time
@@ -158,7 +158,7 @@ def plan(
         UserError: no such model or card.
     """
     source = find_model_source(model)
-    eager = {"attention": "eager"} if any(refusals.of_attention(source.config, "sdpa")) else {}
+    eager = {"attention": "eager"} if any(validation.of_attention(source.config, "sdpa")) else {}
     start = read_run_config(
         {
             "model": {"path": model, **eager},
@@ -171,8 +171,8 @@ def plan(
         "plan",
     )
     search = Search.of(start)
-    found: list[Found] = []
-    tried: list[Way] = []
+    found: list[Solution] = []
+    tried: list[Strategy] = []
     candidates: list[Candidate] = []
     notes: list[str] = []
     refused: dict[tuple[Goal, str], list[str]] = {}  # by goal and reason
@@ -180,7 +180,7 @@ def plan(
         for goal in goals:
             if goal != "lora" and not search.layers:
                 continue
-            tried += (all_ways := list(ways(goal, search.anatomy, count, published(source).base)))
+            tried += (all_ways := list(ways(goal, search.structure, count, published(source).base)))
             possible = [way for way in all_ways if search.may_fit(way)]
             for is_slow in (False, True):
                 some = [way for way in possible if _is_slow(way) is is_slow]
@@ -211,15 +211,15 @@ def plan(
     return Plan(model, gpu, search.usable, tuple(candidates), miss, tuple(notes), tokens)
 
 
-def _is_slow(way: Way) -> bool:
+def _is_slow(way: Strategy) -> bool:
     """Whether it is tried only where nothing else fits: all but an optimizer on the host, which can be worth it."""
     return way.settings.get("model.experts_on") == "host" or way.settings["train.checkpointing"] == "offload"
 
 
-def _ranked(found: Iterable[Found]) -> list[Found]:
+def _ranked(found: Iterable[Solution]) -> list[Solution]:
     """Goal by goal; what stays on the card first, then what trains most, then what gives up least. A way that trains no
     more than one that gives up less, and at no more tokens at once, is left out."""
-    ranked: list[Found] = []
+    ranked: list[Solution] = []
     for one in sorted(
         found,
         key=lambda f: (GOALS.index(f.way.goal), f.way.on_host, -f.amount, f.way.order, -f.config.train.micro_batch),
@@ -236,7 +236,7 @@ def _ranked(found: Iterable[Found]) -> list[Found]:
     return ranked
 
 
-def _candidate(one: Found, needs: Needs, tokens: int | None) -> Candidate:
+def _candidate(one: Solution, needs: Predictor, tokens: int | None) -> Candidate:
     run, config = needs.resolve(one.config), one.config
     what = "; ".join(trains(run))
     if tokens is not None:
@@ -250,14 +250,14 @@ def _fits_two(search: Search, config: RunConfig) -> bool:
     """Whether a run for one card fits two of them together."""
     if config.parallel.ranks > 1 or search.context >= search.usable:
         return False
-    divided = changed(config, next(layouts(search.anatomy, 2)))
+    divided = changed(config, next(layouts(search.structure, 2)))
     try:
         return bool(search.needs.of(divided).fits)
     except UserError:  # not every model can be divided
         return False
 
 
-def _nearest(search: Search, tried: list[Way], say: Callable[[str], None]) -> Miss | None:
+def _nearest(search: Search, tried: list[Strategy], say: Callable[[str], None]) -> Miss | None:
     """The way that needs least at its smallest, by arithmetic; it is looked at."""
     say("nothing fits: looking for what is nearest")
     for way in sorted(tried, key=lambda way: (search.bound(way, 0), way.order)):

@@ -10,7 +10,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.changes import changed, fitting
 from moetune.models.catalog.gpus import Figure, Gpu
-from moetune.planning.needs import Needs
+from moetune.planning.predictor import Predictor
 from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun
 
@@ -40,9 +40,9 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     Raises:
         UserError: it cannot be predicted.
     """
-    needed = Needs(card, device_type=run.device_type).of(run.config).required
+    needed = Predictor(card, device_type=run.device_type).of(run.config).required
     there = replace(card, memory=Figure(needed - lacking, "what there was"))
-    needs = Needs(there, device_type=run.device_type)
+    needs = Predictor(there, device_type=run.device_type)
     report = needs.of(run.config)
     solved = list(_solved(run.config, needs))
     keys = {flag.partition("=")[0] for one in solved for flag in one.flags}
@@ -50,7 +50,7 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     return [*(Remedy(one.flags, one.report.required) for one in islice(others, 3)), *solved]
 
 
-def _solved(config: RunConfig, needs: Needs) -> Iterator[Remedy]:
+def _solved(config: RunConfig, needs: Predictor) -> Iterator[Remedy]:
     for key in KEYS:
         try:
             solved = solve(config, key, needs)
@@ -64,7 +64,7 @@ def _solved(config: RunConfig, needs: Needs) -> Iterator[Remedy]:
             yield _same_step(config, solved.value, needs)
 
 
-def _same_step(config: RunConfig, most: int, needs: Needs) -> Remedy:
+def _same_step(config: RunConfig, most: int, needs: Predictor) -> Remedy:
     """As many rows a micro-batch as divide those of a step; the same step, unless gradients are freed as they come."""
     train = config.train
     rows = train.micro_batch * train.accumulate

@@ -19,10 +19,10 @@ from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu
 from moetune.models.selection import ranges
-from moetune.models.structure import Anatomy
-from moetune.planning.needs import Needs
+from moetune.models.structure import ModelStructure
+from moetune.planning.predictor import Predictor
 from moetune.planning.solve import last_that_fits
-from moetune.planning.ways import Way
+from moetune.planning.strategies import Strategy
 from moetune.run.resolve import resolve_model
 from moetune.training.optim.saved import state_bytes
 
@@ -33,7 +33,7 @@ _UNSURE = 100 << 20
 
 
 @dataclass(frozen=True)
-class Beyond:
+class NextLarger:
     """A run a notch larger than what fits, and that notch in words."""
 
     what: str
@@ -42,14 +42,14 @@ class Beyond:
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """The largest run of one way, and the one a notch larger, which does not fit; None if there is none."""
 
-    way: Way
+    way: Strategy
     config: RunConfig
     report: MemoryReport
     amount: int
-    beyond: Beyond | None
+    beyond: NextLarger | None
 
 
 class Search:
@@ -61,29 +61,31 @@ class Search:
         context: bytes that a process takes of it whatever it does.
     """
 
-    def __init__(self, start: RunConfig, anatomy: Anatomy, needs: Needs, usable: int, context: int = 0) -> None:
-        self.start, self.anatomy, self.needs, self.usable, self.context = start, anatomy, needs, usable, context
+    def __init__(
+        self, start: RunConfig, structure: ModelStructure, needs: Predictor, usable: int, context: int = 0
+    ) -> None:
+        self.start, self.structure, self.needs, self.usable, self.context = start, structure, needs, usable, context
         self.margin = 0  # bytes that the trace of what was found has more than the closed form
-        self.layers = [layer.index for layer in anatomy.moe_layers]
-        self.experts = min((layer.shape.num_experts for layer in anatomy.moe_layers), default=0)
+        self.layers = [layer.index for layer in structure.moe_layers]
+        self.experts = min((layer.shape.num_experts for layer in structure.moe_layers), default=0)
 
     @classmethod
     def of(cls, start: RunConfig) -> Search:
         """For the model and the card of a run file."""
         assert start.hardware.gpu is not None
         card = find_gpu(start.hardware.gpu)
-        return cls(start, resolve_model(start.model).anatomy, Needs(), card.memory.value, card.context.value)
+        return cls(start, resolve_model(start.model).structure, Predictor(), card.memory.value, card.context.value)
 
-    def may_fit(self, way: Way) -> bool:
+    def may_fit(self, way: Strategy) -> bool:
         """Whether the least that a way could train fits by arithmetic."""
         return self.bound(way, 1 if way.goal == "experts" else 0) <= self.usable
 
-    def traced(self, found: Found) -> Found | None:
+    def traced(self, found: Solution) -> Solution | None:
         """The same, traced, and the notch more too where that could fit. A trace may have a little more than the closed
         form, or less: then the most that fits with that; None if there is nothing."""
         self.margin = 0
-        sure: Found | None = None
-        now: Found | None = found
+        sure: Solution | None = None
+        now: Solution | None = found
         for _ in range(4):
             if now is None:
                 break
@@ -103,7 +105,7 @@ class Search:
             now = self.largest(found.way)
         return sure
 
-    def largest(self, way: Way) -> Found | None:
+    def largest(self, way: Strategy) -> Solution | None:
         """The most that a way trains; None if nothing of it fits."""
         if not self.may_fit(way):
             return None
@@ -116,7 +118,7 @@ class Search:
                 found = self._at(way, {"adapt.router": "all"}, 0)
         return None if found is None else self._most_rows(found)
 
-    def smallest(self, way: Way) -> RunConfig:
+    def smallest(self, way: Strategy) -> RunConfig:
         """The least that a way could train."""
         match way.goal:
             case "experts":
@@ -125,13 +127,13 @@ class Search:
                 return self.config(way, self._of_rank(RANKS[0]))
         return self.config(way, {"adapt.router": "all"})
 
-    def config(self, way: Way, settings: dict[str, Any]) -> RunConfig:
+    def config(self, way: Strategy, settings: dict[str, Any]) -> RunConfig:
         return changed(self.start, {**way.settings, **settings})
 
-    def _at(self, way: Way, settings: dict[str, Any], amount: int) -> Found | None:
+    def _at(self, way: Strategy, settings: dict[str, Any], amount: int) -> Solution | None:
         config = self.config(way, settings)
         report = self.needs.of(config)
-        return Found(way, config, report, amount, None) if self._left(report) >= 0 else None
+        return Solution(way, config, report, amount, None) if self._left(report) >= 0 else None
 
     def _left(self, report: MemoryReport) -> int:
         assert report.headroom_bytes is not None
@@ -149,7 +151,7 @@ class Search:
             "adapt.experts.ids": ranges(range(each)),
         }
 
-    def _most_experts(self, way: Way) -> Found | None:
+    def _most_experts(self, way: Strategy) -> Solution | None:
         """The most layers × experts; of equal ones that with fewest experts a layer."""
         reports: dict[tuple[int, int], MemoryReport] = {}
 
@@ -186,10 +188,10 @@ class Search:
         beyond = None
         if further[0] <= depth and further[1] <= self.experts:
             config = self.config(way, self._of_experts(*further))
-            beyond = Beyond(
+            beyond = NextLarger(
                 f"{counted(further[0], 'layer')} × {counted(further[1], 'expert')}", config, report(*further)
             )
-        return Found(way, self.config(way, self._of_experts(*best)), reports[best], layers * each, beyond)
+        return Solution(way, self.config(way, self._of_experts(*best)), reports[best], layers * each, beyond)
 
     def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:
         """The most experts that a straight line through the two deepest runs with so many a layer leaves room for."""
@@ -206,7 +208,7 @@ class Search:
         targets = ["attention", "experts" if self.layers else "dense_mlp"]
         return {"adapt.lora.rank": rank, "adapt.lora.alpha": 2 * rank, "adapt.lora.targets": targets}
 
-    def _highest_rank(self, way: Way) -> Found | None:
+    def _highest_rank(self, way: Strategy) -> Solution | None:
         reports: dict[int, MemoryReport] = {}
 
         def headroom(number: int) -> int:
@@ -217,10 +219,10 @@ class Search:
         if last < 0:
             return None
         configs = [self.config(way, self._of_rank(rank)) for rank in RANKS[last : last + 2]]
-        beyond = Beyond(f"rank {RANKS[last + 1]}", configs[1], reports[last + 1]) if configs[1:] else None
-        return Found(way, configs[0], reports[last], RANKS[last], beyond)
+        beyond = NextLarger(f"rank {RANKS[last + 1]}", configs[1], reports[last + 1]) if configs[1:] else None
+        return Solution(way, configs[0], reports[last], RANKS[last], beyond)
 
-    def _most_rows(self, found: Found) -> Found:
+    def _most_rows(self, found: Solution) -> Solution:
         """The same with as many rows a micro-batch as fit, and as many rows a step."""
         configs: dict[int, RunConfig] = {0: found.config}
         reports: dict[int, MemoryReport] = {0: found.report}
@@ -236,26 +238,26 @@ class Search:
         last = last_that_fits(len(ROWS), headroom, start, self._left(found.report))
         beyond = found.beyond
         if beyond is None and last + 1 < len(ROWS):
-            beyond = Beyond(f"micro-batch {ROWS[last + 1]}", configs[last + 1], reports[last + 1])
-        return Found(found.way, configs[last], reports[last], found.amount, beyond)
+            beyond = NextLarger(f"micro-batch {ROWS[last + 1]}", configs[last + 1], reports[last + 1])
+        return Solution(found.way, configs[last], reports[last], found.amount, beyond)
 
-    def is_all(self, found: Found) -> bool:
+    def is_all(self, found: Solution) -> bool:
         """Whether nothing larger is looked for, whatever the way."""
         most = {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[found.way.goal]
         return found.amount >= most and found.config.train.micro_batch >= ROWS[-1]
 
     # --- Arithmetic -------------------------------------------------------------------------------------------
 
-    def bound(self, way: Way, experts: int) -> int:
+    def bound(self, way: Strategy, experts: int) -> int:
         """Bytes that a run needs at least, by arithmetic alone, with so many experts trained (memory/arithmetic.py)."""
         config = self.config(way, self._of_experts(1, 1) if self.layers else {"adapt.also": ["norm"]})
         per_weight = {"nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "bf16": 2.0, "fp32": 4.0}[config.model.storage]
-        stored = per_weight * sum(part.numel for part in self.anatomy.parts)
+        stored = per_weight * sum(part.numel for part in self.structure.parts)
         if config.model.experts_on == "host":
-            stored -= per_weight * sum(part.numel for part in self.anatomy.parts_of("experts"))
+            stored -= per_weight * sum(part.numel for part in self.structure.parts_of("experts"))
         each = 0.0
         if experts:
-            size = self.anatomy.moe_layers[0].shape.parameters_per_expert
+            size = self.structure.moe_layers[0].shape.parameters_per_expert
             optimizer = config.optimizer
             assert isinstance(optimizer, OptimizerConfig)
             each = size * (2 - per_weight)

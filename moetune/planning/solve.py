@@ -17,7 +17,7 @@ from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.selection import ranges
-from moetune.planning.needs import Needs
+from moetune.planning.predictor import Predictor
 from moetune.run.resolve import ResolvedRun
 
 NOTCH = 64
@@ -74,7 +74,7 @@ class Solved:
         }
 
 
-def solve(config: RunConfig, key: str, needs: Needs) -> Solved:
+def solve(config: RunConfig, key: str, needs: Predictor) -> Solved:
     """Solves a run file for the value of `key`.
 
     Raises:
@@ -107,7 +107,7 @@ def solve(config: RunConfig, key: str, needs: Needs) -> Solved:
     )
 
 
-def _report(config: RunConfig, axis: Axis, number: int, needs: Needs, *, traced: bool = False) -> MemoryReport:
+def _report(config: RunConfig, axis: Axis, number: int, needs: Predictor, *, traced: bool = False) -> MemoryReport:
     value = axis.values[number]
     if axis.key == "hardware.gpu":
         needs.gpu = value
@@ -155,7 +155,7 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
     Raises:
         UserError: it is none that can be solved for, or the run has no such setting.
     """
-    config, anatomy = run.config, run.anatomy
+    config, structure = run.config, run.structure
     section, _, last = key.rpartition(".")
     if key in ("train.micro_batch", "train.eval_micro_batch"):
         now = getattr(config.train, last) or config.train.micro_batch
@@ -173,15 +173,15 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
             raise UserError(f"--solve {key}: the run file has no {section}; nothing of it trains")
         if key == "adapt.lora.rank":
             smallest = min(
-                min(linear.in_features, linear.out_features) for linear in anatomy.linears("attention").values()
+                min(linear.in_features, linear.out_features) for linear in structure.linears("attention").values()
             )
             ranks = [rank for rank in (1, 2, 4) if rank < smallest] + [*range(_RANK, smallest + 1, _RANK)]
             return Axis(key, ranks, sum(rank < part.rank for rank in ranks[:-1]))  # type: ignore[union-attr]
         if last == "layers":
             is_lora = section == "adapt.lora"
-            there = range(anatomy.num_layers) if is_lora else [layer.index for layer in anatomy.moe_layers]
+            there = range(structure.num_layers) if is_lora else [layer.index for layer in structure.moe_layers]
         else:
-            there = range(min((layer.shape.num_experts for layer in anatomy.moe_layers), default=0))
+            there = range(min((layer.shape.num_experts for layer in structure.moe_layers), default=0))
         return _first_of(key, list(there), getattr(part, last))
     raise UserError(f"--solve {key!r} is no setting to solve for.{suggest(key, KEYS)} There are: {', '.join(KEYS)}")
 

@@ -18,10 +18,10 @@ from moetune.errors import UserError
 from moetune.report.console import quieten
 
 if TYPE_CHECKING:
-    from moetune.planning.search import Found, Search
-    from moetune.planning.ways import Way
+    from moetune.planning.search import Search, Solution
+    from moetune.planning.strategies import Strategy
 
-_Asked = TypeVar("_Asked", "Way", "Found")
+_Asked = TypeVar("_Asked", "Strategy", "Solution")
 
 
 class Workers:
@@ -49,7 +49,7 @@ class Workers:
 
     def answers(
         self, question: Literal["largest", "traced"], asked: Sequence[_Asked], say: Callable[[_Asked], None]
-    ) -> Iterator[tuple[_Asked, Found | UserError | None]]:
+    ) -> Iterator[tuple[_Asked, Solution | UserError | None]]:
         """Each, and what `Search` answers to it, in order.
 
         The others begin when the first is answered: it may be enough.
@@ -76,7 +76,7 @@ class Workers:
                 future.cancel()
 
 
-def _answered(search: Search, question: str, asked: Way | Found) -> Found | UserError | None:
+def _answered(search: Search, question: str, asked: Strategy | Solution) -> Solution | UserError | None:
     try:
         return getattr(search, question)(asked)
     except UserError as error:  # not every model has every way
@@ -107,5 +107,5 @@ def _search(start: str) -> Search:
     return Search.of(RunConfig.model_validate_json(start))
 
 
-def _answer(start: str, question: str, asked: Way | Found) -> Found | UserError | None:
+def _answer(start: str, question: str, asked: Strategy | Solution) -> Solution | UserError | None:
     return _answered(_search(start), question, asked)

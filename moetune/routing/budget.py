@@ -8,7 +8,7 @@ from typing import Any
 from moetune.config.schema import ChoiceConfig, ExpertsConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
-from moetune.planning.needs import Needs
+from moetune.planning.predictor import Predictor
 from moetune.planning.solve import last_that_fits
 from moetune.report.units import gib
 
@@ -36,14 +36,14 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     key = keys[0]
     choice = _choice(config, key)
     assert choice is not None
-    needs = Needs(gpu=str(choice.budget))
+    needs = Predictor(gpu=str(choice.budget))
 
     def chosen(k: int) -> RunConfig:
         return _with(config, key, choice.model_copy(update={"budget": None, "k": k}))
 
     one = needs.resolve(chosen(1))
     ids = getattr(one.config.adapt, key).ids
-    most = min(layer.shape.num_experts for layer in one.anatomy.moe_layers if layer.index in ids)
+    most = min(layer.shape.num_experts for layer in one.structure.moe_layers if layer.index in ids)
     judged: dict[int, MemoryReport] = {}
 
     def headroom(number: int) -> int:

@@ -96,7 +96,7 @@ def drift(
     if data is None and (config.data is None or not config.data.evaluates):
         raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
     run = resolve(config, this_device())
-    if not run.anatomy.moe_layers:
+    if not run.structure.moe_layers:
         raise UserError(f"{config.model.path!r} is a dense model: it has no routing")
     device = run.device(device)
     start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None

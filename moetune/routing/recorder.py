@@ -42,7 +42,7 @@ class Recorder:
     def __init__(self, adapted: Adapted, sums: Sums | None = None) -> None:
         self.sums: Sums = {} if sums is None else sums
         self.choices: dict[int, list[Tensor]] | None = None
-        self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
+        self.layers = {layer.index: layer for layer in adapted.structure.moe_layers}
         self._batch: _Tokens | None = None
         self._of_batch: Sums = {}
         self._logits: dict[int, Tensor] = {}

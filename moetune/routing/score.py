@@ -28,7 +28,7 @@ from safetensors.torch import save as as_safetensors
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from moetune.adapt.attention import wants_borders
+from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import build_noting
@@ -39,13 +39,13 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import reading
 from moetune.routing.recorder import Recorder, Sums, documents_of
-from moetune.run import refusals
+from moetune.run import validation
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.run.scores import Scored, Scores, read_scores
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import Row, collate
-from moetune.training.step.tail import split
+from moetune.training.step.lm_head import split
 
 TOKENS = 131_072
 SAVE_SECONDS = 60.0
@@ -79,7 +79,7 @@ def to_score(config: RunConfig) -> RunConfig:
 
 def refuse_dense(run: ResolvedRun) -> None:
     """Raises `UserError` if there is nothing to score."""
-    if not run.anatomy.moe_layers:
+    if not run.structure.moe_layers:
         raise UserError(f"{run.config.model.path!r} is a dense model: it has no experts to score")
 
 
@@ -120,7 +120,7 @@ def score(
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     device = run.device(device)
     config = run.config
-    raise_problems(refusals.of_training(config))
+    raise_problems(validation.of_training(config))
     if config.parallel.ranks != ranks.parallel.ranks:
         raise UserError(
             f"parallel: makes {config.parallel.ranks} ranks, and this process is one of {ranks.parallel.ranks}"
@@ -220,7 +220,7 @@ def read(
         at_least: tokens that rows are padded to.
     """
     model = adapted.model
-    batch = collate(rows, padding, at_least=at_least, documents_by_border=wants_borders(model))
+    batch = collate(rows, padding, at_least=at_least, documents_by_cu_seqlens=wants_cu_seqlens(model))
     batch = {name: _on(value, model.device) for name, value in batch.items()}
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
     recording = recorder.batch(batch, documents_of(rows), source, number) if counts else recorder.nothing()

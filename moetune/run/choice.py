@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
 from moetune.errors import UserError
 from moetune.models.moe import MoeLayer
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 from moetune.run.scores import LayerScores, Scores, read_scores, refuse_other_model
 
 Chosen = dict[int, tuple[int, ...]]
@@ -30,7 +30,7 @@ class Coverage:
     random_total: float
 
 
-def choose(choice: ChoiceConfig, anatomy: Anatomy, where: str, lora: LoraConfig | None = None) -> Chosen:
+def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: LoraConfig | None = None) -> Chosen:
     """The experts that a choice names.
 
     Args:
@@ -43,12 +43,12 @@ def choose(choice: ChoiceConfig, anatomy: Anatomy, where: str, lora: LoraConfig 
             more than there are.
     """
     scores = read_scores(choice.from_, f"{where}.from")
-    refuse_other_model(scores, anatomy, f"{where}.from")
+    refuse_other_model(scores, structure, f"{where}.from")
     background = None
     if choice.background is not None:
         background = read_scores(choice.background, f"{where}.background")
-        refuse_other_model(background, anatomy, f"{where}.background")
-    layers = {layer.index: layer for layer in anatomy.moe_layers}
+        refuse_other_model(background, structure, f"{where}.background")
+    layers = {layer.index: layer for layer in structure.moe_layers}
     if isinstance(choice.layers, tuple):
         if missing := [index for index in choice.layers if index not in layers]:
             raise UserError(
@@ -109,7 +109,7 @@ def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
     )
 
 
-def settle(adapt: AdaptConfig, anatomy: Anatomy) -> AdaptConfig:
+def settle(adapt: AdaptConfig, structure: ModelStructure) -> AdaptConfig:
     """`adapt:` with ids in the place of choices.
 
     Raises:
@@ -118,12 +118,12 @@ def settle(adapt: AdaptConfig, anatomy: Anatomy) -> AdaptConfig:
     experts, lora, problems = adapt.experts, adapt.lora, []
     try:
         if isinstance(experts, ChoiceConfig):
-            experts = ExpertsConfig.model_validate({"ids": _written(choose(experts, anatomy, "adapt.experts"))})
+            experts = ExpertsConfig.model_validate({"ids": _written(choose(experts, structure, "adapt.experts"))})
     except UserError as error:
         problems.append(str(error))
     try:
         if lora is not None and isinstance(lora.ids, ChoiceConfig):
-            ids = choose(lora.ids, anatomy, "adapt.lora.ids", lora)
+            ids = choose(lora.ids, structure, "adapt.lora.ids", lora)
             lora = lora.model_copy(update={"ids": _written(ids)})
     except UserError as error:
         problems.append(str(error))

@@ -9,17 +9,17 @@ import re
 from transformers import PreTrainedModel
 
 from moetune.models.selection import Selection
-from moetune.models.structure import Anatomy, Component
+from moetune.models.structure import Component, ModelStructure
 
 PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
 _SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
 
 
-def linears_to_pack(model: PreTrainedModel, anatomy: Anatomy, selection: Selection) -> list[str]:
+def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selection: Selection) -> list[str]:
     """Paths of the linear layers that stay frozen, are worth packing and are only ever called."""
     return [
         path
-        for path, linear in anatomy.linears().items()
+        for path, linear in structure.linears().items()
         if linear.component in PACKED_COMPONENTS
         and min(linear.in_features, linear.out_features) >= _SMALLEST
         and f"{path}.weight" not in selection.full

@@ -16,24 +16,24 @@ from typing import Literal
 from moetune.config.schema import Part
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 
 Matrix = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 """What a bank calls one expert's share of a stack."""
 
 
-def parts_of(anatomy: Anatomy, selection: Selection) -> dict[str, Part]:
+def parts_of(structure: ModelStructure, selection: Selection) -> dict[str, Part]:
     """Name in the adapted model -> part, of every parameter that trains on a run's ranks together."""
-    return dict(_parts(anatomy, selection))
+    return dict(_parts(structure, selection))
 
 
-def _parts(anatomy: Anatomy, selection: Selection) -> Iterator[tuple[str, Part]]:
-    routers = {part.name for part in anatomy.parts_of("router")}
+def _parts(structure: ModelStructure, selection: Selection) -> Iterator[tuple[str, Part]]:
+    routers = {part.name for part in structure.parts_of("router")}
     for name in sorted(selection.full):
         yield whole_name(name, selection), "router" if name in routers else "other"
     for path in selection.lora_linears:
         yield from ((name, "lora") for name in linear_factors(path).values())
-    for layer in anatomy.moe_layers:
+    for layer in structure.moe_layers:
         for expert in selection.experts.get(layer.index, ()):
             yield from ((trained_name(layer, expert, stack), "experts") for stack in stacks(layer))
         if selection.lora_experts.get(layer.index):

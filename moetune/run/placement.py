@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from moetune.errors import UserError
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ EVERYTHING = Placement()
 
 
 def balance_experts(
-    anatomy: Anatomy, selection: Selection, ep: int, load: Mapping[int, Sequence[float]] | None = None
+    structure: ModelStructure, selection: Selection, ep: int, load: Mapping[int, Sequence[float]] | None = None
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
     """For each layer the ids on each of `ep` ranks.
 
@@ -50,7 +50,7 @@ def balance_experts(
     """
     trained_so_far, load_so_far = [0] * ep, [0.0] * ep
     placement: dict[int, tuple[tuple[int, ...], ...]] = {}
-    for layer in anatomy.moe_layers:
+    for layer in structure.moe_layers:
         count = layer.shape.num_experts
         weights = _trained_parameters(layer, selection)
         tokens = [float(x) for x in (load or {}).get(layer.index, [1.0] * count)]

@@ -20,17 +20,17 @@ from moetune.models.routers import Score, correction_bias, known_scores
 from moetune.models.selection import NOTHING, Selection, examine_selection
 from moetune.models.source import ModelSource, find_model_source
 from moetune.models.stack import leave_out
-from moetune.models.structure import Anatomy, meta_model, read_anatomy
-from moetune.run import refusals
+from moetune.models.structure import ModelStructure, meta_model, read_structure
+from moetune.run import validation
 from moetune.run.choice import scores_of, settle
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
-from moetune.run.linears import linears_to_pack
+from moetune.run.linears import linears_to_quantize
 from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts
-from moetune.run.published import Published, keeps_gate_up_apart, published
 from moetune.run.records import read_load
 from moetune.run.scores import Scores, refuse_other_base
+from moetune.run.source_quantization import SourceQuantization, keeps_gate_up_apart, published
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 """What `train.expert_memory: auto` is: on a GPU a few launches for a layer of small experts, on a CPU what its caches
@@ -47,15 +47,15 @@ class ResolvedModel:
         published: how those are stored there.
         settings: transformers' configuration with the run's attention and dtype. Not to be changed.
         plain: the model on the meta device as transformers has it, before any adaptation. Not to be changed.
-        anatomy: its parts.
+        structure: its parts.
     """
 
     config: ModelConfig
     source: ModelSource
-    published: Published
+    published: SourceQuantization
     settings: PretrainedConfig = field(repr=False)
     plain: PreTrainedModel = field(repr=False)
-    anatomy: Anatomy = field(repr=False)
+    structure: ModelStructure = field(repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,8 +99,8 @@ class ResolvedRun:
     problems: tuple[str, ...] = ()
 
     @property
-    def anatomy(self) -> Anatomy:
-        return self.model.anatomy
+    def structure(self) -> ModelStructure:
+        return self.model.structure
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,9 +113,9 @@ class ResolvedRun:
         return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
     @cached_property
-    def packed_linears(self) -> tuple[str, ...]:
+    def quantized_linears(self) -> tuple[str, ...]:
         """Paths of the linear layers that are stored in base precision."""
-        return tuple(linears_to_pack(self.model.plain, self.anatomy, self.selection))
+        return tuple(linears_to_quantize(self.model.plain, self.structure, self.selection))
 
     def device(self, device: torch.device | str | None = None) -> torch.device:
         """Where it can take place on this machine: on `device`, or on the first one of the kind that it is for.
@@ -142,14 +142,14 @@ class ResolvedRun:
 
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
         """The same run on a model that passes these decoder layers by, for a prediction."""
-        anatomy, selection = self.anatomy.without(layers), self.selection.without(layers, self.anatomy)
+        structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
         plain = copy.deepcopy(self.model.plain)
         leave_out(plain, layers)
         return replace(
             self,
-            model=replace(self.model, plain=plain, anatomy=anatomy),
+            model=replace(self.model, plain=plain, structure=structure),
             selection=selection,
-            parts=parts_of(anatomy, selection),
+            parts=parts_of(structure, selection),
             placement={layer: held for layer, held in self.placement.items() if layer not in layers},
         )
 
@@ -160,7 +160,7 @@ class ResolvedRun:
 
     def refuse_unpredictable(self) -> None:
         """Raises `UserError` if it can be trained at best."""
-        raise_problems(refusals.of_prediction(self.config))
+        raise_problems(validation.of_prediction(self.config))
 
 
 def resolve(config: RunConfig, device_type: DeviceType = "cuda", *, like: ResolvedRun | None = None) -> ResolvedRun:
@@ -188,38 +188,38 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
     config = config.model_copy(update={"model": _with_dtype(config.model, device_type)})
     model, problems = _examine_model(config.model, None if like is None else like.model)
     config = config.model_copy(update={"model": model.config})
-    anatomy, plain, parallel = model.anatomy, model.plain, config.parallel
+    structure, plain, parallel = model.structure, model.plain, config.parallel
     scored: tuple[tuple[str, Scores], ...] = ()
     try:
-        settled = settle(config.adapt, anatomy)
+        settled = settle(config.adapt, structure)
         scored = scores_of(config.adapt)
         config = config.model_copy(update={"adapt": settled})
-        selection, wrong = examine_selection(config.adapt, anatomy, refusals.inert_linears(plain, anatomy))
+        selection, wrong = examine_selection(config.adapt, structure, validation.inert_linears(plain, structure))
     except UserError as error:
         selection, wrong = NOTHING, [str(error)]
     if config.train.router_aux_loss == "auto":
         coefficient = getattr(model.settings.get_text_config(), "router_aux_loss_coef", None)
-        problems += [] if coefficient else refusals.of_auto_coefficient(anatomy.model_type)
+        problems += [] if coefficient else validation.of_auto_coefficient(structure.model_type)
         train = config.train.model_copy(update={"router_aux_loss": coefficient or 0.0})
         config = config.model_copy(update={"train": train})
-    parts = parts_of(anatomy, selection)
+    parts = parts_of(structure, selection)
     trains = frozenset(parts.values())
     optimizers = {part: optimizer for part, optimizer in config.optimizers.items() if part in trains}
     problems += wrong
     if not wrong:
-        problems += refusals.of_parts(config, trains)
+        problems += validation.of_parts(config, trains)
     kv_heads = getattr(model.settings.get_text_config(), "num_key_value_heads", None)
-    experts = [layer.shape.num_experts for layer in anatomy.moe_layers]
-    indivisible = [*refusals.of_division(parallel, layers=anatomy.num_layers, experts=experts, kv_heads=kv_heads)]
+    experts = [layer.shape.num_experts for layer in structure.moe_layers]
+    indivisible = [*validation.of_division(parallel, layers=structure.num_layers, experts=experts, kv_heads=kv_heads)]
     problems += [
-        *refusals.of_experts(plain, anatomy),
-        *refusals.of_lora(plain, selection),
-        *refusals.of_router_losses(config, anatomy),
-        *refusals.of_checkpointing(config, plain),
-        *refusals.of_float16(plain, parts, optimizers),
-        *refusals.of_unshared(config),
+        *validation.of_experts(plain, structure),
+        *validation.of_lora(plain, selection),
+        *validation.of_router_losses(config, structure),
+        *validation.of_checkpointing(config, plain),
+        *validation.of_float16(plain, parts, optimizers),
+        *validation.of_unshared(config),
         *indivisible,
-        *refusals.of_split_attention(config, plain, anatomy, selection),
+        *validation.of_split_attention(config, plain, structure, selection),
     ]
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = {}
     try:
@@ -227,19 +227,19 @@ def examine(config: RunConfig, device_type: DeviceType = "cuda", *, like: Resolv
             deepspeed_json(config)
         if parallel.ep > 1 and not indivisible:
             load = None if parallel.load is None else read_load(expanded(parallel.load), "parallel.load")
-            placement = balance_experts(anatomy, selection, parallel.ep, load)
+            placement = balance_experts(structure, selection, parallel.ep, load)
     except UserError as error:
         problems.append(str(error))
     router_scores: dict[int, Score] = {}
     if config.train.dense_router_gradient:
-        router_scores = known_scores(plain, anatomy.moe_layers)
-        problems += refusals.of_dense_gradient(config, anatomy, trains, router_scores)
+        router_scores = known_scores(plain, structure.moe_layers)
+        problems += validation.of_dense_gradient(config, structure, trains, router_scores)
     router_biases: dict[int, str] = {}
     if config.train.router_bias_rate:
-        routers = {part.layer for part in anatomy.parts_of("router") if part.name in selection.full}
-        found = {x.index: correction_bias(plain, x) for x in anatomy.moe_layers if x.index in routers}
+        routers = {part.layer for part in structure.parts_of("router") if part.name in selection.full}
+        found = {x.index: correction_bias(plain, x) for x in structure.moe_layers if x.index in routers}
         router_biases = {layer: name for layer, name in found.items() if name is not None}
-        problems += refusals.of_router_bias(anatomy.model_type, routers, router_biases)
+        problems += validation.of_router_bias(structure.model_type, routers, router_biases)
     return ResolvedRun(
         config,
         device_type,
@@ -294,11 +294,11 @@ def _with_dtype(config: ModelConfig, device_type: DeviceType) -> ModelConfig:
 def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[ResolvedModel, list[str]]:
     known = like if like is not None and _builds_alike(config, like.config) else None
     source = find_model_source(config.path) if known is None else known.source
-    no_attention = [*refusals.of_attention(source.config, config.attention)]
+    no_attention = [*validation.of_attention(source.config, config.attention)]
     how = published(source) if known is None else known.published
-    problems = [*refusals.of_published(how, config), *no_attention]
+    problems = [*validation.of_published(how, config), *no_attention]
     config = how.settle(config)
-    problems += refusals.of_dtypes(config)
+    problems += validation.of_dtypes(config)
     if known is not None:
         return replace(known, config=config), problems
     settings = copy.deepcopy(source.config)
@@ -310,7 +310,7 @@ def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[Res
     settings.use_cache = False
     settings.dtype = DTYPES[config.dtype]
     plain = meta_model(settings)
-    return ResolvedModel(config, source, how, settings, plain, read_anatomy(plain)), problems
+    return ResolvedModel(config, source, how, settings, plain, read_structure(plain)), problems
 
 
 def _builds_alike(one: ModelConfig, other: ModelConfig) -> bool:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 
 SCHEMA: Literal[1] = 1
 Scope = str
@@ -132,10 +132,10 @@ def read_scores(file: str | Path, where: str) -> Scores:
     return read_json(expanded(file), Scores, f"{where}: {str(file)!r}", "give what moetune score writes")
 
 
-def refuse_other_model(scores: Scores, anatomy: Anatomy, where: str) -> None:
+def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:
     """Raises `UserError` unless the scores are of a model with these layers and experts."""
     found = {index: layer.num_experts for index, layer in scores.layers.items()}
-    expected = {layer.index: layer.shape.num_experts for layer in anatomy.moe_layers}
+    expected = {layer.index: layer.shape.num_experts for layer in structure.moe_layers}
     for index in sorted(found.keys() | expected.keys()):
         if found.get(index) != expected.get(index):
             raise UserError(

@@ -80,7 +80,7 @@ class Part:
 
 def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
     """What trains on this rank, by the names that it has in a checkpoint."""
-    banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.anatomy.moe_layers}
+    banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
     parts: dict[nn.Parameter, list[Part]] = {}
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moetune.adapt.attention import borders, wants_borders
+from moetune.adapt.attention import cu_seqlens, wants_cu_seqlens
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_stack
-from moetune.training.notices import refuse_broken_weights
+from moetune.training.run_warnings import refuse_broken_weights
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
     ids = torch.randint(embedding.weight.shape[0], (2, rows, length), generator=generator)
     ids[1, :, border:] = ids[0, :, border:]
     positions = torch.cat([torch.arange(border), torch.arange(length - border)]).expand(rows, length).to(device)
-    documents = borders([border, length - border] * rows) if wants_borders(wrapped) else {}
+    documents = cu_seqlens([border, length - border] * rows) if wants_cu_seqlens(wrapped) else {}
     documents = {name: value.to(device) if torch.is_tensor(value) else value for name, value in documents.items()}
     stack, was_training = decoder_stack(wrapped), model.training
     model.eval()  # dropout and router jitter would draw from the random state

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import get_scheduler, set_seed
 
-from moetune.adapt.attention import wants_borders
+from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
@@ -29,13 +29,13 @@ from moetune.training import checkpoint, trainer_state
 from moetune.training.data.load import Datasets
 from moetune.training.interrupt import Interrupted, Signals
 from moetune.training.metrics import Interval, Sums
-from moetune.training.notices import Notices, refuse_broken_weights
 from moetune.training.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.training.optim.values import as_float, generator_states, set_generator_states
 from moetune.training.order import MicroBatch, share, shuffled
 from moetune.training.pace import Pace
 from moetune.training.reporters import Reporters
 from moetune.training.run_folder import RunFolder
+from moetune.training.run_warnings import RunWarnings, refuse_broken_weights
 from moetune.training.step.batch import Batch, Row, collate, uncounted
 from moetune.training.step.loss import IGNORED
 from moetune.training.step.micro_step import held_out_loss
@@ -65,14 +65,16 @@ class Loop:
         folder: RunFolder,
         pad_token_id: int,
         console: Console,
-        notices: Notices,
+        notices: RunWarnings,
         watcher: Watcher,
         resume: Path | None = None,
     ) -> None:
         self.adapted, self.config, self.ranks = adapted, adapted.run.config, adapted.ranks
         self.data, self.folder, self.device = data, folder, adapted.model.device
         self.console, self.notices, self.watcher = console, notices, watcher
-        self.collate = partial(collate, pad_token_id=pad_token_id, documents_by_border=wants_borders(adapted.model))
+        self.collate = partial(
+            collate, pad_token_id=pad_token_id, documents_by_cu_seqlens=wants_cu_seqlens(adapted.model)
+        )
         self.where = Where()
         self.step, self.tokens, self.micro_batch = 0, 0, self.config.train.micro_batch
         self.total_load: dict[int, Tensor] = {}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moetune.parallel.ranks import Ranks
-from moetune.training.notices import Notices
 from moetune.training.pace import Pace
 from moetune.training.routing import load_by_layer, load_summary, on_host
+from moetune.training.run_warnings import RunWarnings
 from moetune.training.step.micro_step import MicroStep
 from moetune.training.step.stepper import Reduced
 
@@ -75,7 +75,7 @@ class Interval:
         total_load: dict[int, Tensor],
         ranks: Ranks,
         pace: Pace,
-        notices: Notices,
+        notices: RunWarnings,
     ) -> dict[str, Any]:
         """The line of metrics, of all ranks.
 

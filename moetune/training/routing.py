@@ -52,7 +52,7 @@ def on_host(load: dict[int, Tensor]) -> dict[int, Tensor]:
 def idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, int], int]:
     """(layer, expert) -> its parameters that train, of those that train or have LoRA and received no token."""
     idle, selection = {}, run.selection
-    for layer in run.anatomy.moe_layers:
+    for layer in run.structure.moe_layers:
         for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
             for expert in ids.get(layer.index, ()):
                 if layer.index in load and not load[layer.index][expert]:
@@ -63,7 +63,7 @@ def idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, i
 def collapsed(run: ResolvedRun, load: dict[int, Tensor]) -> dict[int, float]:
     """Layer -> its effective number of experts, the exponential of the load's entropy, where that is hardly above K."""
     found = {}
-    for layer in run.anatomy.moe_layers:
+    for layer in run.structure.moe_layers:
         if layer.index in load and layer.top_k < layer.shape.num_experts:
             used = math.exp(_entropy(load[layer.index]))
             if used < COLLAPSED * layer.top_k:

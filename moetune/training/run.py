@@ -17,7 +17,7 @@ from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.adapt.weights.base import folder_of, noting_base, refuse_changed_base
-from moetune.adapt.weights.packed_base import check_manifest, is_packed_base
+from moetune.adapt.weights.quantized_base import check_manifest, is_quantized_base
 from moetune.compat.deepspeed import keep_quiet
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
@@ -25,7 +25,7 @@ from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import Ranks, local_tensor
-from moetune.run import refusals
+from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.data.load import (
@@ -40,11 +40,11 @@ from moetune.training.data.preview import notes, steps_an_epoch
 from moetune.training.inputs import Inputs
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.loop import Loop, Watcher
-from moetune.training.notices import Notices
 from moetune.training.optim.saved import saved_bytes
 from moetune.training.optim.values import generator_states
 from moetune.training.reporters import check_reporters
 from moetune.training.run_folder import BASE_FILE, RunFolder, step_of
+from moetune.training.run_warnings import RunWarnings
 from moetune.training.step.router_losses import refuse_silent_routers
 from moetune.training.trainer_state import check_checkpoint, read_state
 
@@ -173,7 +173,7 @@ def _train(
         refuse_silent_routers(adapted)
     folder.lock()
     folder.create(config, checkpoint, overwrite, base, inputs)
-    notices = Notices(adapted, counts["total"], console)
+    notices = RunWarnings(adapted, counts["total"], console)
     notices.about_data(data)
     if checkpoint is not None:
         for reason in folder.damaged:
@@ -209,13 +209,13 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
     raise_problems(
         (
             *run.problems,
-            *refusals.of_training(run.config),
-            *refusals.of_packages(run.config, run.device_type),
+            *validation.of_training(run.config),
+            *validation.of_packages(run.config, run.device_type),
             *([f"model {run.model.source.name!r} has no weights to load; use model.weights=random"] * no_weights),
         )
     )
     source = run.model.source.folder
-    if run.config.model.weights == "pretrained" and is_packed_base(source):
+    if run.config.model.weights == "pretrained" and is_quantized_base(source):
         check_manifest(Path(str(source)), run.config.model, run.selection)
     plain = build(run, "meta")
     return plain, _start(plain, overwrite) if reads_start else None

@@ -82,7 +82,7 @@ def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     """By layer, the tokens that each expert had received at a checkpoint; raises what reading a damaged one does."""
     received = checkpoint.read_part(folder, LOAD_FILE, dict[Amount, list[Number]])
     load = {layer: torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
-    sizes = {layer.index: layer.shape.num_experts for layer in adapted.anatomy.moe_layers}
+    sizes = {layer.index: layer.shape.num_experts for layer in adapted.structure.moe_layers}
     if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):
         raise ValueError(f"{LOAD_FILE} is of a model with other experts")
     return load

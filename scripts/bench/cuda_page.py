@@ -36,7 +36,7 @@ what a process on a GPU would count, but for what only a card can say:
 
 - **cuDNN's attention**, which torch prefers on an H100: its plans are made on a card. It is switched off here, so torch
   takes the efficient or the flash kernel.
-- **cuBLAS's choices**: products take no scratch beyond the workspaces that torch gives them.
+- **cuBLAS's choices**: products take no workspace beyond the workspaces that torch gives them.
 - **What stands outside the allocator**: the CUDA context, loaded kernels, NCCL's buffers. So there is no `process`.
 - **Times**, and every **value**. Routing is balanced: all experts receive as many tokens.
 

@@ -66,7 +66,7 @@ def main() -> None:
     with answering(), tempfile.TemporaryDirectory() as folder:
         adapted = built(Path(folder), device)
         model = adapted.model.train()
-        bank = model.get_submodule(adapted.anatomy.moe_layers[0].experts)
+        bank = model.get_submodule(adapted.structure.moe_layers[0].experts)
         shape, tokens = bank.expert_shape, ROWS * LENGTH
         x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         ids = torch.arange(tokens * 2, device=device).remainder(shape.num_experts).view(tokens, 2)

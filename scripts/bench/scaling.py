@@ -18,7 +18,7 @@ from moetune.config.schema import ParallelConfig, RunConfig
 from moetune.memory.report import Collective
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 from moetune.parallel.coordinates import expert_shards
 from moetune.run.resolve import resolve
 
@@ -105,13 +105,13 @@ def config_of(model: str, adapt: str, parallel: dict[str, int], base: str, gpus:
     )
 
 
-def flops(anatomy: Anatomy, adapt: str, tp: int) -> float:
+def flops(structure: ModelStructure, adapt: str, tp: int) -> float:
     """Of one token on each of `tp` ranks: 2 a weight that it meets forward, 2 in the recomputation, 2 backward for the
     activations, and 2 for each weight that trains. The head is whole on every rank, is not recomputed, and attention's
     products of queries and keys are left out."""
-    outside = sum(part.numel for part in anatomy.parts if part.component == "lm_head")
-    attention = sum(part.numel for part in anatomy.parts if part.component == "attention")
-    experts = [layer.top_k * layer.shape.parameters_per_expert for layer in anatomy.moe_layers]
+    outside = sum(part.numel for part in structure.parts if part.component == "lm_head")
+    attention = sum(part.numel for part in structure.parts if part.component == "attention")
+    experts = [layer.top_k * layer.shape.parameters_per_expert for layer in structure.moe_layers]
     active, trained = attention + sum(experts), 0
     if adapt == "experts":  # 2 of 8 experts, so a quarter of the rows, in 6 layers
         trained = sum(experts[:6]) // 4
@@ -146,7 +146,7 @@ def row_of(model: str, adapt: str, gpus: int, name: str) -> Row:
         card = find_gpu(machine.gpu)
         assert card.bf16 is not None
         tokens = MICRO_BATCH * ACCUMULATE * LENGTH
-        compute = tokens * flops(run.anatomy, adapt, parallel.tp) / (UTILISATION * card.bf16.value)
+        compute = tokens * flops(run.structure, adapt, parallel.tp) / (UTILISATION * card.bf16.value)
         taken = dict.fromkeys(sent, 0.0)
         for collective in traced.collectives:
             taken[kind_of(collective)] += machine.seconds(collective, parallel)

@@ -1,4 +1,4 @@
-"""Packed documents by their borders are what they are by a mask."""
+"""Packed documents by their cu_seqlens are what they are by a mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from moetune.adapt import attention
-from moetune.adapt.attention import VARLEN, attention_for, borders, borders_of, takes_borders
+from moetune.adapt.attention import VARLEN, attention_for, cu_seqlens, cu_seqlens_of, takes_cu_seqlens
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.models.structure import meta_model
@@ -30,11 +30,11 @@ def plain_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any)
 
 
 def accepts(model_type: str, capability: Any = L40S, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> bool:
-    return takes_borders(plain_of(model_type, dtype, **sizes), capability)
+    return takes_cu_seqlens(plain_of(model_type, dtype, **sizes), capability)
 
 
 def accepted_types() -> list[str]:
-    """Every mixture of experts, and the usual dense models, that are built and take borders."""
+    """Every mixture of experts, and the usual dense models, that are built and take cu_seqlens."""
     usual = ["llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3"]
     return [name for name in (*expert_model_types(), *usual) if accepts(name)]
 
@@ -88,7 +88,7 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
     model = toy_model(model_type).eval().float()
     ids = torch.randint(3, VOCAB, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
     seen = []
-    for name, documents in (("sdpa", {}), (VARLEN, borders_of(POSITIONS))):
+    for name, documents in (("sdpa", {}), (VARLEN, cu_seqlens_of(POSITIONS))):
         model.zero_grad()
         with_attention(model, name)
         logits = model(input_ids=ids, position_ids=POSITIONS, use_cache=False, **documents).logits
@@ -126,16 +126,16 @@ def test_only_packed_runs_on_a_gpu_take_them() -> None:
 
 
 def test_borders_are_where_positions_begin_again() -> None:
-    told = borders_of(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
+    told = cu_seqlens_of(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
     assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 3, 5, 6, 10]
     assert told["cu_seq_lens_q"].dtype == torch.int32
     assert told["max_length_q"] == told["max_length_k"] == 4
-    assert borders([3, 2, 1, 4])["cu_seq_lens_q"].equal(told["cu_seq_lens_q"])
+    assert cu_seqlens([3, 2, 1, 4])["cu_seq_lens_q"].equal(told["cu_seq_lens_q"])
 
 
 def test_the_collator_tells_them_to_models_that_ask() -> None:
     item = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "position_ids": [0, 1, 0], "is_token": [1, 1, 0]}
-    assert collate([item, item], 0, documents_by_border=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 5, 6]
+    assert collate([item, item], 0, documents_by_cu_seqlens=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 5, 6]
     assert not [name for name in collate([item], 0) if "cu_seq" in name or "max_length" in name]
 
 

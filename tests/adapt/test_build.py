@@ -140,7 +140,7 @@ def test_packed_experts_are_the_checkpoint_s_own_quantized_one_by_one(
         folder, {"experts": {"ids": [2]}}, model={"weights": "pretrained", "double_quant": double_quant}
     )
     adapted = build(config, "cpu")
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         bank, stock = adapted.model.get_submodule(layer.experts), plain.get_submodule(layer.experts)
         assert isinstance(bank, ExpertBank)
         for name, stack in (("gate_up_proj", bank.gate_up), ("down_proj", bank.down)):
@@ -185,7 +185,7 @@ def test_frozen_bytes_are_identical_after_training_and_evaluation(name: str, bas
 def test_the_digest_sees_one_changed_bit(checkpoints: Any) -> None:
     adapted = built(checkpoints("mixtral"), ADAPT["router-only"])
     before = frozen_digest(adapted)
-    bank = adapted.model.get_submodule(adapted.anatomy.moe_layers[2].experts)
+    bank = adapted.model.get_submodule(adapted.structure.moe_layers[2].experts)
     for tensor in (bank.down.data, adapted.model.model.layers[0].self_attn.q_proj.weight.quant_state.absmax):
         tensor.view(-1)[3] += 1
         assert frozen_digest(adapted) != before

@@ -90,7 +90,7 @@ def test_checkpointing_replays_the_choice_of_experts_and_changes_no_bit(model_ty
     first: dict[str, torch.Tensor] = {}
     again: dict[str, torch.Tensor] = {}
     chosen = first
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         bank = adapted.model.get_submodule(layer.experts)
         assert isinstance(bank, ExpertBank)
 
@@ -100,11 +100,11 @@ def test_checkpointing_replays_the_choice_of_experts_and_changes_no_bit(model_ty
         bank.register_forward_pre_hook(note, with_kwargs=True)
     adapted.model.zero_grad()
     loss = adapted.model(input_ids=token_ids(), use_cache=False).logits.square().sum()
-    for part in adapted.anatomy.parts_of("router"):  # routers that would now choose otherwise
+    for part in adapted.structure.parts_of("router"):  # routers that would now choose otherwise
         adapted.model.get_parameter(part.name).data.mul_(-1.0)
     chosen = again
     loss.backward()
-    assert first.keys() == {layer.experts for layer in adapted.anatomy.moe_layers}
+    assert first.keys() == {layer.experts for layer in adapted.structure.moe_layers}
     assert again.keys() == first.keys()
     for path, ids in first.items():
         assert torch.equal(again[path], ids), path

@@ -60,7 +60,7 @@ def on(adapted: Adapted) -> set[str]:
 )
 def test_every_linear_of_a_component_and_no_other(model_type: str, component: Any, tmp_path: Path) -> None:
     adapted = with_lora(model_type, tmp_path, targets=[component])
-    assert on(adapted) == adapted.anatomy.linears(component).keys()
+    assert on(adapted) == adapted.structure.linears(component).keys()
     assert all(".lora_" in name for name in adapted.trainable())
 
 
@@ -128,7 +128,7 @@ def test_an_adapter_that_is_switched_off_adds_nothing(tmp_path: Path) -> None:
 
 def test_rank_stabilized_factors_have_the_root_of_the_rank(tmp_path: Path) -> None:
     adapted = with_lora("mixtral", tmp_path, rslora=True)
-    bank = adapted.model.get_submodule(adapted.anatomy.moe_layers[0].experts)
+    bank = adapted.model.get_submodule(adapted.structure.moe_layers[0].experts)
     assert bank.lora.scale == pytest.approx(6 / math.sqrt(2))
     for path in on(adapted):
         assert adapted.model.get_submodule(path).scaling["default"] == pytest.approx(6 / math.sqrt(2))

@@ -12,7 +12,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 
 from moetune.adapt.low_rank import FEW_ROWS, adapted, unpacked
-from moetune.experts.packed import PackedLinear
+from moetune.experts.quantized import QuantizedLinear
 
 SCALE = 0.5
 
@@ -22,7 +22,7 @@ def plain(linear: nn.Linear) -> nn.Module:
 
 
 def packed(linear: nn.Linear) -> nn.Module:
-    return PackedLinear(linear.weight.detach(), linear.bias, "int8")
+    return QuantizedLinear(linear.weight.detach(), linear.bias, "int8")
 
 
 def in_4_bits(nested: bool) -> Callable[[nn.Linear], nn.Module]:

@@ -11,12 +11,12 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import refuse_unpacked
+from moetune.adapt.pack import refuse_unquantized
 from moetune.errors import UserError
-from moetune.experts.packed import PackedLinear, PackedStack
-from moetune.models.structure import meta_model, read_anatomy
-from moetune.run.linears import linears_to_pack, read_directly
-from moetune.run.refusals import of_experts
+from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
+from moetune.models.structure import meta_model, read_structure
+from moetune.run.linears import linears_to_quantize, read_directly
+from moetune.run.validation import of_experts
 from tests.reference import build_toy, small_linears_are_packed
 from tests.toys import toy_config, toy_model
 
@@ -32,10 +32,10 @@ def check(adapted: Adapted, base: str = "nf4") -> None:
     config = adapted.run.config
     wanted = config.model_copy(update={"model": config.model.model_copy(update={"base": base})})
     with small_linears_are_packed():
-        refuse_unpacked(adapted.model, replace(adapted.run, config=wanted))
+        refuse_unquantized(adapted.model, replace(adapted.run, config=wanted))
 
 
-@pytest.mark.parametrize(("base", "kind"), [("nf4", Linear4bit), ("int8", PackedLinear), ("bf16", PackedLinear)])
+@pytest.mark.parametrize(("base", "kind"), [("nf4", Linear4bit), ("int8", QuantizedLinear), ("bf16", QuantizedLinear)])
 def test_every_frozen_linear_of_a_layer_is_packed(base: str, kind: type, tmp_path: Path) -> None:
     adapted = packed(tmp_path, "qwen2_moe", base=base)
     model = adapted.model.model
@@ -98,7 +98,7 @@ def test_a_stack_in_another_precision_is_refused(stack: str, tmp_path: Path) -> 
     adapted = packed(tmp_path)
     bank = adapted.model.get_submodule("model.layers.3.mlp.experts")
     old = getattr(bank, stack)
-    setattr(bank, stack, PackedStack(old.count, old.shape, "bf16"))
+    setattr(bank, stack, QuantizedExperts(old.count, old.shape, "bf16"))
     with pytest.raises(UserError, match=REFUSAL):
         check(adapted)
 
@@ -121,9 +121,9 @@ def test_a_build_that_leaves_them_out_fails(skipped: str, tmp_path: Path, monkey
 
 def test_experts_with_a_norm_after_them_are_refused() -> None:
     model = meta_model(toy_config("mixtral"))
-    anatomy = read_anatomy(model)
-    model.get_submodule(anatomy.moe_layers[1].experts).has_post_expert_norm = True
-    (problem,) = of_experts(model, anatomy)
+    structure = read_structure(model)
+    model.get_submodule(structure.moe_layers[1].experts).has_post_expert_norm = True
+    (problem,) = of_experts(model, structure)
     assert problem == "model.layers.1.mlp.experts: experts with a norm after them can be counted but not trained yet"
 
 
@@ -148,14 +148,14 @@ def test_a_linear_whose_weight_is_read_is_told_and_not_packed(
     sizes = {"index_n_heads": 8} if name == "weights_proj" else {}
     with small_linears_are_packed():
         adapted = build_toy(toy_config(model_type, **sizes), tmp_path, {"router": "all"})
-    paths = [path for path in adapted.anatomy.linears("attention") if path.endswith(f".{name}")]
+    paths = [path for path in adapted.structure.linears("attention") if path.endswith(f".{name}")]
     assert paths
     with small_linears_are_packed():
-        to_pack = linears_to_pack(adapted.model, adapted.anatomy, adapted.selection)
+        to_pack = linears_to_quantize(adapted.model, adapted.structure, adapted.selection)
     for path in paths:
         assert read_directly(adapted.model, path) == whole
         assert read_directly(adapted.model, path, or_its_dtype=True) == dtype
-        linear = adapted.anatomy.linears()[path]
+        linear = adapted.structure.linears()[path]
         worth_it = min(linear.in_features, linear.out_features) >= 8
         assert (path in to_pack) == (worth_it and not dtype)
         assert isinstance(adapted.model.get_submodule(path), Linear4bit) == (worth_it and not dtype)

@@ -12,8 +12,8 @@ from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import mark_on_host, stays_on_host
-from moetune.experts.packed import PackedStack
-from tests.adapt.test_quantizer import write
+from moetune.experts.quantized import QuantizedExperts
+from tests.adapt.weights.test_quantizer import write
 from tests.experts.test_host import toy
 from tests.reference import run_config
 from tests.resolved import build, write_packed_base
@@ -21,8 +21,8 @@ from tests.resolved import build, write_packed_base
 LORA: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"}
 
 
-def stacks(adapted: Adapted) -> list[PackedStack]:
-    return [module for module in adapted.model.modules() if isinstance(module, PackedStack)]
+def stacks(adapted: Adapted) -> list[QuantizedExperts]:
+    return [module for module in adapted.model.modules() if isinstance(module, QuantizedExperts)]
 
 
 def test_what_is_packed_is_on_the_host_and_stays_there(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from moetune.compat.transformers import (
     mark_initialized,
     never_ask_for_the_length,
 )
-from moetune.models.structure import read_anatomy
+from moetune.models.structure import read_structure
 from tests.toys import toy_model
 
 
@@ -60,7 +60,7 @@ def test_the_dispatch_is_made_for_one_experts_module() -> None:
 
 def test_an_activation_is_what_experts_compute_between_their_products() -> None:
     model = toy_model("mixtral")
-    experts = model.get_submodule(read_anatomy(model).moe_layers[0].experts)
+    experts = model.get_submodule(read_structure(model).moe_layers[0].experts)
     rows = torch.randn(3, 2 * experts.intermediate_dim)
     gate, up = rows.chunk(2, dim=-1)
     assert torch.equal(activation_of(experts, has_gate=True)(rows), torch.nn.functional.silu(gate) * up)

@@ -14,7 +14,7 @@ from moetune.cli.main import app
 from moetune.config.load import load_run_config
 from moetune.models.selection import select
 from moetune.models.source import find_model_source
-from moetune.models.structure import meta_model, read_anatomy
+from moetune.models.structure import meta_model, read_structure
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -147,11 +147,11 @@ def test_gpu_commands_are_valid(page: Path) -> None:
         _, name, run_file = shlex.split(command)[:3]
         assert name == "train"
         config = load_run_config(ROOT / run_file)
-        select(config.adapt, read_anatomy(meta_model(find_model_source(config.model.path).config)))
+        select(config.adapt, read_structure(meta_model(find_model_source(config.model.path).config)))
 
 
 def test_readme_run_file_is_valid(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "run.yaml").write_text(text)
     config = load_run_config(tmp_path / "run.yaml")
-    select(config.adapt, read_anatomy(meta_model(find_model_source(config.model.path).config)))
+    select(config.adapt, read_structure(meta_model(find_model_source(config.model.path).config)))

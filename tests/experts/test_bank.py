@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moetune.experts.activation import Activation
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
-from moetune.experts.gate import Gate
 from moetune.experts.links import read_rows
-from moetune.experts.packed import Storage
+from moetune.experts.quantized import Storage
 from moetune.experts.routing import Routing
 from moetune.models.moe import ExpertShape, read_shape
-from moetune.models.structure import read_anatomy
+from moetune.models.structure import read_structure
 from tests.reference import assert_close, excite_, expert_weights
 from tests.toys import EXPERTS, HIDDEN, toy_model
 
@@ -43,7 +43,7 @@ TOKENS = 24
 def stock_experts(model_type: str) -> nn.Module:
     """The first experts module of a toy, with weights large enough that a clamp in the gate acts."""
     model = toy_model(model_type)
-    experts = model.get_submodule(read_anatomy(model).moe_layers[0].experts)
+    experts = model.get_submodule(read_structure(model).moe_layers[0].experts)
     experts.config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(0)
     for parameter in experts.parameters():
@@ -166,14 +166,14 @@ def test_only_what_trains_is_a_parameter(model_type: str) -> None:
 
 def test_an_activation_is_known_by_the_numbers_that_it_gives() -> None:
     gates = {model_type: bank_of(stock_experts(model_type), PLANS["frozen"]).gate for model_type in LAYOUTS}
-    assert gates["mixtral"] == Gate(interleaved=False)
+    assert gates["mixtral"] == Activation(interleaved=False)
     experts = stock_experts("gpt_oss")
-    assert gates["gpt_oss"] == Gate(True, experts.alpha, experts.limit)
+    assert gates["gpt_oss"] == Activation(True, experts.alpha, experts.limit)
     assert None in gates.values()  # one without a gate
     shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
     gelu = nn.GELU()
-    assert Gate.of(lambda rows: gelu(rows[:, :24]) * rows[:, 24:], shape) is None
-    assert Gate.of(lambda rows: nn.functional.silu(rows.chunk(2, 1)[1]) * rows.chunk(2, 1)[0], shape) is None
+    assert Activation.of(lambda rows: gelu(rows[:, :24]) * rows[:, 24:], shape) is None
+    assert Activation.of(lambda rows: nn.functional.silu(rows.chunk(2, 1)[1]) * rows.chunk(2, 1)[0], shape) is None
 
 
 @pytest.mark.parametrize("limit", [11.9, 12.0, 30_000.0])
@@ -188,7 +188,7 @@ def test_a_limit_holds_at_any_value(limit: float) -> None:
             return nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
     shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
-    assert Gate.of(Limited().act, shape) is None
+    assert Activation.of(Limited().act, shape) is None
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -24,7 +24,7 @@ from moetune.memory.measure import measure as measure_run
 from moetune.memory.trace import trace
 from moetune.models.catalog import find_model, model_names
 from moetune.models.routers import find_logits, known_scores
-from moetune.models.structure import meta_model, read_anatomy
+from moetune.models.structure import meta_model, read_structure
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
 from tests import small
@@ -90,7 +90,7 @@ def reference(adapted: Adapted, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]
     leaves = {name: p.detach().double().requires_grad_() for name, p in adapted.trainable().items()}
     weights = {name: tensor.double() for name, tensor in plain_weights(adapted, plain, leaves).items()}
     score = torch.sigmoid if model_type in ("deepseek_v3", "glm4_moe") else lambda logits: logits.softmax(-1)
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         router, experts = plain.get_submodule(layer.router), plain.get_submodule(layer.experts)
         block = NaiveBlock(experts, router, layer.shape.num_experts, score, NORMALIZED.get(model_type))
         plain.set_submodule(layer.experts, block)
@@ -137,7 +137,7 @@ def test_the_score_is_known_of_every_catalog_architecture_but_one() -> None:
     unknown = set()
     for model_type in sorted(types):
         model = meta_model(toy_config(model_type))
-        layers = read_anatomy(model).moe_layers
+        layers = read_structure(model).moe_layers
         if len(known_scores(model, layers)) < len(layers):
             unknown.add(model_type)
     assert unknown <= {"phimoe"}, unknown
@@ -177,7 +177,7 @@ def test_its_cost_in_products_is_what_is_said(checkpointing: str, tmp_path: Path
         with FlopCounterMode(depth=9, display=False) as counter:
             loss_and_gradients(adapted, token_ids())
         flops.append(counter.get_total_flops())
-    matrices = [(layer.shape, layer.top_k) for layer in adapted.anatomy.moe_layers]
+    matrices = [(layer.shape, layer.top_k) for layer in adapted.structure.moe_layers]
     shape, top_k = matrices[0]
     each = 2 * token_ids().numel() * len(matrices) * shape.intermediate
     extra = flops[0] - flops[1]

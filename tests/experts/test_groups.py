@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.experts.bank import ExpertBank
-from moetune.experts.packed import PackedStack, Storage
+from moetune.experts.quantized import QuantizedExperts, Storage
 from tests.experts.test_bank import LAYOUTS, PLANS, UNUSED, bank_of, routed, run, stock_experts
 from tests.reference import assert_close, expert_weights
 from tests.thinned import in_pairs
@@ -100,7 +100,7 @@ def test_a_group_has_neighbours_of_one_kind_as_many_as_have_room() -> None:
 
     def of(plan: str, size: int) -> list[list[int]]:
         bank = grouped(bank_of(experts, PLANS[plan]), size)
-        return [[bank.in_turn[turn] for turn in turns] for turns in bank.groups(torch.float32)]
+        return [[bank.in_slot_order[turn] for turn in turns] for turns in bank.groups(torch.float32)]
 
     assert of("frozen", 0) == of("frozen", 1) == [[expert] for expert in range(EXPERTS)]
     assert of("frozen", 3) == [[0, 1], [2, 3, 4], [5, 6, 7]]
@@ -165,10 +165,10 @@ SHAPES = [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)]  # whole blocks 
 def test_matrices_unpacked_together_are_those_unpacked_apart(
     shape: tuple[int, int], storage: Storage, double_quant: bool
 ) -> None:
-    stack = PackedStack(5, shape, storage, double_quant=double_quant)
+    stack = QuantizedExperts(5, shape, storage, double_quant=double_quant)
     generator = torch.Generator().manual_seed(0)
     for number in range(5):
-        stack.pack_(number, torch.randn(shape, generator=generator))
+        stack.quantize_(number, torch.randn(shape, generator=generator))
     for dtype in (torch.float32, torch.bfloat16):
         together = stack.matrices(slice(1, 4), dtype)
         assert together.shape == (3, *shape)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moetune.adapt.build import Adapted
 from moetune.experts.host import CopyStream, ExpertPrefetcher, empty_on_host, on_device, stays_on_host
-from moetune.experts.packed import PackedStack
+from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.trace.tracker import Tracker
 from tests.reference import build_toy, loss_and_gradients, token_ids
 from tests.thinned import in_pairs
@@ -134,9 +134,9 @@ def test_a_graph_that_is_kept_goes_backward_twice(tmp_path: Path) -> None:
 
 def test_copies_are_not_the_hosts_memory() -> None:
     prefetcher = ExpertPrefetcher(torch.device("cpu"))
-    stack = PackedStack(2, (4, 64), "fp32", prefetcher=prefetcher)
+    stack = QuantizedExperts(2, (4, 64), "fp32", prefetcher=prefetcher)
     prefetcher.add_layer(0, [stack])
-    stack.pack_(0, torch.ones(4, 64))
+    stack.quantize_(0, torch.ones(4, 64))
     matrix: Tensor = stack.matrix(0, torch.float32)
     assert torch.equal(matrix, torch.ones(4, 64))
     assert not stays_on_host(matrix)

@@ -186,7 +186,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_stock_peft_computes_the_same_and_the_adapter_comes_back(case: str, tmp_path: Path) -> None:
     run = make_run(CASES[case][0], tmp_path, CASES[case][1])
     model = check_export(run, tmp_path)
-    selection, layers = run.adapted.selection, run.adapted.anatomy.moe_layers
+    selection, layers = run.adapted.selection, run.adapted.structure.moe_layers
     experts = {layer.experts for layer in layers if layer.index in selection.lora_experts}
     assert factors_on(model) == {*selection.lora_linears, *experts}
 

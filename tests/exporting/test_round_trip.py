@@ -16,7 +16,7 @@ import torch
 from moetune.experts.bank import ExpertBank
 from moetune.exporting.export import export
 from moetune.models import catalog
-from moetune.models.structure import Anatomy, read_anatomy
+from moetune.models.structure import ModelStructure, read_structure
 from tests.exporting.runs import make_toy, tensors_of, write_run
 from tests.reference import expert_weights, small_linears_are_packed
 from tests.thinned import thinned
@@ -32,11 +32,11 @@ IN_CATALOG = sorted(
 )
 
 
-def selection(anatomy: Anatomy) -> dict[str, Any]:
+def selection(structure: ModelStructure) -> dict[str, Any]:
     """One whole expert and the router of the last layer that has experts; of a model without experts its norms."""
-    if not anatomy.moe_layers:
+    if not structure.moe_layers:
         return {"also": ["norm"]}
-    last = [anatomy.moe_layers[-1].index]
+    last = [structure.moe_layers[-1].index]
     return {"router": last, "experts": {"layers": last, "ids": [EXPERT]}}
 
 
@@ -45,15 +45,15 @@ def selection(anatomy: Anatomy) -> dict[str, Any]:
 def test_hub_to_bank_to_hub(model_type: str, tmp_path: Path) -> None:
     toy = make_toy(model_type)
     toy.save_pretrained(tmp_path / "base")
-    anatomy = read_anatomy(toy)
+    structure = read_structure(toy)
     with small_linears_are_packed():
-        run = write_run(tmp_path / "run", tmp_path / "base", selection(anatomy), storage="nf4")
+        run = write_run(tmp_path / "run", tmp_path / "base", selection(structure), storage="nf4")
         export(run.path, "merged", tmp_path / "merged")
 
     trained = {name: parameter.detach() for name, parameter in run.adapted.trainable().items()}
     moved = set()
     with torch.no_grad():
-        for layer in anatomy.moe_layers[-1:]:
+        for layer in structure.moe_layers[-1:]:
             bank = run.adapted.model.get_submodule(layer.experts)
             assert isinstance(bank, ExpertBank)
             assert bank.gate_up.data.dtype == torch.uint8  # of the base's own values nothing is left
@@ -61,10 +61,10 @@ def test_hub_to_bank_to_hub(model_type: str, tmp_path: Path) -> None:
                 toy.get_parameter(f"{layer.experts}.{name}")[EXPERT] = stack[EXPERT]
                 moved.add(f"{layer.experts}.{name}")
         for name, value in trained.items():
-            if not any(name.startswith(f"{layer.experts}.") for layer in anatomy.moe_layers):
+            if not any(name.startswith(f"{layer.experts}.") for layer in structure.moe_layers):
                 toy.get_parameter(name).copy_(value)
                 moved.add(name)
-    assert len(moved) >= (3 if anatomy.moe_layers else 2)
+    assert len(moved) >= (3 if structure.moe_layers else 2)
     toy.save_pretrained(tmp_path / "expected")
 
     before, expected, found = (tensors_of(tmp_path / name) for name in ("base", "expected", "merged"))
@@ -75,7 +75,7 @@ def test_hub_to_bank_to_hub(model_type: str, tmp_path: Path) -> None:
     changed = [name for name in found if not found[name].equal(before[name])]
     assert len(moved) <= len(changed) <= 3 + len(moved)
     of_experts = [name for name in changed if ".experts." in name]
-    assert all(str(anatomy.moe_layers[-1].index) in name.split(".") for name in of_experts)
+    assert all(str(structure.moe_layers[-1].index) in name.split(".") for name in of_experts)
 
 
 def test_the_catalog_is_covered() -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from moetune.adapt.start_from.delta import check_delta
 from moetune.adapt.start_from.peft_adapter import check_peft
-from moetune.adapt.weights.packed_base import check_manifest
+from moetune.adapt.weights.quantized_base import check_manifest
 from moetune.config import load as run_file
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig

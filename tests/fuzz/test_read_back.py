@@ -54,7 +54,7 @@ TABLE: dict[str, tuple[str, ...]] = {
 
 READ_BY = {
     "adapt/build.py": "model.safetensors.index.json: test_models.py",
-    "adapt/weights/packed_base.py": "packed/packed.json",
+    "adapt/weights/quantized_base.py": "packed/packed.json",
     "adapt/start_from/peft_adapter.py": "adapter/adapter_config.json",
     "models/source.py": "config.json: test_models.py",
     "exporting/base_copy.py": "config.json: test_models.py",
@@ -65,7 +65,7 @@ READ_BY = {
     "memory/closed_form/store.py": "a cache record: test_a_record_that_is_odd_is_made_again",
     "parallel/launch.py": "a rank's last words, in a folder of our own",
     "run/deepspeed_json.py": "deepspeed.json",
-    "run/published.py": "packed/packed.json",
+    "run/source_quantization.py": "packed/packed.json",
     "run/records.py": "run/metrics.jsonl",
     "run/scores.py": "scores.json",
     "training/checkpoint.py": "run/checkpoints/step-2/optimizer.json",

@@ -10,7 +10,7 @@ import torch
 from moetune.config.load import load_run_config
 from moetune.experts import pinned
 from moetune.experts.host import CopyStream, empty_on_host
-from moetune.experts.packed import PackedStack
+from moetune.experts.quantized import QuantizedExperts
 from tests.nullcuda import device
 from tests.resolved import build
 
@@ -31,7 +31,9 @@ def test_experts_on_the_host_are_pinned_and_leave_the_device(way: str) -> None:
             adapted.model(ids, labels=ids, use_cache=False).loss.backward()
         adapted.model.zero_grad()
         allocated[experts_on] = torch.cuda.memory_allocated()
-        stacks = [module for module in adapted.model.modules() if isinstance(module, PackedStack) and module.on_host]
+        stacks = [
+            module for module in adapted.model.modules() if isinstance(module, QuantizedExperts) and module.on_host
+        ]
         assert all(buffer.is_pinned() for stack in stacks for buffer in stack.buffers())
         assert bool(stacks) == (experts_on == "host")
         del adapted, stacks

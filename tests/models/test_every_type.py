@@ -12,9 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.errors import UserError
 from moetune.models.moe import is_experts
-from moetune.models.parameter_count import take_census
+from moetune.models.parameter_count import count_parameters
 from moetune.models.source import find_model_source
-from moetune.models.structure import MoeLayer, meta_model, read_anatomy
+from moetune.models.structure import MoeLayer, meta_model, read_structure
 from tests.thinned import thinned
 from tests.toys import VOCAB, causal_lm_types, expert_model_types, marked_types, toy_config, toy_model
 
@@ -41,24 +41,24 @@ READ = [name for name in causal_lm_types() if name not in REFUSED]
 @pytest.mark.parametrize("model_type", thinned(READ, 3, expert_model_types()))
 def test_every_parameter_is_counted_once_and_every_marked_module_is_found(model_type: str) -> None:
     model = meta_model(toy_config(model_type))
-    anatomy = read_anatomy(model)
-    assert sum(part.numel for part in anatomy.parts) == sum(p.numel() for p in model.parameters())
+    structure = read_structure(model)
+    assert sum(part.numel for part in structure.parts) == sum(p.numel() for p in model.parameters())
     marked = [name for name, module in model.named_modules() if is_experts(module)]
-    assert [layer.experts for layer in anatomy.moe_layers] == marked
+    assert [layer.experts for layer in structure.moe_layers] == marked
     assert bool(marked) == (model_type in expert_model_types())
-    for layer in anatomy.moe_layers:
-        experts = [part.numel for part in anatomy.parts_of("experts") if part.layer == layer.index]
+    for layer in structure.moe_layers:
+        experts = [part.numel for part in structure.parts_of("experts") if part.layer == layer.index]
         assert sum(experts) == layer.shape.num_experts * layer.shape.parameters_per_expert
-        assert any(part.name.startswith(layer.router + ".") for part in anatomy.parts_of("router"))
-    census = take_census(anatomy)
-    assert sum(census.components.values()) == census.total
-    assert sum(census.active.values()) == census.active_per_token
+        assert any(part.name.startswith(layer.router + ".") for part in structure.parts_of("router"))
+    parameter_count = count_parameters(structure)
+    assert sum(parameter_count.components.values()) == parameter_count.total
+    assert sum(parameter_count.active.values()) == parameter_count.active_per_token
 
 
 @pytest.mark.parametrize("model_type", thinned(name for name in expert_model_types() if name not in REFUSED))
 def test_top_k_and_expert_width_agree_with_a_real_forward_pass(model_type: str) -> None:
     model = toy_model(model_type)
-    layers = read_anatomy(model).moe_layers
+    layers = read_structure(model).moe_layers
     seen: dict[int, tuple[int, int]] = {}
 
     def watch(layer: MoeLayer) -> None:
@@ -81,7 +81,7 @@ def test_what_cannot_be_handled_is_refused_by_name(model_type: str, tmp_path: Pa
     config = {"model_type": model_type} if reason != UNMARKED else toy_config(model_type).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     with pytest.raises(UserError, match=reason) as caught:
-        read_anatomy(meta_model(find_model_source(str(tmp_path)).config))
+        read_structure(meta_model(find_model_source(str(tmp_path)).config))
     if reason != "is not valid":
         assert model_type in str(caught.value)
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moetune.errors import UserError
 from moetune.models import moe
-from moetune.models.structure import meta_model, read_anatomy
+from moetune.models.structure import meta_model, read_structure
 from tests.toys import EXPERTS, HIDDEN, toy_config
 
 
@@ -31,21 +31,21 @@ def test_a_router_under_another_name_is_found_by_class_then_by_shape(model: PreT
 def test_a_block_without_a_router_is_refused(model: PreTrainedModel) -> None:
     del model.model.layers[1].mlp.gate
     with pytest.raises(UserError, match=r"'mixtral'.*layers\.1\.mlp\.experts has no router"):
-        read_anatomy(model)
+        read_structure(model)
 
 
 def test_experts_that_hold_more_than_their_projections_are_refused(model: PreTrainedModel) -> None:
     experts = model.model.layers[0].mlp.experts
     experts.scale = nn.Parameter(torch.empty(EXPERTS, HIDDEN, device="meta"))
     with pytest.raises(UserError, match=r"'mixtral'.*layers\.0\.mlp\.experts.*layout is not supported"):
-        read_anatomy(model)
+        read_structure(model)
 
 
 def test_experts_outside_the_decoder_layers_are_refused(model: PreTrainedModel) -> None:
     with torch.device("meta"):
         model.model.extra = type(model.model.layers[0].mlp)(model.config)
     with pytest.raises(UserError, match=r"'mixtral'.*model\.extra\.experts.*of a decoder layer"):
-        read_anatomy(model)
+        read_structure(model)
 
 
 def test_a_field_that_a_configuration_keeps_per_layer_reads_as_none() -> None:
@@ -59,5 +59,5 @@ def test_config_of_a_vision_model_is_asked_for_its_text_part() -> None:
     config = toy_config("qwen3_5_moe")
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
-    assert {layer.top_k for layer in read_anatomy(built).moe_layers} == {2}
+    assert {layer.top_k for layer in read_structure(built).moe_layers} == {2}
     assert EXPERTS in moe._expert_counts(config)

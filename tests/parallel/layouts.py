@@ -54,7 +54,7 @@ class Outcome:
 
     refused: str = ""
     taken: steps.Taken = field(default_factory=steps.Taken)
-    found: predicted.Found | None = None
+    found: predicted.Solution | None = None
     counts: predicted.Counts | None = None
 
 
@@ -95,7 +95,7 @@ def every_case(parallel: dict[str, Any], model: Path) -> list[Outcome]:
 
 def every_prediction(
     parallel: dict[str, Any], model: Path, counts: list[list[predicted.Counts | None]]
-) -> list[dict[int, predicted.Found]]:
+) -> list[dict[int, predicted.Solution]]:
     """The memory and messages of ranks in each case, predicted in one process: of the last, and where experts train of
     the last of each kind.
 

@@ -14,7 +14,7 @@ from tests.resolved import measure
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """Of one rank: bytes at the peak, and what was sent in one step."""
 
     parts: Parts
@@ -33,7 +33,7 @@ class Counts:
     arrived: list[list[list[int]]]
 
 
-def measured(config: RunConfig, ranks: Ranks) -> tuple[Found, Counts]:
+def measured(config: RunConfig, ranks: Ranks) -> tuple[Solution, Counts]:
     """Real steps, as one of several processes."""
     torch.manual_seed(ranks.data_index)
     found = measure(config, "cpu", 2, ranks)
@@ -41,7 +41,7 @@ def measured(config: RunConfig, ranks: Ranks) -> tuple[Found, Counts]:
     return _found(found.trace), Counts(found.counts, found.arrived)
 
 
-def predicted(config: RunConfig, rank: int, counts: Counts) -> Found:
+def predicted(config: RunConfig, rank: int, counts: Counts) -> Solution:
     """The same steps on fake tensors, told what the experts received."""
     left, arrived = iter(counts.left), iter(counts.arrived)
     traced = trace(
@@ -55,10 +55,10 @@ def predicted(config: RunConfig, rank: int, counts: Counts) -> Found:
     return _found(traced)
 
 
-def _found(traced: Trace) -> Found:
+def _found(traced: Trace) -> Solution:
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for one in traced.collectives:
         assert isinstance(one, Collective)
         calls, size = sums.get((one.kind, one.axis), (0, 0))
         sums[one.kind, one.axis] = calls + one.calls, size + one.bytes
-    return Found(traced.parts(traced.peak), sums)
+    return Solution(traced.parts(traced.peak), sums)

@@ -81,7 +81,7 @@ def batch_of(config: RunConfig, number: int, word: int | None = None) -> dict[st
 
 def whole_weights(adapted: Adapted, optimizer: CombinedOptimizer) -> dict[str, Tensor]:
     """What trains, by name, whole; low-rank factors of experts one by one. Every rank gets all of it."""
-    banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.anatomy.moe_layers}
+    banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
     mine: dict[str, Any] = {}
     engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
     for name, parameter in adapted.trainable().items():

@@ -20,7 +20,7 @@ from moetune.memory.predict import Method, NoClosedForm, predict
 from moetune.memory.trace import trace
 from moetune.parallel.ranks import Ranks
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.refusals import of_training
+from moetune.run.validation import of_training
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.step.stepper import Stepper
 from tests import small

@@ -121,7 +121,7 @@ def banks(config: RunConfig) -> dict[str, dict[str, Any]]:
     """What each bank holds: ids and bytes."""
     adapted = build(config, "cpu", ranks=Ranks.join(config.parallel, "cpu"))
     found = {}
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         bank = adapted.model.get_submodule(layer.experts)
         found[layer.experts] = {"held": bank.held, **{name: buffer.clone() for name, buffer in bank.named_buffers()}}
     return found

@@ -11,12 +11,12 @@ from moetune.config.load import load_run_config
 from moetune.config.recipes import recipes
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.planning.needs import Needs
 from moetune.planning.plan import plan
-from moetune.planning.search import Found, Search
+from moetune.planning.predictor import Predictor
+from moetune.planning.search import Search, Solution
 from moetune.planning.solve import solve
-from moetune.planning.ways import Goal, Way, ways
-from moetune.run import refusals
+from moetune.planning.strategies import Goal, Strategy, ways
+from moetune.run import validation
 from tests.cli.test_commands import ROOT
 from tests.thinned import thinned
 
@@ -40,18 +40,18 @@ def search_of(model: str | Path, gpu: str, length: int) -> Search:
     return Search.of(RunConfig.model_validate(raw))
 
 
-def question(number: int) -> tuple[Search, Way]:
+def question(number: int) -> tuple[Search, Strategy]:
     """A way to a goal, for a model, a card, a number of them and a length, of which something may fit."""
     draw = random.Random(number)
     while True:
         goal = draw.choice(tuple(MODELS))
         model, gpu = draw.choice(MODELS[goal]), draw.choice(("24GiB", "44GiB", "80GiB"))
         search, count = search_of(model, gpu, draw.choice((512, 1024, 2048, 4096))), draw.choice((1, 1, 1, 1, 2))
-        if there := [way for way in ways(goal, search.anatomy, count) if search.may_fit(way)]:
+        if there := [way for way in ways(goal, search.structure, count) if search.may_fit(way)]:
             return search, draw.choice(there)
 
 
-def check(search: Search, way: Way) -> Found | None:
+def check(search: Search, way: Strategy) -> Solution | None:
     """What is found fits by trace, as the closed form said, and a notch more does not."""
     found = search.largest(way)
     if found is None:
@@ -80,7 +80,7 @@ def test_a_drawn_question(number: int) -> None:
 def test_a_small_question(goal: Goal, small_model: Path) -> None:
     """On a card that has little more than the smallest run needs."""
     roomy = search_of(small_model, "44GiB", 64)
-    way = next(ways(goal, roomy.anatomy, 1))
+    way = next(ways(goal, roomy.structure, 1))
     least = roomy.needs.of(roomy.smallest(way)).required
     search = search_of(small_model, f"{least + (1 << 20)}B", 64)
     sure = check(search, way)
@@ -91,7 +91,7 @@ def test_a_small_question(goal: Goal, small_model: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in recipes() if not name.startswith("tiny")])
 def test_the_most_rows_of_a_recipe(name: str) -> None:
-    config, needs = load_run_config(ROOT / "configs" / f"{name}.yaml"), Needs()
+    config, needs = load_run_config(ROOT / "configs" / f"{name}.yaml"), Predictor()
     solved = solve(config, "train.micro_batch", needs)
     assert solved.at is not None
     assert solved.value >= config.train.micro_batch
@@ -111,12 +111,12 @@ def test_several_processes_find_what_one_finds(small_model: Path) -> None:
 def test_no_way_is_tried_that_so_many_cards_refuse(count: int, small_model: Path) -> None:
     search = search_of(small_model, "44GiB", 64)
     for goal in MODELS:
-        for way in ways(goal, search.anatomy, count):
-            assert not [*refusals.of_unshared(search.smallest(way))], way.words
+        for way in ways(goal, search.structure, count):
+            assert not [*validation.of_unshared(search.smallest(way))], way.words
 
 
 def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(search: Search, way: Way) -> None:
+    def refuse(search: Search, way: Strategy) -> None:
         raise UserError("no such way today")
 
     monkeypatch.setattr(Search, "largest", refuse)

@@ -13,10 +13,10 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.models.catalog.gpus import find_gpu
-from moetune.models.structure import Anatomy
-from moetune.planning.needs import Needs
+from moetune.models.structure import ModelStructure
+from moetune.planning.predictor import Predictor
 from moetune.planning.search import Search
-from moetune.planning.ways import Way, ways
+from moetune.planning.strategies import Strategy, ways
 from moetune.run.resolve import resolve_model
 
 
@@ -54,8 +54,8 @@ class Arithmetic:
 
 
 @cache
-def anatomy(model: str) -> Anatomy:
-    return resolve_model(start(model).model).anatomy
+def structure(model: str) -> ModelStructure:
+    return resolve_model(start(model).model).structure
 
 
 def start(model: str, gpu: str = "44GiB") -> RunConfig:
@@ -64,7 +64,7 @@ def start(model: str, gpu: str = "44GiB") -> RunConfig:
     )
 
 
-def exhaustive(search: Search, way: Way) -> tuple[int, int] | None:
+def exhaustive(search: Search, way: Strategy) -> tuple[int, int] | None:
     """The winner of the whole grid, every point of it evaluated: what `Search.largest` has to find."""
     fits: Sequence[tuple[int, int, int]] = [
         (layers * each, -report.required, layers)
@@ -79,7 +79,7 @@ def exhaustive(search: Search, way: Way) -> tuple[int, int] | None:
 
 def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
     draw = random.Random(0)
-    model = anatomy("mixtral-8x7b")
+    model = structure("mixtral-8x7b")
     there = [way for way in ways("experts", model, 1) if way.settings["model.base"] == "nf4"]
     for _ in range(12):
         usable = int(draw.uniform(20, 160) * 2**30)
@@ -103,8 +103,8 @@ def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
 
 def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
     """A way that is left out because of it could not have fitted."""
-    model = anatomy(str(small_model))
-    search = Search(start(str(small_model)), model, Needs(), find_gpu("44GiB").memory.value)
+    model = structure(str(small_model))
+    search = Search(start(str(small_model)), model, Predictor(), find_gpu("44GiB").memory.value)
     way = next(iter(ways("experts", model, 1)))
     config = search.smallest(way)
     assert search.bound(way, 1) <= search.needs.of(config).required
@@ -114,7 +114,7 @@ def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
 def test_the_closed_form_of_every_point_of_the_grid_gives_the_same_winner(model: str, small_model: Path) -> None:
     """On a card that has room for half of what could train."""
     path = str(small_model) if model == "small" else model
-    there, needs = anatomy(path), Needs()
+    there, needs = structure(path), Predictor()
     for way in ways("experts", there, 1):
         if way.settings["train.checkpointing"] == "full" and way.settings["optimizer.name"] == "adamw8bit":
             break

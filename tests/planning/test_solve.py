@@ -11,7 +11,7 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.predict import predict
-from moetune.planning.needs import Needs
+from moetune.planning.predictor import Predictor
 from moetune.planning.solve import axis_of, last_that_fits, solve
 from moetune.run.resolve import resolve
 
@@ -35,8 +35,8 @@ def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def needs() -> Needs:
-    return Needs()
+def needs() -> Predictor:
+    return Predictor()
 
 
 def config(model: Path, gpu: str, **sections: Any) -> RunConfig:
@@ -49,7 +49,7 @@ def config(model: Path, gpu: str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(raw | sections)
 
 
-def test_micro_batch(small_model: Path, needs: Needs) -> None:
+def test_micro_batch(small_model: Path, needs: Predictor) -> None:
     run = config(small_model, "560MiB")
     solved = solve(run, "train.micro_batch", needs)
     assert solved.at is not None
@@ -63,7 +63,7 @@ def test_micro_batch(small_model: Path, needs: Needs) -> None:
     assert solved.to_json()["at"]["method"] == "trace"
 
 
-def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, needs: Needs) -> None:
+def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, needs: Predictor) -> None:
     solved = solve(config(small_model, "44GiB"), "adapt.experts.layers", needs)
     assert (solved.value, solved.beyond, solved.over) == ((0, 1), None, None)
     assert solved.settings == ("adapt.experts.layers=0-1",)
@@ -73,7 +73,7 @@ def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, ne
     assert list(axis.values) == [(2,), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
 
 
-def test_nothing_fits(small_model: Path, needs: Needs) -> None:
+def test_nothing_fits(small_model: Path, needs: Predictor) -> None:
     solved = solve(config(small_model, "510MiB"), "train.micro_batch", needs)
     assert (solved.value, solved.at, solved.beyond) == (None, None, 1)
     assert solved.over is not None
@@ -81,7 +81,7 @@ def test_nothing_fits(small_model: Path, needs: Needs) -> None:
     assert solved.to_json()["fits"] is False
 
 
-def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, needs: Needs) -> None:
+def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, needs: Predictor) -> None:
     with pytest.raises(UserError, match=r"train\.microbatch.*Did you mean 'train\.micro_batch'"):
         solve(config(small_model, "44GiB"), "train.microbatch", needs)
     with pytest.raises(UserError, match=r"has no adapt\.lora"):

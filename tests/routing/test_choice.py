@@ -12,7 +12,7 @@ import yaml
 
 from moetune.config.schema import AdaptConfig, ChoiceConfig, LoraConfig, RunConfig
 from moetune.errors import UserError
-from moetune.models.structure import Anatomy, meta_model, read_anatomy
+from moetune.models.structure import ModelStructure, meta_model, read_structure
 from moetune.run.choice import choose, coverage, parameters_of, prefix, rank, settle
 from moetune.run.resolve import examine, resolve
 from moetune.run.scores import read_scores
@@ -29,8 +29,8 @@ ESFT = os.environ.get("ESFT_RESULTS")
 
 
 @pytest.fixture(scope="module")
-def mixtral() -> Anatomy:
-    return read_anatomy(meta_model(toy_config("mixtral")))
+def mixtral() -> ModelStructure:
+    return read_structure(meta_model(toy_config("mixtral")))
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def choice(file: Path, **settings: Any) -> ChoiceConfig:
     return ChoiceConfig.model_validate({"from": str(file), **settings})
 
 
-def chosen(file: Path, anatomy: Anatomy, **settings: Any) -> dict[int, tuple[int, ...]]:
-    return choose(choice(file, **settings), anatomy, "adapt.experts")
+def chosen(file: Path, structure: ModelStructure, **settings: Any) -> dict[int, tuple[int, ...]]:
+    return choose(choice(file, **settings), structure, "adapt.experts")
 
 
 @pytest.mark.skipif(ESFT is None, reason="ESFT_RESULTS names no clone of deepseek-ai/ESFT")
@@ -85,11 +85,11 @@ def test_the_published_scores_give_the_published_experts(task: str) -> None:
         ({"k": 1, "layers": "none"}, {}),
     ],
 )
-def test_a_rule_by_hand(settings: Any, expected: Any, file: Path, mixtral: Anatomy) -> None:
+def test_a_rule_by_hand(settings: Any, expected: Any, file: Path, mixtral: ModelStructure) -> None:
     assert chosen(file, mixtral, **settings) == expected
 
 
-def test_foreground_is_what_general_text_uses_less(file: Path, tmp_path: Path, mixtral: Anatomy) -> None:
+def test_foreground_is_what_general_text_uses_less(file: Path, tmp_path: Path, mixtral: ModelStructure) -> None:
     general = write_scores(tmp_path / "general.json", TOKENS | {0: [0, 70, 10, 5, 5, 10, 0, 0]})
     found = chosen(file, mixtral, rule="foreground", background=str(general), k=2, layers="0")
     assert found == {0: (3, 0)}  # 0.15 more, then 0.05 more, as 4, 6 and 7 are, which come later
@@ -97,14 +97,14 @@ def test_foreground_is_what_general_text_uses_less(file: Path, tmp_path: Path, m
         choice(file, rule="foreground", k=1)
 
 
-def test_random_is_drawn_by_its_seed(file: Path, mixtral: Anatomy) -> None:
+def test_random_is_drawn_by_its_seed(file: Path, mixtral: ModelStructure) -> None:
     one, other = (chosen(file, mixtral, rule="random", k=3, seed=seed) for seed in (0, 1))
     assert one == chosen(file, mixtral, rule="random", k=3, seed=0) != other
     assert all(len(set(ids)) == 3 for ids in one.values())
     assert len(set(one.values())) > 1
 
 
-def test_parameters_count_what_trains(file: Path, mixtral: Anatomy) -> None:
+def test_parameters_count_what_trains(file: Path, mixtral: ModelStructure) -> None:
     each = mixtral.moe_layers[0].shape.parameters_per_expert
     assert all(len(ids) == 3 for ids in chosen(file, mixtral, parameters=LAYERS * each * 3 + 1).values())
     assert all(len(ids) == 2 for ids in chosen(file, mixtral, parameters=LAYERS * each * 3 - 1).values())
@@ -117,11 +117,11 @@ def test_parameters_of_lora_are_those_of_the_model(gate_up: str, small_model: Pa
     lora = {"rank": 4, "alpha": 8, "targets": ["experts"], "ids": [1], "gate_up": gate_up}
     adapted = build(RunConfig.model_validate({"model": {"path": str(small_model)}, "adapt": {"lora": lora}}), "meta")
     held = sum(p.numel() for p in adapted.trainable().values())
-    layers = adapted.anatomy.moe_layers
+    layers = adapted.structure.moe_layers
     assert held == sum(parameters_of(layer, LoraConfig.model_validate(lora)) for layer in layers)
 
 
-def test_coverage_is_beside_that_of_a_random_choice(file: Path, mixtral: Anatomy) -> None:
+def test_coverage_is_beside_that_of_a_random_choice(file: Path, mixtral: ModelStructure) -> None:
     covers = coverage(chosen(file, mixtral, k=2, layers="0-2"), read_scores(file, "it"))
     assert covers.layers == pytest.approx({0: 0.6, 1: 0.55, 2: 0.25})
     assert covers.random == {0: 0.25, 1: 0.25, 2: 0.25}
@@ -138,12 +138,12 @@ def test_coverage_is_beside_that_of_a_random_choice(file: Path, mixtral: Anatomy
         ({"budget": "44GiB"}, "44GiB is memory"),
     ],
 )
-def test_what_cannot_be_chosen_is_said(settings: Any, message: str, file: Path, mixtral: Anatomy) -> None:
+def test_what_cannot_be_chosen_is_said(settings: Any, message: str, file: Path, mixtral: ModelStructure) -> None:
     with pytest.raises(UserError, match=message):
         chosen(file, mixtral, **settings)
 
 
-def test_scores_of_another_model_are_refused(tmp_path: Path, mixtral: Anatomy) -> None:
+def test_scores_of_another_model_are_refused(tmp_path: Path, mixtral: ModelStructure) -> None:
     other = write_scores(tmp_path / "other.json", {0: [1, 2, 3]}, model="another")
     with pytest.raises(UserError, match=r"of another model \(another\): layer 0 has 3 experts there and 8 here"):
         chosen(other, mixtral, k=1)
@@ -177,7 +177,7 @@ def test_a_run_file_may_name_scores(small_model: Path, tmp_path: Path) -> None:
     assert "adapt.lora.ids.from" in examine(config).problems[0]
 
 
-def test_ids_by_layer(mixtral: Anatomy) -> None:
+def test_ids_by_layer(mixtral: ModelStructure) -> None:
     adapt = AdaptConfig.model_validate({"experts": {"ids": {2: "0-1", 0: [3]}}})
     assert resolve_ids(adapt, mixtral) == {0: (3,), 2: (0, 1)}
     with pytest.raises(ValueError, match="names the layers already"):
@@ -188,10 +188,10 @@ def test_ids_by_layer(mixtral: Anatomy) -> None:
         resolve_ids(AdaptConfig.model_validate({"experts": {"ids": {2: [8]}}}), mixtral)
 
 
-def resolve_ids(adapt: AdaptConfig, anatomy: Anatomy) -> Any:
+def resolve_ids(adapt: AdaptConfig, structure: ModelStructure) -> Any:
     from moetune.models.selection import select
 
-    return select(settle(adapt, anatomy), anatomy).experts
+    return select(settle(adapt, structure), structure).experts
 
 
 def test_equals_are_ranked_by_number(file: Path) -> None:

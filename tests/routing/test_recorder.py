@@ -95,9 +95,9 @@ def brute_force(adapted: Adapted) -> dict[int, list[Token]]:
     """Every token of every document in every layer of the plain model, which is given one document at a time."""
     plain = plain_model(adapted.model.config)
     plain.load_state_dict(plain_weights(adapted, plain, dict(adapted.trainable())), strict=False)
-    found: dict[int, list[Token]] = {layer.index: [] for layer in adapted.anatomy.moe_layers}
+    found: dict[int, list[Token]] = {layer.index: [] for layer in adapted.structure.moe_layers}
     seen: dict[int, tuple[Tensor, ...]] = {}
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
 
         def saw(module: Any, args: Any, output: Any = None, index: int = layer.index) -> None:
             seen[index] = args
@@ -108,7 +108,7 @@ def brute_force(adapted: Adapted) -> dict[int, list[Token]]:
             output = plain(input_ids=torch.tensor([ids]), use_cache=False, output_router_logits=True)
         logits = output.router_logits
         assert len(logits) == len(found)
-        for layer, logits_TE in zip(adapted.anatomy.moe_layers, logits, strict=True):
+        for layer, logits_TE in zip(adapted.structure.moe_layers, logits, strict=True):
             experts = plain.get_submodule(layer.experts)
             x, chosen, weights = seen[layer.index]
             correction = getattr(plain.get_submodule(layer.router), "e_score_correction_bias", None)
@@ -117,7 +117,7 @@ def brute_force(adapted: Adapted) -> dict[int, list[Token]]:
                     experts(x[token : token + 1], torch.tensor([[e]]), torch.ones(1, 1)).norm().item()
                     for e in chosen[token].tolist()
                 ]
-                assert adapted.anatomy.model_type in NOT_BY_LOGITS or set(chosen[token].tolist()) == set(
+                assert adapted.structure.model_type in NOT_BY_LOGITS or set(chosen[token].tolist()) == set(
                     by_logits(logits_TE[token], layer.top_k, correction)
                 )
                 carries = token + 1 < len(ids) and labels[token + 1] != IGNORED

@@ -18,8 +18,8 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.measure import measure
 from moetune.models.source import find_model_source
-from moetune.models.structure import meta_model, read_anatomy
-from moetune.run import refusals
+from moetune.models.structure import meta_model, read_structure
+from moetune.run import validation
 from moetune.run.resolve import examine, resolve
 from moetune.watch.train import train
 from tests import small
@@ -44,10 +44,10 @@ def config_of(path: Path, adapt: dict[str, Any] | None = None, /, **sections: An
 def test_a_training_start_resolves_once(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source is found, the model built on the meta device and its anatomy read one time each, by whatever name a
+    """The source is found, the model built on the meta device and its structure read one time each, by whatever name a
     module knows these functions."""
     called: Counter[str] = Counter()
-    for function in (find_model_source, meta_model, read_anatomy):
+    for function in (find_model_source, meta_model, read_structure):
 
         def counted(*args: Any, function: Any = function) -> Any:
             called[function.__name__] += 1
@@ -87,7 +87,7 @@ def test_every_trained_parameter_has_a_part(small_model: Path) -> None:
     run = resolve(config_of(small_model, EVERYTHING))
     trainable = build(run, "meta").trainable()
     assert run.parts.keys() == trainable.keys()
-    routers = {part.name for part in run.anatomy.parts_of("router")}
+    routers = {part.name for part in run.structure.parts_of("router")}
     for name, part in run.parts.items():
         if part in ("router", "other"):
             assert (name in routers) == (part == "router")
@@ -245,11 +245,11 @@ def test_attention_without_its_package_is_refused_with_all_else(
     run = resolve(config_of(small_model, **FLASH), "cpu")
     with pytest.raises(UserError, match="flash_attention_2 needs a CUDA GPU"):
         measure(run, "cpu", 1)
-    monkeypatch.setattr(refusals, "is_flash_attn_2_available", lambda: False)
-    (problem,) = refusals.of_packages(run.config, "cuda")
+    monkeypatch.setattr(validation, "is_flash_attn_2_available", lambda: False)
+    (problem,) = validation.of_packages(run.config, "cuda")
     assert "needs the package flash-attn, which is not installed" in problem
-    monkeypatch.setattr(refusals, "is_flash_attn_2_available", lambda: True)
-    assert not list(refusals.of_packages(run.config, "cuda"))
+    monkeypatch.setattr(validation, "is_flash_attn_2_available", lambda: True)
+    assert not list(validation.of_packages(run.config, "cuda"))
 
 
 def test_training_on_another_device_than_it_was_resolved_for(

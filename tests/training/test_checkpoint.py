@@ -157,7 +157,7 @@ def test_each_experts_states_are_under_its_own_name(optimizer: str, small_model:
     saved, numbers = load_file(file), json.loads((folder / "optimizer.json").read_text())["numbers"]
     assert not any("@" in name for name in saved)
     states = dict(run.optimizer.state.items())
-    for layer in run.adapted.anatomy.moe_layers:
+    for layer in run.adapted.structure.moe_layers:
         bank = run.adapted.model.get_submodule(layer.experts)
         assert isinstance(bank, ExpertBank)
         assert bank.lora is not None

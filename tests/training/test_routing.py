@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import Tensor
 
 from moetune.adapt.count import count_trainable
-from moetune.training.notices import Notices
 from moetune.training.routing import load_by_layer, load_summary
+from moetune.training.run_warnings import RunWarnings
 from tests import small
 from tests.resolved import build, train
 
@@ -40,31 +40,31 @@ def test_metrics_have_each_layer(small_model: Path, small_data: Path, tmp_path: 
 
 
 @pytest.fixture
-def watched(small_model: Path) -> tuple[Notices, io.StringIO]:
+def watched(small_model: Path) -> tuple[RunWarnings, io.StringIO]:
     """Experts 0 and 2 train whole in both layers, with the router of layer 1."""
     adapted = build(small.run_config(small_model, Path("unused"), Path("unused"), "experts"), "cpu")
     said = io.StringIO()
-    return Notices(adapted, count_trainable(adapted)["total"], Console(file=said, width=1000)), said
+    return RunWarnings(adapted, count_trainable(adapted)["total"], Console(file=said, width=1000)), said
 
 
 def layers(*load: list[int]) -> dict[int, Tensor]:
     return {layer: torch.tensor(tokens, dtype=torch.float) for layer, tokens in enumerate(load)}
 
 
-def test_experts_without_tokens_are_named_once(watched: tuple[Notices, io.StringIO]) -> None:
+def test_experts_without_tokens_are_named_once(watched: tuple[RunWarnings, io.StringIO]) -> None:
     notices, said = watched
     line = notices.about_step(1.0, True, {}, layers([10, 10, 0, 0], [5, 5, 5, 5]))
     assert line["idle_experts"] == 1
     assert "no token has reached" not in said.getvalue()  # too early to tell
     notices.about_step(1.0, True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
-    each = notices.adapted.anatomy.moe_layers[0].shape.parameters_per_expert
+    each = notices.adapted.structure.moe_layers[0].shape.parameters_per_expert
     share = f"{100 * each / notices.trained:.1f} % of what trains"
     assert f"no token has reached 1 expert to be trained (layer:expert 0:2): {share}" in said.getvalue()
     notices.at_end(layers([200, 200, 0, 0], [100, 100, 100, 100]))
     assert said.getvalue().count("no token has reached") == 1
 
 
-def test_a_collapse_is_said_of_its_layer(watched: tuple[Notices, io.StringIO]) -> None:
+def test_a_collapse_is_said_of_its_layer(watched: tuple[RunWarnings, io.StringIO]) -> None:
     notices, said = watched
     for load in ([[60, 40, 60, 40], [60, 40, 60, 40]], [[100, 1, 100, 1], [40, 50, 50, 50]]):
         assert "collapsed" not in said.getvalue()

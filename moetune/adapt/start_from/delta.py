@@ -16,7 +16,7 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.pack import out_in
 from moetune.errors import UserError
 from moetune.models.hub.delta_folder import Delta
-from moetune.models.hub.names import Home, find_homes
+from moetune.models.hub.names import KeyMapping, find_homes
 from moetune.models.hub.quantized import weights_of
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
@@ -39,7 +39,7 @@ class _Landing:
     """
 
     parameter: str
-    home: Home
+    home: KeyMapping
     delta: Delta
     expert: int | None = None
     layer: MoeLayer | None = None
@@ -159,7 +159,7 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
     """A landing for each parameter that trains in full precision, under each name that the base has for it."""
     homes = find_homes(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
     stacked: dict[str, tuple[MoeLayer, int, str]] = {}
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):
             for stack in stacks(layer):
                 stacked[trained_name(layer, expert, stack)] = layer, expert, stack
@@ -172,7 +172,7 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
         if name in homes:
             yield _Landing(name, homes[name], delta)
     for parameter in sorted(adapted.selection.full):
-        tied = (other for other, first in adapted.anatomy.tied.items() if first == parameter)
+        tied = (other for other, first in adapted.structure.tied.items() if first == parameter)
         for other in (parameter, *tied):
             if other in homes:
                 yield _Landing(whole_name(parameter, adapted.selection), homes[other], delta)

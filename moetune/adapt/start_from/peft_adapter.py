@@ -179,7 +179,7 @@ class _Reading:
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
         """Parameters that train in full precision, under their own names or those that they are tied to."""
         values: dict[str, Tensor] = {}
-        tied = self.adapted.anatomy.tied
+        tied = self.adapted.structure.tied
         for stored in list(self.left):
             name = tied.get(stored, stored)
             if name not in wanted:
@@ -218,7 +218,7 @@ class _Reading:
         here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
         if here is None or here.shape != tensor.shape:
             return ""
-        is_router = any(part.name == name for part in self.adapted.anatomy.parts_of("router"))
+        is_router = any(part.name == name for part in self.adapted.structure.parts_of("router"))
         return f", with another value; set adapt.{'router' if is_router else 'also'} so that it trains"
 
 

@@ -72,7 +72,7 @@ def plain_number(number: float) -> Any:
 
 
 def lora_layers(adapted: Adapted) -> list[MoeLayer]:
-    return [layer for layer in adapted.anatomy.moe_layers if layer.index in adapted.selection.lora_experts]
+    return [layer for layer in adapted.structure.moe_layers if layer.index in adapted.selection.lora_experts]
 
 
 def lora_of(adapted: Adapted, layer: MoeLayer) -> ExpertLora:

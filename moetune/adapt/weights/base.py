@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from moetune.adapt.build import Adapted, build
-from moetune.adapt.weights.packed_base import is_packed_base
+from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.errors import UserError
 from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint, taking_fingerprint
 from moetune.models.hub.snapshot import download, downloaded
 from moetune.models.source import ModelSource
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.published import read_packed
 from moetune.run.resolve import ResolvedModel, ResolvedRun
+from moetune.run.source_quantization import read_quantized_manifest
 
 
 def checkpoint_of(source: ModelSource) -> Path:
@@ -28,8 +28,8 @@ def checkpoint_of(source: ModelSource) -> Path:
     """
     if source.folder is None:
         raise UserError(f"model {source.name!r} has no weights that could be loaded")
-    if is_packed_base(source.folder):
-        original = read_packed(Path(source.folder)).source
+    if is_quantized_base(source.folder):
+        original = read_quantized_manifest(Path(source.folder)).source
         if not original.is_dir():
             raise UserError(
                 f"model.path: {source.folder!r} is a packed base; an export needs the checkpoint that was packed, and "
@@ -50,8 +50,8 @@ def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Ca
     if model.config.weights == "random":
         yield lambda: None
         return
-    if is_packed_base(source.folder):
-        packed = read_packed(Path(str(source.folder))).packed
+    if is_quantized_base(source.folder):
+        packed = read_quantized_manifest(Path(str(source.folder))).packed
         yield lambda: packed
         return
     before = folder_of(source)
@@ -106,8 +106,10 @@ def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> Non
     """
     source = model.source
     difference = None
-    if is_packed_base(source.folder):
-        difference = made_for.fingerprint.difference(read_packed(Path(str(source.folder))).packed.fingerprint)
+    if is_quantized_base(source.folder):
+        difference = made_for.fingerprint.difference(
+            read_quantized_manifest(Path(str(source.folder))).packed.fingerprint
+        )
     elif (folder := folder_of(source)) is not None:
         difference = made_for.fingerprint.difference_of_tensors(headers(folder))
     if difference is not None:

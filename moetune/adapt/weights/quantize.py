@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 
 from moetune.adapt.build import load_pretrained
 from moetune.adapt.pack import bank_links
-from moetune.adapt.weights import packed_base
+from moetune.adapt.weights import quantized_base
 from moetune.adapt.weights.base import checkpoint_of, folder_of
-from moetune.adapt.weights.packed_base import is_packed_base
+from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.files import WriterLock, expanded, refused
@@ -40,7 +40,7 @@ def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] |
     path = model.config.path
     if folder_of(model.source) is None:
         raise UserError(f"model {path!r}: its weights are not on this machine; download it first, or give a folder")
-    if is_packed_base(model.source.folder):
+    if is_quantized_base(model.source.folder):
         raise UserError(f"model {path!r} is packed already")
     folder = checkpoint_of(model.source)
     model = replace(model, source=replace(model.source, folder=str(folder)))
@@ -57,20 +57,20 @@ def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] |
 
 
 def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[float], None] | None) -> dict[str, Any]:
-    packed_base.begin(out, model, folder, weight_files(folder))
+    quantized_base.begin(out, model, folder, weight_files(folder))
     device = torch.device(this_device())
-    paths = [layer.experts for layer in model.anatomy.moe_layers]
+    paths = [layer.experts for layer in model.structure.moe_layers]
     packing = MoetuneConfig(
         model.config.base,
         model.config.double_quant,
         on_read=on_read,
-        on_bank=lambda experts, bank: packed_base.write_bank(out, experts, bank),
-        done=[experts for experts in paths if (out / packed_base.layer_file(experts)).is_file()],
-        anatomy=model.anatomy,
+        on_bank=lambda experts, bank: quantized_base.write_bank(out, experts, bank),
+        done=[experts for experts in paths if (out / quantized_base.layer_file(experts)).is_file()],
+        structure=model.structure,
         links=bank_links(model.config, NOTHING, SINGLE_RANK, device, gate_up_apart=model.gate_up_apart),
     )
     with taking_fingerprint(folder) as taken:
         loaded = load_pretrained(model, packing, device)
-        packed_base.write_rest(out, loaded, paths, folder, model.plain)
+        quantized_base.write_rest(out, loaded, paths, folder, model.plain)
         fingerprint = taken()
-    return packed_base.finish(out, fingerprint, paths)
+    return quantized_base.finish(out, fingerprint, paths)

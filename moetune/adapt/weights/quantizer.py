@@ -31,8 +31,8 @@ from transformers.core_model_loading import (
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moetune.adapt.pack import bank_links, install_bank, keep_4bit, make_bank, out_in, pack_linear
-from moetune.adapt.weights.unread import Unread
+from moetune.adapt.pack import bank_links, install_bank, keep_4bit, make_bank, out_in, quantize_linear
+from moetune.adapt.weights.lazy_tensor import LazyTensor
 from moetune.compat.transformers import mark_initialized
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
@@ -43,10 +43,10 @@ from moetune.models.hub.quantized import BitsAndBytes, Mxfp4
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
-from moetune.models.structure import Anatomy, read_anatomy
+from moetune.models.structure import ModelStructure, read_structure
 from moetune.parallel.ranks import SINGLE_RANK
-from moetune.run import refusals
-from moetune.run.linears import linears_to_pack
+from moetune.run import validation
+from moetune.run.linears import linears_to_quantize
 from moetune.run.names import matrix_of, stacks
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.resolve import raise_problems
@@ -67,7 +67,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         on_bank: is given each bank when it is full, by the path of its layer's experts; what it holds is let go then.
         done: paths of experts that need not be read.
         placement: the experts that this rank holds; the others' are not read where a checkpoint has them apart.
-        anatomy: of the model, if it has been read.
+        structure: of the model, if it has been read.
         links: what the banks are given from outside; by default what one GPU needs.
     """
 
@@ -81,7 +81,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         on_bank: Callable[[str, ExpertBank], None] | None = None,
         done: Collection[str] = (),
         placement: Placement = EVERYTHING,
-        anatomy: Anatomy | None = None,
+        structure: ModelStructure | None = None,
         links: BankLinks | None = None,
         **kwargs: Any,
     ) -> None:
@@ -90,7 +90,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         self.model = ModelConfig.model_validate(settings)
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
         self.on_read, self.on_bank, self.done, self.placement = on_read, on_bank, done, placement
-        self.anatomy, self.links = anatomy, links
+        self.structure, self.links = structure, links
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
@@ -123,13 +123,13 @@ class MoetuneQuantizer(HfQuantizer):
         selection = self.quantization_config.selection
         device = torch.device((device_map or {}).get("", "cpu"))
         dtype = model.config.dtype
-        self.anatomy: Anatomy = self.quantization_config.anatomy or read_anatomy(model)
-        raise_problems(refusals.of_experts(model, self.anatomy))
+        self.structure: ModelStructure = self.quantization_config.structure or read_structure(model)
+        raise_problems(validation.of_experts(model, self.structure))
         self.problems: list[str] = []
-        self._read, self._all = 0, sum(part.numel for part in self.anatomy.parts)
+        self._read, self._all = 0, sum(part.numel for part in self.structure.parts)
         self._model, self.device, self.dtype = model, device, dtype
-        self.linears = set(linears_to_pack(model, self.anatomy, selection))
-        self.layers = {layer.experts: layer for layer in self.anatomy.moe_layers}
+        self.linears = set(linears_to_quantize(model, self.structure, selection))
+        self.layers = {layer.experts: layer for layer in self.structure.moe_layers}
         self.banks: dict[str, ExpertBank] = {}
         config = self.quantization_config
         self.links = config.links or bank_links(config.model, selection, SINGLE_RANK, device)
@@ -168,16 +168,16 @@ class MoetuneQuantizer(HfQuantizer):
         self.missing[path].discard((last, expert))
         self._read += math.prod(_shape(self.layers[path], last))
 
-    def put(self, name: str, weight: Tensor | Unread, first: int | None = None) -> None:
+    def put(self, name: str, weight: Tensor | LazyTensor, first: int | None = None) -> None:
         """Stores what was read under a parameter's name: a linear layer's weight, the matrix [1, ...] of expert
         `first`, or a stack of all experts' [E, ...], which may be unread. What does not fit is noted in `problems`."""
         path, _, last = name.rpartition(".")
         if path in self.quantization_config.done:
             return
-        if isinstance(weight, Unread) and path in self.layers:
+        if isinstance(weight, LazyTensor) and path in self.layers:
             self._put_mxfp4(name, weight)
             return
-        if isinstance(weight, Unread):
+        if isinstance(weight, LazyTensor):
             if self._keep_linear(path, weight.stored):
                 return
             weight = weight.read()
@@ -199,7 +199,7 @@ class MoetuneQuantizer(HfQuantizer):
         self.missing[path] -= {(last, expert) for expert in experts}
         self._let_go_if_full(path)
 
-    def keep(self, name: str, expert: int, pieces: list[Unread]) -> bool:
+    def keep(self, name: str, expert: int, pieces: list[LazyTensor]) -> bool:
         """Stores an expert's share of a stack as the checkpoint has it packed, unless it trains, or is to be packed
         otherwise: gate and up apart, or down."""
         path, _, last = name.rpartition(".")
@@ -210,7 +210,7 @@ class MoetuneQuantizer(HfQuantizer):
         shape = (stack.shape[0] // stack.pieces, stack.shape[1])
         if len(pieces) != stack.pieces or not all(self._is_kept(one.stored, shape) for one in pieces):
             return False
-        bank.put_packed_(expert, matrix, *(cast(BitsAndBytes, one.stored).packed() for one in pieces))
+        bank.put_quantized_(expert, matrix, *(cast(BitsAndBytes, one.stored).packed() for one in pieces))
         self._note_expert(path, last, expert)
         return True
 
@@ -231,7 +231,7 @@ class MoetuneQuantizer(HfQuantizer):
         self._note_read(stored.numel)
         return True
 
-    def _put_mxfp4(self, name: str, stack: Unread) -> None:
+    def _put_mxfp4(self, name: str, stack: LazyTensor) -> None:
         """Stores a stack of experts that are published in MXFP4: each as it is, unless it trains, or is to be packed
         otherwise."""
         path, _, last = name.rpartition(".")
@@ -246,7 +246,7 @@ class MoetuneQuantizer(HfQuantizer):
         bank, matrix = self._bank(path), matrix_of(last)
         for expert in range(layer.shape.num_experts):
             if expert in bank.frozen_slots and self.quantization_config.model.base == "mxfp4":
-                bank.put_packed_(expert, matrix, stored.packed(expert))
+                bank.put_quantized_(expert, matrix, stored.packed(expert))
                 self._note_expert(path, last, expert)
             elif expert in bank.held:
                 self.put(name, stored.rows(expert, expert + 1, stack.device), expert)
@@ -284,7 +284,7 @@ class MoetuneQuantizer(HfQuantizer):
             self.problems.append(f"{path}.weight is {[*weight.shape]}, not {[*linear.weight.shape]}")
             return
         linear.weight = nn.Parameter(weight, requires_grad=False)
-        pack_linear(self._model, path, self.quantization_config.model, self.dtype, self.device)
+        quantize_linear(self._model, path, self.quantization_config.model, self.dtype, self.device)
         self._mark_initialized(path)
 
     def _mark_initialized(self, path: str) -> None:
@@ -362,7 +362,7 @@ class _ExpertByExpert(WeightConverter):
                 continue
             read: dict[str, list[Any]] = {pattern: [one() for one in those] for pattern, those in tensors.items()}
             pieces = [one for pattern in self.source_patterns for one in read[pattern]]
-            if all(isinstance(one, Unread) for one in pieces):
+            if all(isinstance(one, LazyTensor) for one in pieces):
                 if self._only_merges() and hf_quantizer.keep(layer_name, expert, pieces):
                     continue
                 read = {pattern: [one.read() for one in those] for pattern, those in read.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moetune.experts.kernels import operators as kernels
-from moetune.experts.packed import PackedStack
+from moetune.experts.quantized import QuantizedExperts
 
 TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 5, 192, 144, 12
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -51,17 +51,17 @@ def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tu
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     for double_quant in (True, False):
-        stack = PackedStack(2, (HIDDEN, 64), "nf4", double_quant=double_quant)
+        stack = QuantizedExperts(2, (HIDDEN, 64), "nf4", double_quant=double_quant)
         for number in range(2):
-            stack.pack_(number, torch.randn(HIDDEN, 64, generator=generator))
+            stack.quantize_(number, torch.randn(HIDDEN, 64, generator=generator))
         buffers: Mapping[str, Tensor] = {name: buffer.to(device) for name, buffer in stack.named_buffers()}
         nested = [buffers[name] if double_quant else None for name in ("nested_absmax", "nested_code", "offset")]
         yield "dequantize_nf4", [buffers["data"], buffers["absmax"], *nested, HIDDEN * 64, dtype]
 
-    int8, mxfp4 = (PackedStack(2, (HIDDEN, 96), storage) for storage in ("int8", "mxfp4"))
+    int8, mxfp4 = (QuantizedExperts(2, (HIDDEN, 96), storage) for storage in ("int8", "mxfp4"))
     for number in range(2):
         for stack in (int8, mxfp4):
-            stack.pack_(number, torch.randn(HIDDEN, 96, generator=generator))
+            stack.quantize_(number, torch.randn(HIDDEN, 96, generator=generator))
     of_rows = int8.data.flatten(0, 1), int8.absmax.flatten()
     yield "dequantize_int8", [*(tensor.to(device) for tensor in of_rows), dtype]
     of_blocks = mxfp4.data.flatten(), mxfp4.scales.flatten(), mxfp4.pairs

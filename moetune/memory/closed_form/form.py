@@ -28,7 +28,7 @@ from moetune.memory.closed_form.sizes import (
     Sizes,
     alignment,
     lengths,
-    rows_and_borders,
+    rows_and_cu_seqlens,
     sizes_of_chunks,
 )
 from moetune.memory.closed_form.store import KnownTail, Recorded
@@ -45,8 +45,8 @@ from moetune.models.moe import MoeLayer
 from moetune.models.stack import decoder_stack
 from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
+from moetune.training.step.lm_head import split
 from moetune.training.step.loss import Chunks
-from moetune.training.step.tail import split
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,13 @@ class ClosedForm:
         one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
         longer = tuple(sorted(limit for limit in self.limits if limit > length))
         shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
-        sizes = {**rows_and_borders(train.micro_batch, "B"), **lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES)}
+        sizes = {
+            **rows_and_cu_seqlens(train.micro_batch, "B"),
+            **lengths(length),
+            **sizes_of_chunks(batch, CHUNK_NAMES),
+        }
         if held_out is not None:
-            sizes |= {**rows_and_borders(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
+            sizes |= {**rows_and_cu_seqlens(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
         return _Size(shape, sizes, rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, Rows]:
@@ -197,7 +201,7 @@ class ClosedForm:
                 known[key] = Rows(*map(tuple, counts))
             return known[key]
 
-        return {layer.index: of(layer) for layer in self.run.anatomy.moe_layers}
+        return {layer.index: of(layer) for layer in self.run.structure.moe_layers}
 
     @contextmanager
     def _steps(self) -> Iterator[tuple[Steps, Shortened]]:
@@ -284,7 +288,7 @@ def _tail_of(steps: Steps) -> KnownTail:
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
     if lengths[1] != lengths[2]:
         raise NoClosedForm(
-            f"model type {adapted.anatomy.model_type!r} makes {lengths[1]:,} tensors of {_PROBED[0]} tokens and "
+            f"model type {adapted.structure.model_type!r} makes {lengths[1]:,} tensors of {_PROBED[0]} tokens and "
             f"{lengths[2]:,} of {_PROBED[1]}: a step has no closed form; use --method trace"
         )
     return known

@@ -26,7 +26,7 @@ from moetune.memory.closed_form.sizes import (
     Sizes,
     lengths,
     primes,
-    rows_and_borders,
+    rows_and_cu_seqlens,
     sizes_of_chunks,
     telling_chunks,
     telling_rows,
@@ -157,9 +157,9 @@ class _Telling:
     def sizes(self) -> Sizes:
         sizes = {**lengths(self.sequence), **sizes_of_chunks(self.batch, CHUNK_NAMES)}
         if self.rows > 1:
-            sizes |= rows_and_borders(self.rows, "B")
+            sizes |= rows_and_cu_seqlens(self.rows, "B")
         if self.held_out is not None:
-            sizes |= {**rows_and_borders(self.held_out_rows, "E"), **sizes_of_chunks(self.held_out, HELD_OUT_NAMES)}
+            sizes |= {**rows_and_cu_seqlens(self.held_out_rows, "E"), **sizes_of_chunks(self.held_out, HELD_OUT_NAMES)}
         return sizes
 
 
@@ -258,7 +258,7 @@ def _recorded(steps: Steps, telling: _Telling) -> tuple[Log, Sizes, Rows, np.nda
     """The log of a step, its sizes, what experts received, and the places of its blocks."""
     config, adapted = steps.config, steps.adapted
     parallel = config.parallel
-    moe = adapted.anatomy.moe_layers
+    moe = adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
 
     def count(layer: int, ids: Tensor, num_experts: int) -> list[int]:

@@ -3,7 +3,7 @@
 | name | what |
 |---|---|
 | B, S | rows of a micro-batch, and their tokens |
-| 2B+1 | borders of packed documents, two a row; in an evaluation 2E+1 |
+| 2B+1 | cu_seqlens of packed documents, two a row; in an evaluation 2E+1 |
 | S↑n, S+256 | S rounded up to a multiple of n, and with 128 rows for each document, as attention kernels pad |
 | n | tokens that the experts at work receive; in an evaluation E rows, and m |
 | r0, r1, … | tokens that go to the experts of each `ep` rank; in an evaluation q0, q1, … |
@@ -129,8 +129,8 @@ CHUNK_NAMES = ("c", "c′", "b", "b′", "b″")
 HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
 
 
-def rows_and_borders(rows: int, name: str) -> Sizes:
-    """Rows of a batch, and the borders of their documents (`training/step/batch.py: random_rows` has two a row)."""
+def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
+    """Rows of a batch, and the cu_seqlens of their documents (`training/step/batch.py: random_rows` has two a row)."""
     return {name: rows, f"2{name}+1": 2 * rows + 1}
 
 

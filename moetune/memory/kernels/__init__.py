@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moetune.memory.kernels.attention import attention_of
-from moetune.memory.kernels.scratch import Scratch
+from moetune.memory.kernels.workspace import Workspace
 from moetune.models.catalog.gpus import Gpu
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ def kernels_of(gpu: Gpu | None, tracker: Tracker) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    tracker.scratch = Scratch(gpu.capability, tracker)
+    tracker.workspace = Workspace(gpu.capability, tracker)
     try:
         with attention_of(gpu.capability):
             yield
     finally:
-        tracker.scratch = None
+        tracker.workspace = None

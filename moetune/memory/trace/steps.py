@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moetune.adapt.attention import wants_borders
+from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
@@ -59,11 +59,11 @@ def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], B
     default."""
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
     packing, tokens = config.data is None or config.data.packing, length or config.train.sequence_length
-    by_border = wants_borders(adapted.model)
+    by_border = wants_cu_seqlens(adapted.model)
 
     def batch_of(rows: int) -> Batch:
         made = random_rows(rows, tokens, vocabulary, packing=packing)
-        return collate(made, 0, at_least=tokens, documents_by_border=by_border)
+        return collate(made, 0, at_least=tokens, documents_by_cu_seqlens=by_border)
 
     return batch_of
 

@@ -109,8 +109,8 @@ def faked(
             yield adapted, short, mode
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraceable(
-                f"{run.config.model.path!r} cannot be traced: the code of model type {run.anatomy.model_type!r} looks "
-                f"at values ({error.func})"
+                f"{run.config.model.path!r} cannot be traced: the code of model type "
+                f"{run.structure.model_type!r} looks at values ({error.func})"
             ) from None
 
 
@@ -129,7 +129,7 @@ def peaks_of_loading(adapted: Adapted, whole: ResolvedRun, short: Shortened | No
         whole: the run, all its layers included.
         short: what the layers of a shortened model stand for.
     """
-    numbers = range(whole.anatomy.num_layers) if short is None else short.kept
+    numbers = range(whole.structure.num_layers) if short is None else short.kept
     layers = dict(zip(numbers, decoder_layers(adapted.model).values(), strict=True))
     left_out = []
     for unit in () if short is None else short.units:
@@ -138,12 +138,12 @@ def peaks_of_loading(adapted: Adapted, whole: ResolvedRun, short: Shortened | No
             left_out += [layers[number] for number in copy]
     banks = {
         layer.index: _bytes(bank for bank in layers[layer.index].modules() if isinstance(bank, ExpertBank))
-        for layer in whole.anatomy.moe_layers
+        for layer in whole.structure.moe_layers
     }
     static, on_host = (
         sum(_bytes([part], on_host=where) for part in (adapted.model, *left_out)) for where in (False, True)
     )
-    return load_peaks(whole.anatomy, whole.config, whole.model.published, banks, static, on_host)
+    return load_peaks(whole.structure, whole.config, whole.model.published, banks, static, on_host)
 
 
 def _bytes(modules: Iterable[nn.Module], *, on_host: bool = False) -> int:

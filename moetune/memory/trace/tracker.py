@@ -1,7 +1,7 @@
 """Which storages are alive, and when: the one instrument for real tensors and for fake ones.
 
 A storage is born when an operation first returns a tensor on it, and dies when nothing refers to it any more. What a
-kernel allocates and frees inside itself is not seen; of CUDA kernels it is known (kernels/scratch.py).
+kernel allocates and frees inside itself is not seen; of CUDA kernels it is known (kernels/workspace.py).
 
 Autograd adds a gradient onto one that it holds alone in place (`can_accumulate_inplace` in
 `torch/csrc/autograd/input_buffer.cpp`), but not while a dispatch mode such as this one is on: then it makes a third
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from moetune.compat.torch import noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
-from moetune.memory.kernels.scratch import Scratch
+from moetune.memory.kernels.workspace import Workspace
 from moetune.memory.report import PartName, Phase
 from moetune.memory.time.counter import Counter
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
@@ -88,7 +88,7 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         log: all that was noted.
-        scratch: notes what a GPU's kernels take inside themselves.
+        workspace: notes what a GPU's kernels take inside themselves.
         counter: notes what they do.
         refused: the place in the log at which the last result was beyond the limit, and its bytes.
     """
@@ -108,7 +108,7 @@ class Tracker(TorchDispatchMode):
         self._knows_host = False  # whether any block is the host's
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
-        self.scratch: Scratch | None = None
+        self.workspace: Workspace | None = None
         self.counter: Counter | None = None
 
     # --- What is alive ------------------------------------------------------------------------------------------
@@ -262,8 +262,8 @@ class Tracker(TorchDispatchMode):
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
-        kwargs, scratch = kwargs or {}, self.scratch
-        inside = [] if scratch is None else scratch.before(func, args, kwargs)
+        kwargs, workspace = kwargs or {}, self.workspace
+        inside = [] if workspace is None else workspace.before(func, args, kwargs)
         out = func(*args, **kwargs)
         born = len(self.log.blocks)
         if isinstance(out, Tensor):
@@ -283,8 +283,8 @@ class Tracker(TorchDispatchMode):
                 block.on_host = True
         if self.counter is not None:
             self.counter.count(func, args, kwargs, out)
-        if scratch is not None:
-            scratch.after(func, args, out, inside)
+        if workspace is not None:
+            workspace.after(func, args, out, inside)
         return out
 
     def _on_host(self, args: Any, kwargs: Any) -> bool:

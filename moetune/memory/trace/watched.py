@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
-from moetune.experts.packed import PackedLinear, PackedStack
+from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.memory.kernels import kernels_of
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
@@ -100,15 +100,15 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     """By the id of a storage, what a report calls its tensor: its component, and how it is stored if it is packed."""
     run, model = adapted.run, adapted.run.config.model
     stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
-    components = {part.name.rpartition(".")[0]: part.component for part in run.anatomy.parts}
-    components |= {layer.experts: "experts" for layer in run.anatomy.moe_layers}
+    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parts}
+    components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}
     for path, module in adapted.model.named_modules():
         plain = path.replace(".base_layer", "")
         own = next((components[p] for p in (plain, plain.rpartition(".")[0]) if p in components), None)
-        if isinstance(module, PackedStack):
+        if isinstance(module, QuantizedExperts):
             own = "experts"
-        packed = isinstance(module, (PackedStack, PackedLinear, Linear4bit))
+        packed = isinstance(module, (QuantizedExperts, QuantizedLinear, Linear4bit))
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             label = own or "buffers"
             labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if packed else label
@@ -124,7 +124,7 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
     """The modules that a report names: decoder layers, what they are made of, and what stands outside of them."""
     layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
-    experts = tuple(f"{layer.experts}." for layer in adapted.anatomy.moe_layers)
+    experts = tuple(f"{layer.experts}." for layer in adapted.structure.moe_layers)
     named = {}
     for path, module in adapted.model.named_modules():
         layer = next((prefix for prefix in layers if path.startswith(prefix)), "")

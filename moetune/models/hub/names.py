@@ -25,7 +25,7 @@ STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Home:
+class KeyMapping:
     """The checkpoint's tensors that one parameter is made of.
 
     Attributes:
@@ -43,14 +43,14 @@ class Home:
         """Whether each expert has tensors of its own; else a stack holds them all along its first axis."""
         return self.parameter.rpartition(".")[2] in STACKS and all("*" in pattern for pattern in self.keys)
 
-    def of_expert(self, expert: int) -> Home:
+    def of_expert(self, expert: int) -> KeyMapping:
         """The home of one expert's share [1, ...] of the parameter."""
         if not self.has_experts_apart:
             return self
         chosen = {pattern: [key for key in keys if _expert_of(key) == expert] for pattern, keys in self.keys.items()}
         if any(len(keys) != 1 for keys in chosen.values()):
             raise UserError(f"the checkpoint has no tensors for expert {expert} of {self.parameter}")
-        return Home(self.parameter, self.model, chosen, self.conversion)
+        return KeyMapping(self.parameter, self.model, chosen, self.conversion)
 
     def every_key(self) -> list[str]:
         return [key for keys in self.keys.values() for key in keys]
@@ -94,7 +94,7 @@ class Home:
         return tensors
 
 
-def find_homes(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Home]:
+def find_homes(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, KeyMapping]:
     """Parameter or buffer of the plain model -> its home among the checkpoint's tensor names `keys`.
 
     Args:
@@ -105,7 +105,7 @@ def find_homes(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Home]:
     conversions = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
     known: Any = model.state_dict()
-    homes: dict[str, Home] = {}
+    homes: dict[str, KeyMapping] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, conversions, model.base_model_prefix, known)
         if name not in known and key in known:
@@ -113,13 +113,13 @@ def find_homes(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, Home]:
         conversion = None if pattern is None else by_pattern[pattern]
         if conversion is not None and len(conversion.target_patterns) > 1:
             continue  # one tensor that becomes several parameters: `home_of` has no answer for those
-        home = homes.setdefault(name, Home(name, model, {}, conversion))
+        home = homes.setdefault(name, KeyMapping(name, model, {}, conversion))
         assert isinstance(home.keys, dict)
         home.keys.setdefault(pattern or key, []).append(key)
     return {name: home for name, home in homes.items() if _is_whole(home)}
 
 
-def _is_whole(home: Home) -> bool:
+def _is_whole(home: KeyMapping) -> bool:
     if home.conversion is None:
         return len(home.keys) == 1
     return home.keys.keys() == set(home.conversion.source_patterns)

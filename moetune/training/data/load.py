@@ -28,7 +28,7 @@ from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import find_model_source
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
-from moetune.training.data.records import Reading, Way, read_documents
+from moetune.training.data.records import Reading, Strategy, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.training.step.loss import IGNORED
 
@@ -44,7 +44,7 @@ class DataCounts:
         lengths: tokens of each document, int32.
         records: of which they were made.
         dropped, cut, unended: documents that were too long; the last ended in the middle of what trains.
-        chats: by how the assistant's tokens were found (`records.Way`), of all that were read.
+        chats: by how the assistant's tokens were found (`records.Strategy`), of all that were read.
         sequences: rows to train on.
         tokens: in these, padding left out; of a document that was cut into several, the context counts again.
         loss_tokens: those of them that are predicted.
@@ -56,7 +56,7 @@ class DataCounts:
     dropped: int
     cut: int
     unended: int
-    chats: Mapping[Way, int]
+    chats: Mapping[Strategy, int]
     sequences: int
     tokens: int
     loss_tokens: int

@@ -58,10 +58,10 @@ KEYS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-Way = Literal["markers", "prompts", "turns"]
+Strategy = Literal["markers", "prompts", "turns"]
 """How the assistant's tokens of a chat were found: by `{% generation %}`, by the generation prompts of the whole chat,
 or by those of its turns, each a document of its own."""
-WAYS: dict[Way, str] = {
+WAYS: dict[Strategy, str] = {
     "markers": "the assistant's part is what the chat template marks with {% generation %}",
     "prompts": "the assistant's part is what follows the chat template's generation prompts",
     "turns": "the chat template writes earlier turns differently, so that each turn of the assistant is a document of "
@@ -96,7 +96,7 @@ class Reading:
     dropped: int = 0
     cut: int = 0
     unended: int = 0
-    chats: Counter[Way] = field(default_factory=Counter)
+    chats: Counter[Strategy] = field(default_factory=Counter)
 
 
 def read_documents(
@@ -205,7 +205,7 @@ class Encoder:
         self._bos = [first] if first == tokenizer.bos_token_id else []
         self._encode = self._text if format == "text" else self._prompt
 
-    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Way | None]:
+    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Strategy | None]:
         """Ids and labels of one record, and for a chat how the assistant's tokens were found.
 
         Raises:
@@ -216,7 +216,7 @@ class Encoder:
             found = ", ".join(key for key, value in record.items() if value is not None)
             raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
         record = self._convert(record)
-        way: Way | None = None
+        way: Strategy | None = None
         with reading("the record, by the tokenizer,"):
             if "messages" in record and self.format not in ("text", "prompt"):
                 texts, way = self._chat(record)
@@ -249,7 +249,7 @@ class Encoder:
         ids = _joined(prompt, body, self._eos)
         return ids, np.arange(len(ids)) >= len(prompt)
 
-    def _chat(self, record: dict[str, Any]) -> tuple[list[Spanned], Way]:
+    def _chat(self, record: dict[str, Any]) -> tuple[list[Spanned], Strategy]:
         """A chat as texts, and what of each the assistant wrote."""
         messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
         try:
@@ -274,7 +274,7 @@ class Encoder:
     def _spanned(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
         """The tokens of a text, of which those within the spans train.
 
-        The pieces between borders are tokenized apart, as a prompt is before its answer is written: so no token holds
+        The segments between borders are tokenized apart, as a prompt is before its answer is written: so no token holds
         characters of both. Tokenizers that write a space before each piece change the text by that; with them it is
         tokenized whole.
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from moetune.adapt.attention import borders
+from moetune.adapt.attention import cu_seqlens
 from moetune.training.step.loss import IGNORED
 
 Batch = Mapping[str, Tensor]
@@ -22,13 +22,13 @@ Row = Mapping[str, ArrayLike]
 
 
 def collate(
-    rows: Sequence[Row], pad_token_id: int, *, at_least: int = 0, documents_by_border: bool = False
+    rows: Sequence[Row], pad_token_id: int, *, at_least: int = 0, documents_by_cu_seqlens: bool = False
 ) -> dict[str, Any]:
     """One micro-batch of B rows, int64 [B, S].
 
     Packed rows give `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding; not for the model), and no
     `attention_mask`: transformers keeps documents apart only without one, and only when the model is called with
-    `use_cache=False`. `isolation` checks that a model does. A model whose attention makes no mask is told by borders
+    `use_cache=False`. `isolation` checks that a model does. A model whose attention makes no mask is told by cu_seqlens
     (adapt/attention.py) instead. All are equally long then: no further padding.
     Other rows are padded on the right to the longest of the batch, or to `at_least` so many tokens, and get an
     `attention_mask`.
@@ -37,7 +37,7 @@ def collate(
     if "position_ids" in columns:
         batch: dict[str, Any] = {name: torch.tensor(np.stack(column)) for name, column in columns.items()}
         lengths = [length for positions in columns["position_ids"] for length in _lengths(positions)]
-        return batch | borders(lengths) if documents_by_border else batch
+        return batch | cu_seqlens(lengths) if documents_by_cu_seqlens else batch
     longest = max(at_least, *map(len, columns["input_ids"]))
 
     def padded(column: list[np.ndarray], filling: int) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from moetune.training.step.tail import Tail, TailSizes
+from moetune.training.step.lm_head import Tail, TailSizes
 
 IGNORED = -100
 """The label of a token that carries no loss."""

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from moetune.config.schema import TrainConfig
 from moetune.training.step.batch import Batch
+from moetune.training.step.lm_head import split
 from moetune.training.step.loss import IGNORED, Chunks, summed_cross_entropy
 from moetune.training.step.router_losses import RouterWatch
-from moetune.training.step.tail import split
 
 LOSS_MEMORY = TrainConfig().loss_bytes
 """`train.loss_memory` where a run file leaves it out."""

@@ -50,7 +50,7 @@ class RouterWatch:
     """
 
     def __init__(self, adapted: Adapted) -> None:
-        self.layers = {layer.index: layer for layer in adapted.anatomy.moe_layers}
+        self.layers = {layer.index: layer for layer in adapted.structure.moe_layers}
         self._current: Routed | None = None
         self._keep_logits = False
         self._hooks: list[RemovableHandle] = []

@@ -109,7 +109,7 @@ def test_any_routing_to_the_byte(number: int, tmp_path: Path) -> None:
     skew = draw.choice([1, 3])
     load = tuple(
         (layer.index, tuple(0.0 if expert == idle else 0.1 + draw.expovariate(1) ** skew for expert in range(4)))
-        for layer in run.anatomy.moe_layers
+        for layer in run.structure.moe_layers
     )
     for routing in (Routing("load", None, load), parse_routing(draw.choice(["worst", "skew:1.7"]))):
         traced = trace(run, routing)

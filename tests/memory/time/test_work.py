@@ -114,7 +114,7 @@ def test_a_step_does_the_arithmetic_of_its_model(tmp_path: Path) -> None:
     model = write_toy(tmp_path, "mixtral", num_hidden_layers=3)
     config = toy_run(model, "mixtral", {"router": "all"}, model={"dtype": "bf16"}, train={"accumulate": 3})
     run = resolve(config, "cuda")
-    shape = run.anatomy.moe_layers[0].shape
+    shape = run.structure.moe_layers[0].shape
     traced = trace(run, gpu=find_gpu("h100"))
     rows = 2 * 32 * 2 * 3  # micro-batch × length × top-2 × accumulate
     assert traced.work["experts"].flops == 3 * rows * 8 * 2 * shape.hidden * shape.intermediate

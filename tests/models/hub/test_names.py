@@ -9,7 +9,7 @@ import torch
 
 from moetune.models.hub.names import find_homes
 from moetune.models.hub.tensor_files import read_checkpoint
-from moetune.models.structure import meta_model, read_anatomy
+from moetune.models.structure import meta_model, read_structure
 from moetune.run.names import stacks
 from tests.exporting.runs import make_toy
 from tests.toys import expert_model_types
@@ -22,10 +22,10 @@ def test_there_and_back(model_type: str, tmp_path: Path) -> None:
     toy = make_toy(model_type)
     toy.save_pretrained(tmp_path)
     base, model = read_checkpoint(tmp_path), meta_model(toy.config)
-    anatomy = read_anatomy(model)
+    structure = read_structure(model)
     homes = find_homes(model, base)
-    of_experts = {f"{layer.experts}.{stack}": layer for layer in anatomy.moe_layers for stack in stacks(layer)}
-    for part in anatomy.parts:
+    of_experts = {f"{layer.experts}.{stack}": layer for layer in structure.moe_layers for stack in stacks(layer)}
+    for part in structure.parts:
         home = homes[part.name]
         count = of_experts[part.name].shape.num_experts if part.name in of_experts else 0
         for expert in range(count) if count else [None]:

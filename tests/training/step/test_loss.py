@@ -19,9 +19,9 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.training.optim import lomo
 from moetune.training.step import loss
+from moetune.training.step.lm_head import Tail
 from moetune.training.step.loss import IGNORED, chunk_tokens, summed_cross_entropy
 from moetune.training.step.micro_step import count_loss_tokens, held_out_loss, token_loss
-from moetune.training.step.tail import Tail
 from tests.memory.models import toy_run, write_toy
 from tests.toys import VOCAB, toy_model
 

@@ -228,7 +228,7 @@ def test_off_it_keeps_nothing(small_model: Path) -> None:
 
 def test_gemma_4_gives_logits_not_probabilities(tmp_path: Path) -> None:
     adapted = build_toy(toy_config("gemma4_text"), tmp_path, {"router": "all"}, model={"base": "fp32", "dtype": "fp32"})
-    layer = adapted.anatomy.moe_layers[0]
+    layer = adapted.structure.moe_layers[0]
     seen: list[Tensor] = []
     adapted.model.get_submodule(layer.router).register_forward_hook(lambda module, args, output: seen.append(output[0]))
     watch = RouterWatch(adapted)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
-from moetune.config.schema import ModelConfig, PackedBase, Storage
+from moetune.config.schema import ModelConfig, QuantizedDtype, Storage
 from moetune.documents import Amount, read_json
 from moetune.files import check_path
 from moetune.models.hub.fingerprint import Base, Fingerprint
@@ -22,7 +22,7 @@ _IN_16_BITS: Storage = "nf4"
 
 
 @dataclass(frozen=True)
-class Published:
+class SourceQuantization:
     """What a model's configuration says of its weights.
 
     Attributes:
@@ -55,7 +55,7 @@ def _check_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class PackedFile:
+class QuantizedFile:
     """One file of a packed base."""
 
     bytes: Amount
@@ -63,7 +63,7 @@ class PackedFile:
 
 
 @dataclass(frozen=True)
-class PackedManifest:
+class QuantizedManifest:
     """`packed.json`, which `moetune quantize` writes.
 
     Attributes:
@@ -71,11 +71,11 @@ class PackedManifest:
         fingerprint: of that checkpoint.
     """
 
-    base: PackedBase
+    base: QuantizedDtype
     double_quant: bool
     source: Annotated[Path, BeforeValidator(lambda text: str(check_path(text)) if isinstance(text, str) else text)]
     fingerprint: Fingerprint
-    files: dict[Annotated[str, AfterValidator(_check_name)], PackedFile]
+    files: dict[Annotated[str, AfterValidator(_check_name)], QuantizedFile]
     gate_up_apart: bool = False
 
     @property
@@ -84,37 +84,37 @@ class PackedManifest:
         return Base(self.source.name, self.fingerprint)
 
 
-def read_packed(folder: Path) -> PackedManifest:
+def read_quantized_manifest(folder: Path) -> QuantizedManifest:
     """Reads the manifest of a packed base; raises `UserError` if it is damaged or of an earlier version."""
-    return read_json(folder / PACKED_MANIFEST, PackedManifest, remedy="pack the base anew with moetune quantize")
+    return read_json(folder / PACKED_MANIFEST, QuantizedManifest, remedy="pack the base anew with moetune quantize")
 
 
-def published(source: ModelSource) -> Published:
+def published(source: ModelSource) -> SourceQuantization:
     """Reads the configuration, or what `moetune quantize` wrote beside it.
 
     Raises:
         UserError: that is damaged.
     """
     if source.folder is not None and (file := Path(source.folder) / PACKED_MANIFEST).is_file():
-        packed = read_packed(file.parent)
-        return Published("moetune", packed.base, packed.double_quant, packed.gate_up_apart)
+        packed = read_quantized_manifest(file.parent)
+        return SourceQuantization("moetune", packed.base, packed.double_quant, packed.gate_up_apart)
     raw: Any = getattr(source.config, "quantization_config", None)
     if raw is None:
-        return Published()
+        return SourceQuantization()
     settings: Mapping[str, Any] = raw if isinstance(raw, Mapping) else raw.to_dict()
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     match method:
         case "mxfp4":
-            return Published(method, "mxfp4")
+            return SourceQuantization(method, "mxfp4")
         case "fp8" if settings.get("weight_block_size"):
-            return Published(method)
+            return SourceQuantization(method)
         case "bitsandbytes" if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
             is_nf4 = settings.get("bnb_4bit_quant_type") == "nf4"
             double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
-            return Published(method, "nf4" if is_nf4 else None, double_quant, gate_up_apart=is_nf4)
-    return Published(method, is_read=False)
+            return SourceQuantization(method, "nf4" if is_nf4 else None, double_quant, gate_up_apart=is_nf4)
+    return SourceQuantization(method, is_read=False)
 
 
-def keeps_gate_up_apart(how: Published, config: ModelConfig) -> bool:
+def keeps_gate_up_apart(how: SourceQuantization, config: ModelConfig) -> bool:
     """Whether gate and up are packed each by itself, because the checkpoint is kept as it has them."""
     return how.gate_up_apart and (config.base, config.double_quant) == (how.base, how.double_quant)

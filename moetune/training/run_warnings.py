@@ -21,7 +21,7 @@ _TOO_FEW = 0.5
 _EQUAL = 1e-5  # of ln V: what rounding makes of a loss that is ln V
 
 
-class Notices:
+class RunWarnings:
     """Looks at each line of metrics before it is written.
 
     Args:

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moetune.experts.kernels import operators as kernels
-from moetune.experts.packed import PackedLinear, PackedStack, Storage
+from moetune.experts.quantized import QuantizedExperts, QuantizedLinear, Storage
 from moetune.run.dtypes import DTYPES
 
 STORAGES: list[tuple[Storage, bool]] = [
@@ -34,10 +34,10 @@ def matrices(shape: tuple[int, int], count: int = 3) -> Tensor:
     return torch.randn(count, *shape) * scales
 
 
-def packed(storage: Storage, double_quant: bool, weights: Tensor) -> PackedStack:
-    stack = PackedStack(len(weights), tuple(weights.shape[1:]), storage, double_quant=double_quant)
+def packed(storage: Storage, double_quant: bool, weights: Tensor) -> QuantizedExperts:
+    stack = QuantizedExperts(len(weights), tuple(weights.shape[1:]), storage, double_quant=double_quant)
     for index in torch.randperm(len(weights)).tolist():  # in whatever order a loader delivers them
-        stack.pack_(index, weights[index])
+        stack.quantize_(index, weights[index])
     return stack
 
 
@@ -97,9 +97,9 @@ def test_mxfp4_is_unpacked_as_transformers_does(
     blocks = torch.arange(256, dtype=torch.uint8).repeat(256).view(2, 32, 64, 16)
     scales = torch.arange(256, dtype=torch.uint8).repeat(16).view(2, 32, 64)
     blocks = blocks[..., torch.randperm(16)]
-    stack = PackedStack(2, (32, 2048), "mxfp4")
+    stack = QuantizedExperts(2, (32, 2048), "mxfp4")
     for index in range(2):
-        stack.put_packed_(index, {"data": blocks[index].flatten(), "scales": scales[index].flatten()})
+        stack.put_quantized_(index, {"data": blocks[index].flatten(), "scales": scales[index].flatten()})
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).mT.contiguous()
     assert torch.equal(stack.matrices(slice(0, 2), dtype).view(bits), expected.view(bits))
@@ -136,7 +136,7 @@ def test_a_plain_slice_is_a_cast(shape: tuple[int, int], storage: Storage) -> No
 @every_storage
 def test_the_buffers_take_the_promised_bytes(shape: tuple[int, int], storage: Storage, double_quant: bool) -> None:
     for device in ("cpu", "meta"):
-        stack = PackedStack(3, shape, storage, double_quant=double_quant, device=device)
+        stack = QuantizedExperts(3, shape, storage, double_quant=double_quant, device=device)
         shared = {"nf4": 256 * 4 * double_quant, "mxfp4": 2 * 256 * 4}.get(storage, 0)  # tables, once a stack
         assert sum(b.nbytes for b in stack.buffers()) == 3 * matrix_bytes(storage, double_quant, shape) + shared
 
@@ -148,7 +148,7 @@ def test_double_quantization_takes_0_5159_bytes_a_weight_and_single_0_5625(
     expected = {"nf4": 0.5159 if double_quant else 0.5625, "int8": 1.0, "mxfp4": 17 / 32, "bf16": 2.0, "fp32": 4.0}[
         storage
     ]
-    stack = PackedStack(8, (14336, 4096), storage, double_quant=double_quant, device="meta")
+    stack = QuantizedExperts(8, (14336, 4096), storage, double_quant=double_quant, device="meta")
     per_weight = sum(buffer.nbytes for buffer in stack.buffers()) / (8 * 14336 * 4096)
     assert per_weight == pytest.approx(expected, abs=1e-3 if storage == "int8" else 5e-5)
 
@@ -160,7 +160,7 @@ def test_nothing_is_a_parameter_and_everything_persists(storage: Storage, double
     assert list(stack.parameters()) == []
     assert stack.state_dict().keys() == dict(stack.named_buffers()).keys()
 
-    restored = PackedStack(3, (6, 20), storage, double_quant=double_quant)
+    restored = QuantizedExperts(3, (6, 20), storage, double_quant=double_quant)
     restored.load_state_dict(stack.state_dict())
     for index in range(3):
         assert torch.equal(restored.matrix(index, torch.float32), stack.matrix(index, torch.float32))
@@ -170,7 +170,7 @@ def test_nothing_is_a_parameter_and_everything_persists(storage: Storage, double
 def test_packing_one_matrix_leaves_the_others_alone(storage: Storage, double_quant: bool) -> None:
     stack = packed(storage, double_quant, matrices((6, 20)))
     before = [stack.matrix(index, torch.float32).clone() for index in range(3)]
-    stack.pack_(1, torch.full((6, 20), 9.0))
+    stack.quantize_(1, torch.full((6, 20), 9.0))
     assert torch.equal(stack.matrix(0, torch.float32), before[0])
     assert torch.equal(stack.matrix(2, torch.float32), before[2])
     assert not torch.equal(stack.matrix(1, torch.float32), before[1])
@@ -186,21 +186,21 @@ def test_the_layout_of_the_weight_that_comes_in_does_not_matter(storage: Storage
 
 
 def test_a_meta_stack_stores_nothing_and_takes_meta_weights() -> None:
-    stack = PackedStack(2, (6, 20), "nf4", device="meta")
-    stack.pack_(0, torch.empty(6, 20, device="meta"))
+    stack = QuantizedExperts(2, (6, 20), "nf4", device="meta")
+    stack.quantize_(0, torch.empty(6, 20, device="meta"))
     assert all(buffer.is_meta for buffer in stack.buffers())
 
 
 def test_a_matrix_of_another_shape_is_refused() -> None:
     with pytest.raises(AssertionError, match="does not fit"):
-        PackedStack(1, (6, 20), "fp32").pack_(0, torch.zeros(20, 6))
+        QuantizedExperts(1, (6, 20), "fp32").quantize_(0, torch.zeros(20, 6))
 
 
 @pytest.mark.parametrize("storage", ["nf4", "int8", "mxfp4", "bf16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_linear_computes_with_the_unpacked_weight(storage: Storage, bias: bool) -> None:
     plain = nn.Linear(20, 6, bias=bias)
-    layer = PackedLinear(plain.weight.detach(), plain.bias, storage)
+    layer = QuantizedLinear(plain.weight.detach(), plain.bias, storage)
     unpacked = layer.stack.matrix(0, torch.float32)
     x = torch.randn(2, 7, 20, requires_grad=True)
     expected = linear(x, unpacked, plain.bias)
@@ -215,7 +215,7 @@ def test_a_packed_linear_computes_with_the_unpacked_weight(storage: Storage, bia
 
 
 def test_a_packed_linear_keeps_nothing_for_backward() -> None:
-    layer = PackedLinear(torch.randn(6, 20), None, "int8")
+    layer = QuantizedLinear(torch.randn(6, 20), None, "int8")
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):
         layer(torch.randn(7, 20, requires_grad=True))
@@ -225,7 +225,7 @@ def test_a_packed_linear_keeps_nothing_for_backward() -> None:
 @pytest.mark.parametrize("storage", ["int8", "bf16"])
 def test_the_bias_of_a_packed_linear_can_train(storage: Storage) -> None:
     weight, x = torch.randn(6, 8), torch.randn(2, 3, 8, requires_grad=True)
-    linear = PackedLinear(weight, torch.zeros(6), storage)
+    linear = QuantizedLinear(weight, torch.zeros(6), storage)
     linear.bias.requires_grad_()
     (linear(x) * torch.arange(6.0)).sum().backward()
     assert torch.equal(linear.bias.grad, 6 * torch.arange(6.0))

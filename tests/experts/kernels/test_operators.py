@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.kernels.self_check import differing
-from moetune.experts.packed import PackedStack
+from moetune.experts.quantized import QuantizedExperts
 
 triton = pytest.importorskip("triton")
 from moetune.experts.kernels.launch import Kernel  # noqa: E402
@@ -92,9 +92,9 @@ def shuffled(tokens: int, top_k: int, experts: int) -> tuple[Tensor, list[int]]:
 @pytest.mark.parametrize("shape", [(64, 512), (24, 20), (96, 32), (15, 9)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nf4(interpreted: ModuleType, shape: tuple[int, int], double_quant: bool, dtype: torch.dtype) -> None:
-    stack = PackedStack(3, shape, "nf4", double_quant=double_quant)
+    stack = QuantizedExperts(3, shape, "nf4", double_quant=double_quant)
     for number in range(3):
-        stack.pack_(number, random(*shape, seed=number))
+        stack.quantize_(number, random(*shape, seed=number))
     nested = (stack.nested_absmax, stack.nested_code, stack.offset) if double_quant else (None, None, None)
     found, expected = both(interpreted, "dequantize_nf4", stack.data, stack.absmax, *nested, shape[0] * shape[1], dtype)
     assert torch.equal(found[0], expected[0])
@@ -103,8 +103,8 @@ def test_nf4(interpreted: ModuleType, shape: tuple[int, int], double_quant: bool
 @pytest.mark.parametrize("shape", [(24, 20), (15, 9), (3, 160)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8(interpreted: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    stack = PackedStack(1, shape, "int8")
-    stack.pack_(0, random(*shape))
+    stack = QuantizedExperts(1, shape, "int8")
+    stack.quantize_(0, random(*shape))
     found, expected = both(interpreted, "dequantize_int8", stack.data[0], stack.absmax[0], dtype)
     assert torch.equal(found[0], expected[0])
 
@@ -112,7 +112,7 @@ def test_int8(interpreted: ModuleType, shape: tuple[int, int], dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mxfp4(interpreted: ModuleType, dtype: torch.dtype) -> None:
     """Every byte, at exponents that the dtype has a normal number for."""
-    stack, near = PackedStack(1, (64, 64), "mxfp4"), 120 if dtype == torch.float32 else 12
+    stack, near = QuantizedExperts(1, (64, 64), "mxfp4"), 120 if dtype == torch.float32 else 12
     exponents = torch.arange(127 - near, 128 + near, dtype=torch.uint8)
     data, scales = torch.arange(256, dtype=torch.uint8).repeat(len(exponents)), exponents.repeat_interleave(16)
     found, expected = both(interpreted, "dequantize_mxfp4", data, scales, stack.pairs, dtype)
@@ -298,12 +298,12 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     assert taken
     for name, launch in taken.items():
         setattr(module, name, launch)
-    stack = PackedStack(2, (64, 256), "nf4")
+    stack = QuantizedExperts(2, (64, 256), "nf4")
     module.dequantize_nf4(
         stack.data, stack.absmax, stack.nested_absmax, stack.nested_code, stack.offset, 64 * 256, dtype
     )
     module.dequantize_nf4(stack.data, stack.absmax.float(), None, None, None, 64 * 256, dtype)
-    int8, mxfp4 = PackedStack(1, (64, 2048), "int8"), PackedStack(1, (64, 2048), "mxfp4")
+    int8, mxfp4 = QuantizedExperts(1, (64, 2048), "int8"), QuantizedExperts(1, (64, 2048), "mxfp4")
     module.dequantize_int8(int8.data[0], int8.absmax[0], dtype)
     module.dequantize_mxfp4(mxfp4.data[0], mxfp4.scales[0], mxfp4.pairs, dtype)
     gate_up, act, order, weights = (

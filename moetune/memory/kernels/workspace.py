@@ -27,7 +27,7 @@ aten = torch.ops.aten
 FLOAT = 4
 
 
-class Scratch:
+class Workspace:
     """Notes in a tracker's log what kernels take inside themselves, beside their outputs."""
 
     def __init__(self, capability: Capability, tracker: Tracker) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.adapt.pack import fill_bank, make_bank, pack_linear, put_4bit
+from moetune.adapt.pack import fill_bank, make_bank, put_4bit, quantize_linear
 from moetune.adapt.weights.materialize import realize
 from moetune.config.schema import ModelConfig
 from moetune.documents import read_json
@@ -36,8 +36,8 @@ from moetune.models.hub.snapshot import PACKED_MANIFEST as MANIFEST
 from moetune.models.hub.snapshot import copy_small_file, small_files
 from moetune.models.selection import Selection
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.published import PackedManifest, read_packed
 from moetune.run.resolve import ResolvedModel, ResolvedRun
+from moetune.run.source_quantization import QuantizedManifest, read_quantized_manifest
 
 REST = "rest.safetensors"
 _BEGUN = ".packed.begun.json"
@@ -45,7 +45,7 @@ _THREADS = 4
 """That digest files: one digests about 1.3 GB a second, and a disk may give more."""
 
 
-def is_packed_base(folder: str | None) -> bool:
+def is_quantized_base(folder: str | None) -> bool:
     """Whether a model's folder holds a packed base.
 
     Raises:
@@ -170,13 +170,13 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
-def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> PackedManifest:
+def check_manifest(folder: Path, config: ModelConfig, selection: Selection) -> QuantizedManifest:
     """The manifest of a packed base that serves this run; its files have their sizes, and their bytes are still unread.
 
     Raises:
         UserError: it does not.
     """
-    manifest = read_packed(folder)
+    manifest = read_quantized_manifest(folder)
     for key in ("base", "double_quant"):
         wanted, stored = getattr(config, key), getattr(manifest, key)
         if wanted != stored and not (key == "double_quant" and config.base != "nf4"):
@@ -210,13 +210,13 @@ def read(
     """
     folder, config, dtype = Path(str(run.model.source.folder)), run.config.model, run.dtype
     manifest = check_manifest(folder, config, run.selection)
-    for layer in run.anatomy.moe_layers:
+    for layer in run.structure.moe_layers:
         # of meta tensors: banks without contents
         experts = model.get_submodule(layer.experts)
         bank = make_bank(experts, layer, run.selection, config, dtype, device, ranks.placement, links)
         fill_bank(model, layer, bank)
-    for path in run.packed_linears:
-        pack_linear(model, path, config, dtype, torch.device("meta"))
+    for path in run.quantized_linears:
+        quantize_linear(model, path, config, dtype, torch.device("meta"))
     mine = sorted(manifest.files)[ranks.rank :: ranks.parallel.ranks]
     with digesting([folder / name for name in mine], _THREADS) as digests:
         _fill(model, folder, manifest, dtype, device, on_read)
@@ -232,7 +232,7 @@ def read(
 def _fill(
     model: PreTrainedModel,
     folder: Path,
-    manifest: PackedManifest,
+    manifest: QuantizedManifest,
     dtype: torch.dtype,
     device: torch.device,
     on_read: Callable[[float], None] | None,

@@ -24,7 +24,7 @@ from moetune.models.structure import ExpertShape
 
 
 @dataclass(frozen=True)
-class Gate:
+class Activation:
     """One of them. Without a `limit`, 0, it is SwiGLU.
 
     Attributes:
@@ -36,7 +36,7 @@ class Gate:
     limit: float = 0.0
 
     @classmethod
-    def of(cls, activation: Callable[[Tensor], Tensor], shape: ExpertShape) -> Gate | None:
+    def of(cls, activation: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activation | None:
         """The one that a model's function is, if it is one: what its module says, confirmed by its numbers."""
         if not shape.has_gate:
             return None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from moetune.training.step.tail import decoder_stack, split
+from moetune.training.step.lm_head import decoder_stack, split
 from tests.thinned import thinned
 from tests.toys import VOCAB, causal_lm_types, expert_model_types, toy_model
 

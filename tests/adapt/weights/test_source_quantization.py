@@ -18,7 +18,7 @@ from moetune.adapt.build import load_pretrained
 from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.experts.packed import PackedStack
+from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.quantized import Mxfp4, open_checkpoint
 from moetune.models.hub.tensor_files import Stored
@@ -147,8 +147,8 @@ def test_a_packed_base_of_it_is_the_same(base: str, mxfp4: Path, tmp_path: Path)
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
 def test_a_rank_reads_its_own_experts(base: str, mxfp4: Path) -> None:
     run = resolve(run_config(mxfp4, FROZEN, model={"weights": "pretrained", "base": base, "dtype": "fp32"}))
-    held = {layer.index: ((0, 1, 2, 3), (4, 5, 6, 7)) for layer in run.anatomy.moe_layers}
-    packing = MoetuneConfig(base, placement=Placement(1, held), anatomy=run.anatomy)
+    held = {layer.index: ((0, 1, 2, 3), (4, 5, 6, 7)) for layer in run.structure.moe_layers}
+    packing = MoetuneConfig(base, placement=Placement(1, held), structure=run.structure)
     reads: list[int] = []
     stock_rows = Mxfp4.rows if base == "nf4" else Mxfp4.packed
 
@@ -187,13 +187,13 @@ def experts_of(model_type: str, folder: Path, layer: int, expert: int) -> tuple[
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_nf4_is_kept_with_bitsandbytes_values_to_the_bit(model_type: str, double_quant: bool, tmp_path: Path) -> None:
-    """Experts of which some train, and linear layers. Gate and up were packed each by itself."""
+    """Experts of which some train, and linear layers. Activation and up were packed each by itself."""
     folder = write_4bit(tmp_path, model_type, double_quant=double_quant, hidden_size=64)
     with small_linears_are_packed():
         adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, dtype="fp32")
-        linears = adapted.run.packed_linears
+        linears = adapted.run.quantized_linears
     assert (adapted.run.config.model.base, adapted.run.config.model.double_quant) == ("nf4", double_quant)
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         bank: Any = adapted.model.get_submodule(layer.experts)
         for expert in range(bank.num_experts):
             both = experts_of(model_type, folder, layer.index, expert)
@@ -228,8 +228,8 @@ def test_another_layout_is_unpacked_and_packed_anew(
     bank = adapted.model.model.layers[1].mlp.experts
     assert (bank.gate_up.storage, bank.gate_up.double_quant) == (becomes, becomes == "nf4")
     gate_up, down = experts_of("mixtral", folder, 1, 3)
-    stack = PackedStack(1, tuple(down.shape), becomes)
-    stack.pack_(0, down)
+    stack = QuantizedExperts(1, tuple(down.shape), becomes)
+    stack.quantize_(0, down)
     assert torch.equal(bank.down.matrix(3, torch.float32), stack.matrix(0, torch.float32))
     assert (bank.gate_up.matrix(3, torch.float32) - gate_up).norm() < 0.2 * gate_up.norm()
 
@@ -279,7 +279,7 @@ def test_fp8_has_transformers_values_before_it_is_packed(base: str, tmp_path: Pa
 
     adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, base=base, dtype="fp32")
     assert adapted.run.config.model.base == ("nf4" if base == "auto" else base)
-    for layer in adapted.anatomy.moe_layers:
+    for layer in adapted.structure.moe_layers:
         bank: Any = adapted.model.get_submodule(layer.experts)
         for expert in range(bank.num_experts):
             path = f"{layer.experts}.{expert}"
@@ -288,8 +288,8 @@ def test_fp8_has_transformers_values_before_it_is_packed(base: str, tmp_path: Pa
                 assert torch.equal(bank.trained[str(expert)].gate_up.weight, gate_up)
                 continue
             for name, expected in (("gate_up", gate_up), ("down", value(f"{path}.down_proj.weight"))):
-                stack = PackedStack(1, tuple(expected.shape), bank.down.storage)
-                stack.pack_(0, expected)
+                stack = QuantizedExperts(1, tuple(expected.shape), bank.down.storage)
+                stack.quantize_(0, expected)
                 found = getattr(bank, name).matrix(bank.frozen_slots[expert], torch.float32)
                 assert torch.equal(found, stack.matrix(0, torch.float32))
 

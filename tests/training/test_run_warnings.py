@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from moetune.errors import UserError
-from moetune.training.notices import Notices
+from moetune.training.run_warnings import RunWarnings
 from tests import small
 from tests.resolved import build, train
 
@@ -84,7 +84,7 @@ def test_a_warmup_that_has_not_begun_is_none(small_model: Path, small_data: Path
 def test_equal_logits(first: float, says: bool, small_model: Path, small_data: Path, tmp_path: Path) -> None:
     """Of weights that were destroyed: not of a model that knew nothing before the first step."""
     run, said = small.run_config(small_model, small_data, tmp_path / "run"), io.StringIO()
-    notices = Notices(build(run, "cpu"), 1, Console(file=said, width=500))
+    notices = RunWarnings(build(run, "cpu"), 1, Console(file=said, width=500))
     size = math.log(notices.adapted.run.model.settings.vocab_size)
     for loss in (size + first, size):
         noted = notices.about_step(loss, False, {}, {})["notices"]

@@ -10,21 +10,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from moetune.errors import UserError
-from moetune.models.structure import COMPONENTS, Anatomy, ExpertShape, meta_model, read_anatomy
+from moetune.models.structure import COMPONENTS, ExpertShape, ModelStructure, meta_model, read_structure
 from tests.toys import EXPERTS, HIDDEN, LAYERS, TOP_K, toy_config, toy_model
 
 
-def anatomy_of(model_type: str, **overrides: object) -> Anatomy:
-    return read_anatomy(meta_model(toy_config(model_type, **overrides)))
+def anatomy_of(model_type: str, **overrides: object) -> ModelStructure:
+    return read_structure(meta_model(toy_config(model_type, **overrides)))
 
 
-def components_of(anatomy: Anatomy) -> dict[str, str]:
-    return {part.name: part.component for part in anatomy.parts}
+def components_of(structure: ModelStructure) -> dict[str, str]:
+    return {part.name: part.component for part in structure.parts}
 
 
 def test_mixtral_parts_have_the_expected_paths_and_places() -> None:
-    anatomy = anatomy_of("mixtral")
-    first = anatomy.moe_layers[0]
+    structure = anatomy_of("mixtral")
+    first = structure.moe_layers[0]
     assert (first.index, first.block, first.experts, first.router, first.top_k) == (
         0,
         "model.layers.0.mlp",
@@ -33,8 +33,8 @@ def test_mixtral_parts_have_the_expected_paths_and_places() -> None:
         TOP_K,
     )
     assert first.shape == ExpertShape(EXPERTS, HIDDEN, 48, True, False, False, True)
-    assert (anatomy.num_layers, len(anatomy.moe_layers)) == (LAYERS, LAYERS)
-    places = {part.name: (part.component, part.layer) for part in anatomy.parts}
+    assert (structure.num_layers, len(structure.moe_layers)) == (LAYERS, LAYERS)
+    places = {part.name: (part.component, part.layer) for part in structure.parts}
     assert places["model.embed_tokens.weight"] == ("embedding", None)
     assert places["model.layers.2.self_attn.k_proj.weight"] == ("attention", 2)
     assert places["model.layers.3.mlp.gate.weight"] == ("router", 3)
@@ -45,17 +45,17 @@ def test_mixtral_parts_have_the_expected_paths_and_places() -> None:
 
 
 def test_linears_give_size_and_place_and_leave_the_router_out_where_it_is_no_linear() -> None:
-    anatomy = anatomy_of("mixtral")
+    structure = anatomy_of("mixtral")
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     expected = {f"model.layers.{layer}.self_attn.{name}" for layer in range(LAYERS) for name in names}
-    assert set(anatomy.linears()) == expected | {"lm_head"}
-    assert set(anatomy.linears("attention")) == expected
-    assert anatomy.linears("attention")["model.layers.2.self_attn.k_proj"] == (HIDDEN, 16, "attention", 2, True)
-    assert anatomy.linears("experts") == {}
+    assert set(structure.linears()) == expected | {"lm_head"}
+    assert set(structure.linears("attention")) == expected
+    assert structure.linears("attention")["model.layers.2.self_attn.k_proj"] == (HIDDEN, 16, "attention", 2, True)
+    assert structure.linears("experts") == {}
 
 
 def test_parts_are_the_same_on_meta_and_on_a_real_model() -> None:
-    assert read_anatomy(toy_model("qwen2_moe")) == anatomy_of("qwen2_moe")
+    assert read_structure(toy_model("qwen2_moe")) == anatomy_of("qwen2_moe")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_shared_experts_and_their_gate_are_shared_experts() -> None:
 
 
 def test_first_dense_layer_of_deepseek_is_dense_mlp_and_not_a_moe_layer() -> None:
-    anatomy = anatomy_of("deepseek_v3")
-    assert [layer.index for layer in anatomy.moe_layers] == [1, 2, 3]
-    parts = components_of(anatomy)
+    structure = anatomy_of("deepseek_v3")
+    assert [layer.index for layer in structure.moe_layers] == [1, 2, 3]
+    parts = components_of(structure)
     assert parts["model.layers.0.mlp.up_proj.weight"] == "dense_mlp"
     assert parts["model.layers.1.mlp.shared_experts.up_proj.weight"] == "shared_experts"
 
@@ -104,21 +104,21 @@ def test_shared_mlp_of_a_layer_without_experts_is_dense_mlp() -> None:
 
 
 def test_mixer_slot_of_nemotron_goes_by_what_sits_in_it() -> None:
-    anatomy = anatomy_of("nemotron_h")
-    assert [layer.index for layer in anatomy.moe_layers] == [1, 4]
-    assert [part.component for part in anatomy.parts if part.layer == 0 and part.name.endswith("in_proj.weight")] == [
+    structure = anatomy_of("nemotron_h")
+    assert [layer.index for layer in structure.moe_layers] == [1, 4]
+    assert [part.component for part in structure.parts if part.layer == 0 and part.name.endswith("in_proj.weight")] == [
         "attention"
     ]
-    assert {part.component for part in anatomy.parts if part.layer == 3} == {"dense_mlp", "norm"}
+    assert {part.component for part in structure.parts if part.layer == 3} == {"dense_mlp", "norm"}
 
 
 def test_tied_weights_count_once_under_the_first_name() -> None:
-    anatomy = anatomy_of("mixtral", tie_word_embeddings=True)
-    assert dict(anatomy.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert anatomy.parts_of("lm_head") == ()
+    structure = anatomy_of("mixtral", tie_word_embeddings=True)
+    assert dict(structure.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert structure.parts_of("lm_head") == ()
     untied = anatomy_of("mixtral", tie_word_embeddings=False)
     head = sum(part.numel for part in untied.parts_of("lm_head"))
-    assert sum(part.numel for part in untied.parts) == sum(part.numel for part in anatomy.parts) + head
+    assert sum(part.numel for part in untied.parts) == sum(part.numel for part in structure.parts) + head
 
 
 def test_vision_tower_is_other() -> None:
@@ -127,16 +127,16 @@ def test_vision_tower_is_other() -> None:
 
 
 def test_dense_model_has_no_moe_layers() -> None:
-    anatomy = anatomy_of("llama")
-    assert anatomy.moe_layers == ()
-    assert {part.component for part in anatomy.parts} == {
+    structure = anatomy_of("llama")
+    assert structure.moe_layers == ()
+    assert {part.component for part in structure.parts} == {
         "embedding",
         "attention",
         "dense_mlp",
         "norm",
         "lm_head",
     }
-    assert set(COMPONENTS) >= {part.component for part in anatomy.parts}
+    assert set(COMPONENTS) >= {part.component for part in structure.parts}
 
 
 def test_missing_top_k_is_refused() -> None:
@@ -151,7 +151,7 @@ def test_experts_without_the_mark_are_refused_by_parameter_shape_alone() -> None
         model.config.num_experts = 8
         model.model.layers[0].mlp.weights = nn.Parameter(torch.empty(8, 16, 32))
     with pytest.raises(UserError, match=r"'llama' is not supported.*model\.layers\.0\.mlp\.weights"):
-        read_anatomy(model)
+        read_structure(model)
 
 
 def test_unbuildable_configuration_is_a_user_error() -> None:

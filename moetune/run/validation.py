@@ -15,10 +15,10 @@ from transformers.utils import is_flash_attn_2_available
 from moetune.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
 from moetune.errors import counted
 from moetune.models.selection import Selection
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DeviceType
-from moetune.run.linears import linears_to_pack, read_directly
-from moetune.run.published import Published
+from moetune.run.linears import linears_to_quantize, read_directly
+from moetune.run.source_quantization import SourceQuantization
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
@@ -27,7 +27,7 @@ _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_fl
 # --- The model ----------------------------------------------------------------------------------------------------
 
 
-def of_published(published: Published, model: ModelConfig) -> Iterator[str]:
+def of_published(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
     """A checkpoint in a format that is not read, or that is to be kept as it is not."""
     if not published.is_read and model.weights == "pretrained":
         yield (
@@ -62,9 +62,9 @@ def of_dtypes(model: ModelConfig) -> Iterator[str]:
         yield "model.base: bf16 does not go with model.dtype: fp16; set base: nf4 or int8, or dtype: bf16"
 
 
-def of_experts(plain: PreTrainedModel, anatomy: Anatomy) -> Iterator[str]:
+def of_experts(plain: PreTrainedModel, structure: ModelStructure) -> Iterator[str]:
     """Experts that a bank cannot take the place of."""
-    for layer in anatomy.moe_layers:
+    for layer in structure.moe_layers:
         experts = plain.get_submodule(layer.experts)
         if getattr(experts, "has_post_expert_norm", False):
             yield f"{layer.experts}: experts with a norm after them can be counted but not trained yet"
@@ -77,9 +77,9 @@ def of_experts(plain: PreTrainedModel, anatomy: Anatomy) -> Iterator[str]:
             return
 
 
-def inert_linears(plain: PreTrainedModel, anatomy: Anatomy) -> list[str]:
+def inert_linears(plain: PreTrainedModel, structure: ModelStructure) -> list[str]:
     """Linear layers whose weight the model reads without calling them, so that LoRA there would have no effect."""
-    return [path for path in anatomy.linears() if read_directly(plain, path)]
+    return [path for path in structure.linears() if read_directly(plain, path)]
 
 
 def of_lora(plain: PreTrainedModel, selection: Selection) -> Iterator[str]:
@@ -96,16 +96,16 @@ def of_lora(plain: PreTrainedModel, selection: Selection) -> Iterator[str]:
         )
 
 
-def of_router_losses(config: RunConfig, anatomy: Anatomy) -> Iterator[str]:
-    if (config.train.router_aux_loss or config.train.router_z_loss) and not anatomy.moe_layers:
+def of_router_losses(config: RunConfig, structure: ModelStructure) -> Iterator[str]:
+    if (config.train.router_aux_loss or config.train.router_z_loss) and not structure.moe_layers:
         yield (
-            f"train.router_aux_loss / router_z_loss: {anatomy.model_type!r} is a dense model without routers; set both "
-            "to 0"
+            f"train.router_aux_loss / router_z_loss: {structure.model_type!r} is a dense model without routers; set "
+            "both to 0"
         )
 
 
 def of_dense_gradient(
-    config: RunConfig, anatomy: Anatomy, trains: frozenset[Part], scores: Mapping[int, str]
+    config: RunConfig, structure: ModelStructure, trains: frozenset[Part], scores: Mapping[int, str]
 ) -> Iterator[str]:
     """Routers whose gradient cannot go through all experts.
 
@@ -120,11 +120,11 @@ def of_dense_gradient(
             f"{option}: every token goes through all experts in backward, and with parallel.ep: {config.parallel.ep} a "
             "rank holds some of them; set parallel.ep: 1"
         )
-    unknown = [layer for layer in anatomy.moe_layers if layer.index not in scores]
+    unknown = [layer for layer in structure.moe_layers if layer.index not in scores]
     if unknown:
         yield (
-            f"{option}: the weights that {unknown[0].router} ({anatomy.model_type}) gives are neither a softmax nor a "
-            "sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
+            f"{option}: the weights that {unknown[0].router} ({structure.model_type}) gives are neither a softmax nor "
+            "a sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
         )
 
 
@@ -258,17 +258,17 @@ def of_division(
 
 
 def of_split_attention(
-    config: RunConfig, plain: PreTrainedModel, anatomy: Anatomy, selection: Selection
+    config: RunConfig, plain: PreTrainedModel, structure: ModelStructure, selection: Selection
 ) -> Iterator[str]:
     """Attention is split over `parallel.tp` by transformers' plan, and only where it is not packed."""
     if config.parallel.tp == 1:
         return
     plan = tensor_plan(plain)
-    packed = set(linears_to_pack(plain, anatomy, selection)) if config.model.base in ("nf4", "int8") else set()
-    for path in anatomy.linears("attention"):
+    packed = set(linears_to_quantize(plain, structure, selection)) if config.model.base in ("nf4", "int8") else set()
+    for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
             yield (
-                f"parallel.tp: transformers has no way to split {path} of model type {anatomy.model_type!r} in "
+                f"parallel.tp: transformers has no way to split {path} of model type {structure.model_type!r} in "
                 "training; set parallel.tp: 1"
             )
             return

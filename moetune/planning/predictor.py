@@ -16,7 +16,7 @@ from moetune.run.resolve import ResolvedRun, resolve
 
 
 @dataclass
-class Needs:
+class Predictor:
     """Predictions of runs of one model, which share the model and what closed forms have recorded.
 
     Attributes:

@@ -13,13 +13,13 @@ from moetune.models.hub.names import find_homes
 from moetune.models.hub.quantized import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
 from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.selection import Selection
-from moetune.run.linears import linears_to_pack
+from moetune.run.linears import linears_to_quantize
 from moetune.run.names import stacks
 from moetune.run.resolve import ResolvedModel
 
 
 @dataclass(frozen=True)
-class Unread:
+class LazyTensor:
     """Stands for a slice of a safetensors file, which `[...]` reads.
 
     Attributes:
@@ -31,10 +31,10 @@ class Unread:
     device: torch.device
     stays: bool = False
 
-    def __getitem__(self, everything: Any) -> Tensor | Unread:
+    def __getitem__(self, everything: Any) -> Tensor | LazyTensor:
         return self if self.stays else self.read()
 
-    def to(self, **_: Any) -> Unread:
+    def to(self, **_: Any) -> LazyTensor:
         return self
 
     def read(self) -> Tensor:
@@ -44,7 +44,9 @@ class Unread:
         return self.stored.rows().reshape(self.stored.shape)
 
 
-def unread_tensors(model: ResolvedModel, selection: Selection, folder: Path, device: torch.device) -> dict[str, Unread]:
+def lazy_tensors(
+    model: ResolvedModel, selection: Selection, folder: Path, device: torch.device
+) -> dict[str, LazyTensor]:
     """The tensors of a checkpoint by the names that they have in 16 bits; what is quantized is unpacked on `device` in
     the model's dtype, as transformers does.
 
@@ -53,13 +55,13 @@ def unread_tensors(model: ResolvedModel, selection: Selection, folder: Path, dev
     """
     opened = open_checkpoint(folder)
     may_stay = {name for name, stored in opened.items() if isinstance(stored, (Mxfp4, BitsAndBytes))}
-    packed = {f"{path}.weight" for path in linears_to_pack(model.plain, model.anatomy, selection)}
-    packed |= {f"{layer.experts}.{stack}" for layer in model.anatomy.moe_layers for stack in stacks(layer)}
+    packed = {f"{path}.weight" for path in linears_to_quantize(model.plain, model.structure, selection)}
+    packed |= {f"{layer.experts}.{stack}" for layer in model.structure.moe_layers for stack in stacks(layer)}
     homes = find_homes(model.plain, may_stay)
     stay = {key for name in packed & homes.keys() for key in homes[name].every_key()}
     tensors = {}
     for name, stored in opened.items():
         if isinstance(stored, Quantized):
             stored = replace(stored, dtype=NAMES[model.dtype])
-        tensors[name] = Unread(stored, device, stays=name in stay)
+        tensors[name] = LazyTensor(stored, device, stays=name in stay)
     return tensors

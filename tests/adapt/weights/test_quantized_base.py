@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moetune.adapt.weights import packed_base
+from moetune.adapt.weights import quantized_base
 from moetune.errors import UserError
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
-from moetune.run.published import read_packed
-from tests.adapt.test_quantizer import write
+from moetune.run.source_quantization import read_quantized_manifest
+from tests.adapt.weights.test_quantizer import write
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build, write_packed_base
 
@@ -68,7 +68,7 @@ def test_what_is_not_packed_keeps_its_values_and_dtype(dtype: torch.dtype, tmp_p
 def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "plain", "mixtral")
     packed, written = tmp_path / "packed", []
-    write_bank = packed_base.write_bank
+    write_bank = quantized_base.write_bank
 
     def stops(folder: Path, path: str, bank: Any) -> None:
         if len(written) == 2:
@@ -76,7 +76,7 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         written.append(path)
         write_bank(folder, path, bank)
 
-    monkeypatch.setattr(packed_base, "write_bank", stops)
+    monkeypatch.setattr(quantized_base, "write_bank", stops)
     with pytest.raises(KeyboardInterrupt):
         write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
     with pytest.raises(UserError, match="not a complete"):
@@ -91,11 +91,11 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UserError, match="or the model changed; choose another"):
         write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
     os.utime(source, ns=times)
-    monkeypatch.setattr(packed_base, "write_bank", write_bank)
+    monkeypatch.setattr(quantized_base, "write_bank", write_bank)
     write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
     assert {file: file.stat().st_mtime_ns for file in first} == first
     write_packed_base(str(tmp_path / "plain"), tmp_path / "at once", "nf4", True)
-    assert read_packed(packed) == read_packed(tmp_path / "at once")
+    assert read_quantized_manifest(packed) == read_quantized_manifest(tmp_path / "at once")
     for file in packed.glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "at once" / file.name).read_bytes()
 
@@ -160,7 +160,7 @@ def test_a_manifest_that_lacks_something_is_named(packed: Path, key: str, tmp_pa
 
 def test_it_says_what_was_packed(packed: Path) -> None:
     """Also when it was written in two goes, which read only the rest of the source the second time."""
-    manifest = read_packed(packed)
+    manifest = read_quantized_manifest(packed)
     assert (manifest.source, manifest.packed.name) == ((packed.parent / "plain").resolve(), "plain")
     assert manifest.packed.fingerprint == take_fingerprint(packed.parent / "plain")
 
@@ -191,10 +191,10 @@ def test_the_command(packed: Path, tmp_path: Path, moetune: Run) -> None:
 def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the catalog, or of a model on the hub that is on this machine."""
     assert moetune("quantize", "tiny-mixtral", "--out", tmp_path / "named").code == 0
-    cached = read_packed(tmp_path / "named").source
+    cached = read_quantized_manifest(tmp_path / "named").source
     monkeypatch.setattr("moetune.adapt.weights.base.downloaded", lambda hub_id: cached)
     monkeypatch.setattr("moetune.adapt.weights.base.download", lambda hub_id: cached)
     settings = find_model_source("tiny-mixtral").config
     monkeypatch.setattr("moetune.models.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
     assert moetune("quantize", "owner/tiny", "--out", tmp_path / "hub").code == 0
-    assert read_packed(tmp_path / "hub") == read_packed(tmp_path / "named")
+    assert read_quantized_manifest(tmp_path / "hub") == read_quantized_manifest(tmp_path / "named")

@@ -11,14 +11,14 @@ from typing import Any, Literal, get_args
 
 from moetune.config.schema import Storage
 from moetune.memory.changes import is_setting_of_host
-from moetune.models.structure import Anatomy
+from moetune.models.structure import ModelStructure
 
 Goal = Literal["router", "experts", "lora"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """Settings as dotted keys, and what they give up, in words."""
 
     goal: Goal
@@ -64,7 +64,7 @@ _OVER_RANKS: _Choices = (
         ("states in 8 bits", "updates so small that 16-bit weights round them away"),
     ),
 )
-"""Of experts on several cards: those that work with a share of a weight (`run.refusals.of_unshared`)."""
+"""Of experts on several cards: those that work with a share of a weight (`run.validation.of_unshared`)."""
 _BASES: _Choices = (
     ({"model.base": "bf16"}, ()),
     ({"model.base": "int8"}, ("the base in 8 bits",)),
@@ -82,7 +82,7 @@ _CHECKPOINTING: _Choices = (
 )
 
 
-def ways(goal: Goal, anatomy: Anatomy, count: int, published: Storage | None = None) -> Iterator[Way]:
+def ways(goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None) -> Iterator[Strategy]:
     """All ways to a goal on so many cards, best first.
 
     Args:
@@ -90,21 +90,21 @@ def ways(goal: Goal, anatomy: Anatomy, count: int, published: Storage | None = N
     """
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
-    for layout in layouts(anatomy, count):
+    for layout in layouts(structure, count):
         for base, lost in _AS_PUBLISHED if published == "mxfp4" else _BASES:
             for optimizer, lost_too in optimizers:
                 for checkpointing, lost_as_well in _CHECKPOINTING:
                     settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}
-                    yield Way(goal, settings, (*lost, *lost_too, *lost_as_well), order)
+                    yield Strategy(goal, settings, (*lost, *lost_too, *lost_as_well), order)
                     order += 1
 
 
-def layouts(anatomy: Anatomy, count: int) -> Iterator[dict[str, Any]]:
+def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:
     """Settings that divide a run over so many cards: experts spread over them, else all that is not packed."""
     if count == 1:
         yield {}
         return
     cards = {"hardware.count": count, "parallel.fsdp": count}
-    if anatomy.moe_layers and all(layer.shape.num_experts % count == 0 for layer in anatomy.moe_layers):
+    if structure.moe_layers and all(layer.shape.num_experts % count == 0 for layer in structure.moe_layers):
         yield {**cards, "parallel.ep": count}
     yield cards

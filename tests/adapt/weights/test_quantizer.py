@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.experts.packed import PackedStack
+from moetune.experts.quantized import QuantizedExperts
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build
 from tests.toys import toy_config
@@ -32,8 +32,8 @@ def write(folder: Path, model_type: str, **options: Any) -> PreTrainedModel:
 
 def packed_of(weight: torch.Tensor, base: str) -> dict[str, torch.Tensor]:
     """One matrix, packed by itself."""
-    stack = PackedStack(1, tuple(weight.shape), base)
-    stack.pack_(0, weight.to(torch.float32))
+    stack = QuantizedExperts(1, tuple(weight.shape), base)
+    stack.quantize_(0, weight.to(torch.float32))
     return {name: buffer[0] for name, buffer in stack.named_buffers() if name != "nested_code"}
 
 

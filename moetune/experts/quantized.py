@@ -22,7 +22,7 @@ from moetune.run.dtypes import DTYPES
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class PackedStack(nn.Module):
+class QuantizedExperts(nn.Module):
     """E matrices of one shape in base precision. Nothing in it is a Parameter; nothing in it ever trains.
 
     Bytes of one matrix of n = R·C weights:
@@ -107,7 +107,7 @@ class PackedStack(nn.Module):
         return self.prefetcher is not None
 
     @torch.no_grad()
-    def pack_(self, index: int, weight: Tensor) -> None:
+    def quantize_(self, index: int, weight: Tensor) -> None:
         """Stores `weight` [R, C] as matrix `index`. A meta weight has no values and stores none."""
         assert weight.shape == self.shape, f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
         if weight.is_meta:
@@ -131,12 +131,12 @@ class PackedStack(nn.Module):
                     self.data[index, rows].copy_(packed)
                     self.absmax[index, rows].copy_(scale)
             case "mxfp4":
-                _pack_mxfp4(weight.flatten(), self.data[index], self.scales[index])
+                _quantize_mxfp4(weight.flatten(), self.data[index], self.scales[index])
             case _:
                 self.data[index].copy_(weight)
 
     @torch.no_grad()
-    def put_packed_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
+    def put_quantized_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
         """Stores what is packed already as matrix `index`: each piece by the names of the buffers, in their dtypes."""
         assert len(pieces) == self.pieces
         for number, stored in enumerate(pieces, index * self.pieces):
@@ -174,7 +174,7 @@ class PackedStack(nn.Module):
             case _:
                 return data.to(dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
         return self if self.on_host else super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
@@ -182,7 +182,7 @@ class PackedStack(nn.Module):
         return f"{self.count} × {list(self.shape)}, {self.storage}{quantized}{', on the host' if self.on_host else ''}"
 
 
-def _pack_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
+def _quantize_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
     """Rounds to the nearest, ties to even. The scale of a block is the power of two that brings its largest weight to
     4 or more and below 8; what then is above 6 becomes 6 (OCP Microscaling Formats 1.0, section 6.3)."""
     levels = weights.new_tensor(_E2M1, dtype=torch.float32)
@@ -202,7 +202,7 @@ def _pack_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
         scales[first // MX_BLOCK :][: len(blocks)].copy_(exponents + 127)
 
 
-class PackedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A frozen linear layer whose weight is stored in another precision than it computes in.
 
     Backward unpacks the weight again instead of keeping the unpacked one alive. For NF4 use bitsandbytes' `Linear4bit`.
@@ -211,8 +211,8 @@ class PackedLinear(nn.Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
-        self.stack = PackedStack(1, (self.out_features, self.in_features), storage, device=weight.device)
-        self.stack.pack_(0, weight)
+        self.stack = QuantizedExperts(1, (self.out_features, self.in_features), storage, device=weight.device)
+        self.stack.quantize_(0, weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @property
@@ -221,15 +221,15 @@ class PackedLinear(nn.Linear):
         return self.stack.data[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        return _PackedMatmul.apply(input, self.stack, self.bias)
+        return _QuantizedMatmul.apply(input, self.stack, self.bias)
 
     def reset_parameters(self) -> None:
         """Nothing to draw: the weight came packed."""
 
 
-class _PackedMatmul(torch.autograd.Function):
+class _QuantizedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stack: PackedStack, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stack: QuantizedExperts, bias: Tensor | None) -> Tensor:
         ctx.stack = stack
         return nn.functional.linear(x, stack.matrix(0, x.dtype), bias)
 
