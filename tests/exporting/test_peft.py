@@ -29,7 +29,7 @@ from moetune.exporting.peft import export_peft
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.manifest import write_manifest
-from moetune.training.run_folder import RunFolder
+from moetune.training.run_writer import RunWriter
 from tests import small
 from tests.reference import excite_, run_config, token_ids
 from tests.resolved import build, train
@@ -97,7 +97,7 @@ def write_run(folder: Path, config: RunConfig, adapted: Adapted, step: int = 3) 
     checkpoint = folder / "checkpoints" / f"step-{step}"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(config.to_yaml())
-    RunFolder(folder).write_base(Base("model", take_fingerprint(Path(config.model.path))))
+    RunWriter(folder).write_base(Base("model", take_fingerprint(Path(config.model.path))))
     save_file(trained_of(adapted), checkpoint / TRAINED_FILE)
     write_manifest(checkpoint, step)
 

@@ -11,6 +11,7 @@ import pytest
 from moetune.errors import UserError
 from moetune.training.manifest import damage, write_manifest
 from moetune.training.run_folder import RunFolder
+from moetune.training.run_writer import RunWriter
 from tests import small
 from tests.resolved import train
 
@@ -112,7 +113,7 @@ def test_resuming_says_what_it_skips_and_ends_as_if_nothing_had_happened(
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder(copy)
+    folder = RunWriter(copy)
     before = {file: file.read_bytes() for file in (copy / "checkpoints").rglob("*") if file.is_file()}
     monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(100))
 

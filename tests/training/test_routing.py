@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from moetune.adapt.count import count_trainable
-from moetune.training.routing import load_by_layer, load_summary
+from moetune.training.metrics import load_by_layer, load_summary
 from moetune.training.run_warnings import RunWarnings
 from tests import small
 from tests.resolved import build, train

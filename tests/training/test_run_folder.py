@@ -20,7 +20,8 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.training.inputs import Inputs
 from moetune.training.manifest import write_manifest
-from moetune.training.run_folder import RunFolder, step_of
+from moetune.training.run_folder import step_of
+from moetune.training.run_writer import RunWriter
 
 
 def config(**train: Any) -> RunConfig:
@@ -29,9 +30,9 @@ def config(**train: Any) -> RunConfig:
     )
 
 
-def started(path: Path, steps: int = 0) -> RunFolder:
+def started(path: Path, steps: int = 0) -> RunWriter:
     """A run folder with metrics of `steps` steps and a checkpoint after each."""
-    folder = RunFolder(path)
+    folder = RunWriter(path)
     folder.create(config(), None, overwrite=False)
     for step in range(1, steps + 1):
         folder.append_metrics({"step": step, "loss": 1 / step})
@@ -44,13 +45,13 @@ def listing(path: Path) -> dict[str, bytes | None]:
     return {str(item.relative_to(path)): item.read_bytes() if item.is_file() else None for item in path.rglob("*")}
 
 
-def names(folder: RunFolder) -> list[str]:
+def names(folder: RunWriter) -> list[str]:
     return [path.name for path in folder.checkpoints()]
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_check_writes_nothing(tmp_path: Path, resume: str) -> None:
-    assert RunFolder(tmp_path / "deep" / "run").check(config(), resume, overwrite=False) is None
+    assert RunWriter(tmp_path / "deep" / "run").check(config(), resume, overwrite=False) is None
     assert listing(tmp_path) == {}
 
 
@@ -60,7 +61,7 @@ def test_the_resolved_run_file_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_will_do(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path).check(config(), "never", overwrite=False) is None
+    assert RunWriter(tmp_path).check(config(), "never", overwrite=False) is None
 
 
 def test_only_the_first_rank_tries_whether_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +70,14 @@ def test_only_the_first_rank_tries_whether_it_can_write(tmp_path: Path, monkeypa
     stock = Path.mkdir
     monkeypatch.setattr(Path, "mkdir", lambda path, *args, **how: (made.append(path.name), stock(path, *args, **how)))
     for is_first in (True, False):
-        folder = RunFolder(tmp_path, SimpleNamespace(is_first=is_first))  # type: ignore[arg-type]
+        folder = RunWriter(tmp_path, SimpleNamespace(is_first=is_first))  # type: ignore[arg-type]
         folder.check(config(), "never", overwrite=False)
         assert len(made) == 1
 
 
 def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert RunFolder(Path("~/run")).path == tmp_path / "run"
+    assert RunWriter(Path("~/run")).path == tmp_path / "run"
 
 
 def test_a_run_is_neither_continued_nor_replaced_unasked(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_foreign_folder_is_refused(tmp_path: Path, foreign: list[str], overwri
         (tmp_path / name).write_text("model: {}")
     before = listing(tmp_path)
     with pytest.raises(UserError, match="exists and is not a run folder; choose another output"):
-        RunFolder(tmp_path).check(config(), "never", overwrite)
+        RunWriter(tmp_path).check(config(), "never", overwrite)
     assert listing(tmp_path) == before
 
 
@@ -123,13 +124,13 @@ def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -
 def test_an_unwritable_output(tmp_path: Path, output: str, reason: str) -> None:
     (tmp_path / "file").write_text("a file")
     with pytest.raises(UserError, match=rf"cannot be written: {reason} .*choose another output"):
-        RunFolder(tmp_path / output).check(config(), "never", overwrite=False)
+        RunWriter(tmp_path / output).check(config(), "never", overwrite=False)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_an_output_on_a_read_only_file_system() -> None:
     with pytest.raises(UserError, match=r"output '/proc/run' cannot be written: .* \(/proc\)"):
-        RunFolder(Path("/proc/run")).check(config(), "never", overwrite=False)
+        RunWriter(Path("/proc/run")).check(config(), "never", overwrite=False)
 
 
 def test_auto_takes_the_newest_checkpoint_by_number(tmp_path: Path) -> None:
@@ -317,8 +318,8 @@ def plant(path: Path, names: list[str]) -> dict[str, bytes]:
 def test_overwrite_leaves_what_is_not_the_runs(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=2)
     before = plant(folder.path, FOREIGN)
-    assert RunFolder(folder.path).check(config(), "never", overwrite=True) is None
-    again = RunFolder(folder.path)
+    assert RunWriter(folder.path).check(config(), "never", overwrite=True) is None
+    again = RunWriter(folder.path)
     again.check(config(), "never", overwrite=True)
     again.create(config(), None, overwrite=True)
     after = listing(folder.path)
@@ -332,7 +333,7 @@ def test_a_folder_of_ones_own_is_no_run_whatever_its_names(tmp_path: Path) -> No
     before = listing(tmp_path)
     for resume, overwrite in (("never", False), ("never", True), ("auto", False)):
         with pytest.raises(UserError, match="exists and is not a run folder; choose another") as raised:
-            RunFolder(tmp_path).check(config(), resume, overwrite)
+            RunWriter(tmp_path).check(config(), resume, overwrite)
         assert "--overwrite" not in str(raised.value)
     assert listing(tmp_path) == before
 
@@ -348,7 +349,7 @@ def test_what_is_in_the_way_is_named(name: str, tmp_path: Path) -> None:
     before = listing(folder.path)
     for resume, overwrite in (("never", True), (str(folder.checkpoints_path / "step-1"), False)):
         with pytest.raises(UserError, match=r"is in the way.*move it away") as raised:
-            RunFolder(folder.path).check(config(), resume, overwrite)
+            RunWriter(folder.path).check(config(), resume, overwrite)
         assert Path(*Path(name).parts[:2]).name in str(raised.value)
     assert listing(folder.path) == before
 
@@ -363,7 +364,7 @@ def test_a_checkpoint_that_holds_something_else_is_kept(tmp_path: Path) -> None:
 
 def test_a_run_of_an_earlier_version_goes_on_and_is_not_replaced(tmp_path: Path) -> None:
     """It has no list of what moetune wrote; its seals say which checkpoints are its own."""
-    folder = RunFolder(tmp_path / "run")
+    folder = RunWriter(tmp_path / "run")
     folder.create(config(), None, overwrite=False, inputs=Inputs("0" * 32, {}, {}, {}))
     for step in (1, 2):
         with folder.new_checkpoint(step, keep=2) as aside:
@@ -372,12 +373,12 @@ def test_a_run_of_an_earlier_version_goes_on_and_is_not_replaced(tmp_path: Path)
     plant(folder.path, ["notes.txt"])
     for overwrite in (False, True):
         with pytest.raises(UserError, match=r"without \.moetune.*--resume auto"):
-            RunFolder(folder.path).check(config(), "never", overwrite)
-    again, first = RunFolder(folder.path), folder.checkpoints_path / "step-1"
+            RunWriter(folder.path).check(config(), "never", overwrite)
+    again, first = RunWriter(folder.path), folder.checkpoints_path / "step-1"
     assert again.check(config(), str(first), overwrite=False) == first
     again.create(config(), first, overwrite=False)
     assert names(again) == ["step-1"]
-    RunFolder(folder.path).check(config(), "never", overwrite=True)
+    RunWriter(folder.path).check(config(), "never", overwrite=True)
     assert (folder.path / "notes.txt").read_bytes() == b"notes.txt"
 
 
@@ -392,7 +393,7 @@ def test_a_lock_that_is_not_ours_is_left_as_it_is(text: bytes, is_link: bool, tm
         (output / ".lock").symlink_to(target)
     elif not text:
         return  # one that was killed before it wrote
-    folder = RunFolder(output)
+    folder = RunWriter(output)
     with pytest.raises(UserError, match=r"cannot be locked|is in the way"):
         folder.lock()
     folder.close()

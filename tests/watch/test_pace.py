@@ -5,7 +5,7 @@ from pathlib import Path
 from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.run.resolve import resolve
-from moetune.training.pace import Pace
+from moetune.training.metrics import Pace
 from moetune.watch.memory_record import predicted
 from tests.memory.models import toy_run, write_toy
 
