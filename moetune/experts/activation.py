@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.projection import Weighted
-from moetune.models.structure import ExpertShape
+from moetune.models.moe import ExpertShape
 
 
 @dataclass(frozen=True)
