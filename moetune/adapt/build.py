@@ -275,7 +275,10 @@ def checked_folder(model: ResolvedModel) -> Path:
         if len(keys) == 1 and (found := stored[keys[0]]).numel != there.numel():
             wrong.append(f"{name} is {[*found.shape]}, not {[*there.shape]}")
     refuse_misfit(wrong, f"the weights in {source.folder!r}", source.name)
-    described, held = sum(part.numel for part in model.structure.parts), sum(tensor.numel for tensor in stored.values())
+    described, held = (
+        sum(part.numel for part in model.structure.parameters),
+        sum(tensor.numel for tensor in stored.values()),
+    )
     if described > 2 * held:
         raise UserError(
             f"the weights in {source.folder!r} do not fit {source.name!r}: config.json describes {described:,} "

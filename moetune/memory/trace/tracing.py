@@ -31,7 +31,8 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
 from moetune.models.stack import decoder_layers
 from moetune.parallel.fake_group import fake_ranks
-from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.run.validation import refuse_unpredictable
 
 
 class NotTraceable(UserError):
@@ -39,7 +40,7 @@ class NotTraceable(UserError):
 
 
 def trace(
-    run: ResolvedRun | RunConfig,
+    run: AnyRun,
     routing: Routing | CountRows = BALANCED,
     *,
     shortened: bool = True,
@@ -63,8 +64,8 @@ def trace(
         UserError: as `resolve`; or the run file asks for what training does not do yet.
         NotTraceable: the model's own code looks at values.
     """
-    whole = run if isinstance(run, ResolvedRun) else resolve(run)
-    whole.refuse_unpredictable()
+    whole = resolve(run, "cuda")
+    refuse_unpredictable(whole.config)
     config = whole.config
     steps_to_take = STEPS
     if isinstance(routing, Replayed):  # the same steps, or its answers would be those to other questions

@@ -100,7 +100,7 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     """By the id of a storage, what a report calls its tensor: its component, and how it is stored if it is packed."""
     run, model = adapted.run, adapted.run.config.model
     stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
-    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parts}
+    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}
     for path, module in adapted.model.named_modules():
