@@ -227,8 +227,8 @@ class Loop:
         """Return the run with its current micro-batch; its steps are the same."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
-        smaller = train.model_copy(update={"micro_batch": self.micro_batch, "accumulate": accumulate})
-        return replace(self.adapted.run, config=self.config.model_copy(update={"train": smaller}))
+        smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
+        return replace(self.adapted.run, config=self.config.but(train=smaller))
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:

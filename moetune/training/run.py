@@ -217,8 +217,8 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
     raise_problems(
         (
             *run.problems,
-            *validation.of_training(run.config),
-            *validation.of_packages(run.config, run.device_type),
+            *validation.untrainable_settings(run.config),
+            *validation.missing_packages(run.config, run.device_type),
             *(no_weights if pretrained and source.folder is None else []),
         )
     )
@@ -254,8 +254,7 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
 
 def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
     """Return the run with its length in steps instead of epochs."""
-    train = run.config.train.model_copy(update={"steps": steps, "epochs": None})
-    return replace(run, config=run.config.model_copy(update={"train": train}))
+    return replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
 
 
 def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> list[str]:

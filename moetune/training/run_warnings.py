@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError, counted
 from moetune.parallel.ranks import local_tensor
-from moetune.run.choice import parameters_of
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
 
@@ -183,7 +182,7 @@ def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, 
         for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
             for expert in ids.get(layer.index, ()):
                 if layer.index in load and not load[layer.index][expert]:
-                    idle[layer.index, expert] = parameters_of(layer, lora)
+                    idle[layer.index, expert] = layer.shape.trained_parameters(lora)
     return idle
 
 

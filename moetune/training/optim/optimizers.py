@@ -95,7 +95,7 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
     for name in sorted(trained, key=lambda name: order.index(parts[name])):
         optimizer = adapted.run.optimizers[parts[name]]
         if parts[name] == "lora" and lora is not None and is_second_factor(name):
-            optimizer = optimizer.model_copy(update={"lr": optimizer.lr * lora.lr_ratio})
+            optimizer = optimizer.but(lr=optimizer.lr * lora.lr_ratio)
         by_config.setdefault(optimizer, []).append(trained[name])
     updaters: list[Updater] = []
     copies = HostCopies(adapted.model.device)
