@@ -293,7 +293,9 @@ class RunWriter(RunFolder):
         self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
 
     def _write(self, name: str, text: str) -> None:
-        write_whole(self.path / name, text, aside=self.path / f"{_ASIDE}{name}")
+        aside = self.path / f"{_ASIDE}{name}"
+        aside.unlink(missing_ok=True)  # a kill's, or a link
+        write_whole(self.path / name, text, aside=aside)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

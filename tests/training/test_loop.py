@@ -27,7 +27,6 @@ from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training import interrupt, run
 from moetune.training.checkpoint import parts_of
 from moetune.training.interrupt import Interrupted
-from moetune.training.metrics import load_summary
 from moetune.training.order import shuffled
 from moetune.training.run_writer import RunWriter
 from moetune.training.step.stepper import Stepper
@@ -84,12 +83,6 @@ def test_metrics_have_the_keys_of_the_contract(small_model: Path, small_data: Pa
 def test_peak_memory_is_in_the_metrics(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     lines = trained(small.run_config(small_model, small_data, tmp_path / "run"))
     assert all(line["peak_allocated"] > 0 for line in lines)
-
-
-def test_load_summary_names_the_most_uneven_layer() -> None:
-    load = {0: torch.tensor([3.0, 1.0, 2.0, 2.0]), 5: torch.tensor([6.0, 2.0, 0.0, 0.0])}
-    assert load_summary(load) == {"max_over_mean": 3.0, "layer": 5, "unused": 2}
-    assert load_summary({}) == {}
 
 
 @pytest.mark.parametrize("adapt", thinned(small.ADAPT, len(small.ADAPT)))
@@ -232,7 +225,7 @@ def test_tensorboard_gets_the_same_numbers(small_model: Path, small_data: Path, 
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     settings = {"report_to": ["tensorboard"]}
     lines = trained(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
-    (events,) = (tmp_path / "run" / "runs").rglob("events.out.tfevents.*")
+    (events,) = (tmp_path / "run" / "runs" / "moetune").glob("events.out.tfevents.*")
     reader = accumulator.EventAccumulator(str(events.parent))
     reader.Reload()
     logged = [(event.step, event.value) for event in reader.Scalars("train/loss")]

@@ -317,14 +317,3 @@ def test_code_in_a_checkpoint_never_runs(
     with pytest.raises(UserError, match=rf"step-3.* is damaged: {reason}"):
         train(RunConfig.model_validate(run), resume="auto")
     assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize("name", [ONE_FILE, "optimizer.json", "trained.safetensors", "generators/0.safetensors"])
-def test_a_truncated_file_in_a_checkpoint(
-    name: str, at_step_3: Path, never_killed: dict[str, Any], tmp_path: Path
-) -> None:
-    run = elsewhere(never_killed, Path(shutil.copytree(at_step_3, tmp_path / "run")))
-    file = tmp_path / "run" / "checkpoints" / "step-3" / name
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} has 100 bytes, not"):
-        train(RunConfig.model_validate(run), resume="auto")

@@ -19,9 +19,3 @@ def test_operations_are_those_of_a_trace_and_the_limit_the_cards(tmp_path: Path)
     assert card.bf16 is not None
     assert pace.limit == card.bf16.value
     assert predicted(resolve(config, "cpu")).pace == Pace()
-
-
-def test_the_clock() -> None:
-    metrics = Pace(flops=10**12, limit=10**13).metrics(updates=4, seconds=2.0, left=10)
-    assert metrics == {"flops": 10**12, "share_of_limit": 0.2, "seconds_left": 5.0}
-    assert Pace().metrics(updates=0, seconds=2.0, left=10) == dict.fromkeys(metrics)
