@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.changes import changed, fitting
+from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Figure, Gpu
+from moetune.planning.doctor import host_memory
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun
@@ -32,7 +34,8 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     several where none is enough alone; then the largest value of each size.
 
     What there really was may be less than the card has, as other programs take of it, and a run may need more than is
-    predicted. So what fits is taken from what is predicted of the run itself, less what was lacking.
+    predicted. So what fits is taken from what is predicted of the run itself, less what was lacking. What would wait in
+    host memory must find room there, too.
 
     Args:
         lacking: bytes.
@@ -46,8 +49,23 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     report = needs.of(run.config)
     solved = list(_solved(run.config, needs))
     keys = {flag.partition("=")[0] for one in solved for flag in one.flags}
-    others = (one for one in fitting(run.config, report, needs.of) if not keys & one.settings.keys())
+    of = _within_host_memory(report, needs)
+    others = (one for one in fitting(run.config, report, of) if not keys & one.settings.keys())
     return [*(Remedy(one.flags, one.report.required) for one in islice(others, 3)), *solved]
+
+
+def _within_host_memory(of_run: MemoryReport, needs: Predictor) -> Callable[[RunConfig], MemoryReport]:
+    """`needs.of`, which refuses what takes more host memory, beside the run itself, than this machine has left."""
+    room = host_memory()
+
+    def evaluate(config: RunConfig) -> MemoryReport:
+        report = needs.of(config)
+        more = (report.fullest.host_bytes - of_run.fullest.host_bytes) * config.parallel.ranks
+        if room is not None and more > room:
+            raise UserError(f"{more} bytes of host memory are wanted, and {room} are available")
+        return report
+
+    return evaluate
 
 
 def _solved(config: RunConfig, needs: Predictor) -> Iterator[Remedy]:
