@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -101,9 +102,9 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         arrived.append(read_arriving(arriving, leaving, rank))
         return arrived[-1]
 
-    if isinstance(adapted.links.exchange, TokenExchange):
-        adapted.links.exchange.count_arriving = recorded_arrivals
-    with adapted.links.counting_by(recorded):
+    exchange = adapted.links.exchange
+    arriving = exchange.counting_by(recorded_arrivals) if isinstance(exchange, TokenExchange) else nullcontext()
+    with adapted.links.counting_by(recorded), arriving:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         trace = running.run(tracker, config.train.accumulate, steps=steps, tracking=not on_cuda)

@@ -10,7 +10,8 @@ rank, S rows that arrive here, H model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,15 @@ class TokenExchange:
             layer: torch.tensor([order.index(expert) for expert in range(len(order))], device=ep.device_type)
             for layer, order in self.order.items()  # on the device, where packed experts may not be
         }
+
+    @contextmanager
+    def counting_by(self, count_arriving: CountArriving) -> Iterator[None]:
+        """Count arriving rows so inside."""
+        before, self.count_arriving = self.count_arriving, count_arriving
+        try:
+            yield
+        finally:
+            self.count_arriving = before
 
     def __call__(self, bank: ExpertBank, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if bank.layer in self.trained and torch.is_grad_enabled() and not hidden_TH.requires_grad:
