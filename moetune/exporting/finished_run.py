@@ -83,8 +83,8 @@ def open_run(path: Path) -> FinishedRun:
         )
     trained = read_header(checkpoint / TRAINED_FILE)
     # Which ranks shared the work does not matter any more, nor what they read to divide it.
-    alone = config.model_copy(update={"parallel": ParallelConfig(), "hardware": HardwareConfig()})
-    adapted = build(resolve(alone), "meta")
+    alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
+    adapted = build(resolve(alone, "cuda"), "meta")
     notes = refuse_other_model(folder, adapted.run.model)
     expected = {
         part.name: tuple(parameter.shape if part.row is None else parameter.shape[1:])

@@ -158,7 +158,7 @@ def plan(
         UserError: no such model or card.
     """
     source = find_model_source(model)
-    eager = {"attention": "eager"} if any(validation.of_attention(source.config, "sdpa")) else {}
+    eager = {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
     start = read_run_config(
         {
             "model": {"path": model, **eager},

@@ -251,10 +251,10 @@ class Search:
     def bound(self, way: Strategy, experts: int) -> int:
         """Bytes that a run needs at least, by arithmetic alone, with so many experts trained (memory/arithmetic.py)."""
         config = self.config(way, self._of_experts(1, 1) if self.layers else {"adapt.also": ["norm"]})
-        per_weight = {"nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "bf16": 2.0, "fp32": 4.0}[config.model.storage]
-        stored = per_weight * sum(part.numel for part in self.structure.parts)
+        per_weight = {"nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "bf16": 2.0, "fp32": 4.0}[config.model.base]
+        stored = per_weight * sum(part.numel for part in self.structure.parameters)
         if config.model.experts_on == "host":
-            stored -= per_weight * sum(part.numel for part in self.structure.parts_of("experts"))
+            stored -= per_weight * sum(part.numel for part in self.structure.parameters_of("experts"))
         each = 0.0
         if experts:
             size = self.structure.moe_layers[0].shape.parameters_per_expert

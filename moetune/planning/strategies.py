@@ -64,7 +64,7 @@ _OVER_RANKS: _Choices = (
         ("states in 8 bits", "updates so small that 16-bit weights round them away"),
     ),
 )
-"""Of experts on several cards: those that work with a share of a weight (`run.validation.of_unshared`)."""
+"""Of experts on several cards: those that work with a share of a weight (`run.validation.unsharable_optimizers`)."""
 _BASES: _Choices = (
     ({"model.base": "bf16"}, ()),
     ({"model.base": "int8"}, ("the base in 8 bits",)),

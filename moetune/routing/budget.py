@@ -39,7 +39,7 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     needs = Predictor(gpu=str(choice.budget))
 
     def chosen(k: int) -> RunConfig:
-        return _with(config, key, choice.model_copy(update={"budget": None, "k": k}))
+        return _with(config, key, choice.but(budget=None, k=k))
 
     one = needs.resolve(chosen(1))
     ids = getattr(one.config.adapt, key).ids
@@ -48,7 +48,8 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
 
     def headroom(number: int) -> int:
         k = number + 1
-        report = needs.of(_with_ids(config, key, {index: tuple(range(k)) for index in ids}))
+        some = {index: tuple(range(k)) for index in ids}
+        report = needs.of(_with(config, key, ExpertsConfig(ids=some) if key == "experts" else some))
         on_try(k, bool(report.fits))
         assert report.headroom_bytes is not None
         return report.headroom_bytes
@@ -82,12 +83,5 @@ def _budget(choice: ChoiceConfig | None) -> str | float | None:
     return None if choice is None else choice.budget
 
 
-def _with(config: RunConfig, key: str, choice: ChoiceConfig) -> RunConfig:
-    part = choice if key == "experts" else config.adapt.lora.model_copy(update={"ids": choice})  # type: ignore[union-attr]
-    return config.model_copy(update={"adapt": config.adapt.model_copy(update={key: part})})
-
-
-def _with_ids(config: RunConfig, key: str, ids: dict[int, tuple[int, ...]]) -> RunConfig:
-    lora = config.adapt.lora
-    part = ExpertsConfig(ids=ids) if key == "experts" else lora and lora.model_copy(update={"ids": ids})
-    return config.model_copy(update={"adapt": config.adapt.model_copy(update={key: part})})
+def _with(config: RunConfig, key: str, chosen: object) -> RunConfig:
+    return config.but(adapt={key: chosen if key == "experts" else {"ids": chosen}})

@@ -112,7 +112,7 @@ def test_no_way_is_tried_that_so_many_cards_refuse(count: int, small_model: Path
     search = search_of(small_model, "44GiB", 64)
     for goal in MODELS:
         for way in ways(goal, search.structure, count):
-            assert not [*validation.of_unshared(search.smallest(way))], way.words
+            assert not [*validation.unsharable_optimizers(search.smallest(way))], way.words
 
 
 def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.adapt.weights.quantizer import merges_experts
-from moetune.config.schema import ModelConfig, Storage
+from moetune.config.schema import ResolvedModelConfig, Storage
 from moetune.experts.quantized import BLOCK, QuantizedExperts
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker
@@ -40,7 +40,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     structure, model = run.structure, run.config.model
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))
     dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16  # auto is that of a GPU
-    outside = max(part.numel for part in structure.parts if part.layer is None)
+    outside = max(part.numel for part in structure.parameters if part.layer is None)
     shapes = list(dict.fromkeys(layer.shape for layer in structure.moe_layers))
     if model.weights == "random":
         drawn = [
@@ -56,7 +56,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         matrix = _gate_up(shape)
         if run.model.published.method == "mxfp4":  # as it is, unless it is quantized otherwise, or trains
             host = max(host, matrix * 17 // 32)
-            if model.storage != "mxfp4" or run.config.adapt.experts is not None:
+            if model.base != "mxfp4" or run.config.adapt.experts is not None:
                 # transformers looks half of the weights up at a time, by indices that torch widens to 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
                 on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, model, dtype))
@@ -73,9 +73,9 @@ def _gate_up(shape: ExpertShape) -> int:
     return shape.hidden * shape.intermediate * (2 if shape.has_gate else 1)
 
 
-def _quantizing(shape: ExpertShape, model: ModelConfig, dtype: torch.dtype) -> int:
+def _quantizing(shape: ExpertShape, model: ResolvedModelConfig, dtype: torch.dtype) -> int:
     rows = _gate_up(shape) // shape.hidden
-    return quantizing((rows, shape.hidden), model.storage, model.double_quant, dtype, shape.is_transposed)
+    return quantizing((rows, shape.hidden), model.base, model.double_quant, dtype, shape.is_transposed)
 
 
 @cache

@@ -15,7 +15,7 @@ from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
-from moetune.experts.links import CountRows
+from moetune.experts.context import CountRows
 from moetune.memory.routing import Routing
 from moetune.memory.time.work import COUNTING, READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
@@ -196,20 +196,21 @@ class Steps(Watched):
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
         """Inside, experts receive what is assumed."""
-        return self.adapted.links.counting_by(routing.count_rows if isinstance(routing, Routing) else routing)
+        count_rows = routing.count_rows if isinstance(routing, Routing) else routing
+        return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
         """Inside, the counting of experts' rows is work too, which a trace assumes instead of doing it."""
-        counter, links = tracker.counter, self.adapted.links
+        counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()
-        assumed = links.count_rows
+        assumed = hooks.count_rows
 
         def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
             counter.note(COUNTING)
             return assumed(layer, ids, num_experts)
 
-        return links.counting_by(count_rows)
+        return hooks.using(count_rows=count_rows)
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:

@@ -77,7 +77,7 @@ class Watched:
         Args:
             tracking: without it only layers and experts are noted.
         """
-        watching = self.adapted.links.watching_experts(tracker.enter_experts)
+        watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
         attention = nullcontext() if self.capability is None else attention_of(self.capability)
         with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
             yield
@@ -113,7 +113,7 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     """By the id of a storage, the label of its tensor in a report: its component, and how it is quantized."""
     run, model = adapted.run, adapted.run.config.model
     stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
-    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parts}
+    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}
     for path, module in adapted.model.named_modules():
