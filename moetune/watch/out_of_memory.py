@@ -126,7 +126,7 @@ def examine(
         try:
             traced = trace(run, gpu=card)
             beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-            predicted, peak = _words(parts_at(traced, where, beside)), traced.parts(traced.peak).total + beside
+            predicted, peak = _words(parts_at(traced, where, beside)), traced.parts().total + beside
             most = max(peak, predicted["allocated"])  # while weights load, too
             lacking = refused.lacking + max(0, most - refused.reached)
             settings = remedies(run, card or find_gpu("l40s"), lacking)
@@ -163,7 +163,7 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
         if label not in fullest or sample.parts.total > fullest[label].total:
             fullest[label] = sample.parts
     names: Sequence[str] = [f"{where.phase} {number}" for number in range(where.micro_step, -1, -1)]
-    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts(traced.peak))
+    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts())
     return replace(found, transient_peak=found.transient_peak + beside)
 
 
