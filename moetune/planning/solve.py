@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moetune.config.fields import IdSet
+from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.memory.changes import changed
@@ -74,12 +76,13 @@ class Solved:
         }
 
 
-def solve(config: RunConfig, key: str, needs: Predictor) -> Solved:
-    """Solves a run file for the value of `key`.
+def solve(run: RunConfig | Path | str, key: str, needs: Predictor | None = None) -> Solved:
+    """Solves a run file for the value of `key`; `needs` has the card, by default that of `hardware.gpu`.
 
     Raises:
         UserError: the key cannot be solved for, the run has no such setting, or no GPU is named.
     """
+    config, needs = run if isinstance(run, RunConfig) else load_run_config(run), needs or Predictor()
     if key != "hardware.gpu" and (needs.gpu or config.hardware.gpu) is None:
         raise UserError("--solve needs a card to fit: give --gpu, or hardware.gpu in the run file")
     axis = axis_of(needs.resolve(config), key)
