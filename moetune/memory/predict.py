@@ -54,7 +54,7 @@ def predict(
     Args:
         method: by default a trace.
         gpu: name or size, or a card, instead of `hardware.gpu`.
-        allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
+        allocator: by default that of `moetune train`: `expandable`, unless the environment says otherwise.
         depths: what runs that differ in their number of layers share by closed form.
         advise: where it does not fit, look for changes that would make it.
         tracing: what is traced: the trainer's steps.
@@ -88,7 +88,7 @@ def predict(
         )
     else:
         traces = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
-        report = _reported(run, card, traces, allocator or allocator_here(), common)
+        report = _reported(run, card, traces, allocator or allocator_here("expandable"), common)
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; the name of a card gives it, of about this size: {cards}" if cards else ""
@@ -108,9 +108,11 @@ def predict(
     return replace(report, changes=changes, notes=(*report.notes, *notes))
 
 
-def allocator_here() -> Allocator:
-    """As PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF sets it; torch's own default is `default`."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+def allocator_here(unset: Allocator = "default") -> Allocator:
+    """Return the allocator that PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF sets, or `unset`: by default torch's."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if settings is None:
+        return unset
     return "expandable" if re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) else "default"
 
 
