@@ -82,9 +82,9 @@ def open_run(path: Path) -> FinishedRun:
             f"{config.model.path!r} is that still, moetune train {path / RUN_FILE} --resume auto notes it anew"
         )
     trained = read_header(checkpoint / TRAINED_FILE)
-    # how the run was divided over ranks does not matter any more
-    alone = config.model_copy(update={"parallel": ParallelConfig(), "hardware": HardwareConfig()})
-    adapted = build(resolve(alone), "meta")
+    # Which ranks shared the work does not matter any more, nor what they read to divide it.
+    alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
+    adapted = build(resolve(alone, "cuda"), "meta")
     notes = refuse_other_model(folder, adapted.run.model)
     expected = {
         part.name: tuple(parameter.shape if part.row is None else parameter.shape[1:])

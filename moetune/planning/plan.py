@@ -119,7 +119,7 @@ def plan(
         UserError: no such model or card.
     """
     source = find_model_source(model)
-    eager = {"attention": "eager"} if any(validation.of_attention(source.config, "sdpa")) else {}
+    eager = {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
     raw: dict[str, Any] = {
         "model": {"path": model, **eager},
         "adapt": {},

@@ -127,10 +127,10 @@ class Search:
         Arithmetic on the number of parameters (`saved_bytes`): a strategy that exceeds the card by it is not recorded.
         """
         config = self.smallest(strategy)
-        bits, optimizer = _BITS[config.model.storage], config.optimizer
-        numel = sum(part.numel for part in self.structure.parts)
+        bits, optimizer = _BITS[config.model.base], config.optimizer
+        numel = sum(part.numel for part in self.structure.parameters)
         if config.model.experts_on == "host":
-            numel -= sum(part.numel for part in self.structure.parts_of("experts"))
+            numel -= sum(part.numel for part in self.structure.parameters_of("experts"))
         needed = numel * bits // 8
         if experts:
             assert isinstance(optimizer, OptimizerConfig)

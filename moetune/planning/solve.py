@@ -6,17 +6,18 @@ next where a straight line through the known values crosses the card's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from moetune.config.fields import IdSet
+from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
-from moetune.memory.changes import Remedy, changed, fitting
+from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
-from moetune.models.catalog.gpus import Figure, Gpu, find_gpu, gpu_names
+from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.selection import ranges
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import ResolvedRun
@@ -80,12 +81,17 @@ class Solved:
         }
 
 
-def solve(config: RunConfig, key: str, predictor: Predictor) -> Solved:
+def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None) -> Solved:
     """Find the last value of `key` that fits, by closed form, and confirm it by trace.
+
+    Args:
+        run: a run or its file.
+        predictor: has the card; by default that of `hardware.gpu`.
 
     Raises:
         UserError: the key cannot be solved for, the run has no such setting, or no GPU is named.
     """
+    config, predictor = run if isinstance(run, RunConfig) else load_run_config(run), predictor or Predictor()
     if key != "hardware.gpu" and (predictor.gpu or config.hardware.gpu) is None:
         raise UserError("--solve needs a card to fit: give --gpu, or hardware.gpu in the run file")
     axis = axis_of(predictor.resolve(config), key)
@@ -216,55 +222,3 @@ def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
 
 def _written(value: Any) -> str:
     return ranges(value) if isinstance(value, tuple) else str(value)
-
-
-# --- Remedies -----------------------------------------------------------------------------------------------------
-
-_SIZES = (
-    "train.micro_batch", "train.eval_micro_batch", "train.sequence_length", "adapt.lora.rank", "adapt.experts.layers",
-)  # fmt: skip
-
-
-def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
-    """Return settings with which a run needs less by `lacking` bytes: up to three savings, then the largest sizes.
-
-    The memory that was available is taken to be the run's own prediction less `lacking`: other programs may use some of
-    the card, and a run may need more than is predicted.
-
-    Raises:
-        UserError: the run cannot be predicted.
-    """
-    predictor = Predictor(card, device_type=run.device_type)
-    available = Figure(predictor.of(run.config).required - lacking, "what there was")
-    predictor = replace(predictor, gpu=replace(card, memory=available))
-    largest = list(_largest(run.config, predictor))
-    keys = {key for one in largest for key in one.settings}
-    found = fitting(run.config, predictor.of(run.config), predictor.of)
-    return [*islice((one for one in found if not keys & one.settings.keys()), 3), *largest]
-
-
-def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
-    for key in _SIZES:
-        try:
-            solved = solve(config, key, predictor)
-        except UserError:  # the run has no such setting
-            continue
-        if solved.at is None:
-            continue
-        if key == "train.micro_batch":
-            settings = _same_step(config, solved.value)
-            yield Remedy(settings, (), predictor.of(changed(config, settings)))
-        else:
-            yield Remedy({key: solved.written}, (), solved.at)
-
-
-def _same_step(config: RunConfig, most: int) -> dict[str, object]:
-    """Divide the rows of a step into the largest micro-batches of at most `most` rows.
-
-    Where gradients are freed during backward, micro-batches are not accumulated, and the step becomes smaller.
-    """
-    if any(optimizer.fused_backward for optimizer in config.optimizers.values()):
-        return {"train.micro_batch": most}
-    rows = config.train.micro_batch * config.train.accumulate
-    micro_batch = max(size for size in range(1, most + 1) if rows % size == 0)
-    return {"train.micro_batch": micro_batch, "train.accumulate": rows // micro_batch}

@@ -66,7 +66,7 @@ _OVER_RANKS: _Choices = [
     (_updates("adamw8bit", "fp32"), (_STATES,)),
     (_updates("adamw8bit", "none"), (_STATES, "updates so small that 16-bit weights round them away")),
 ]
-"""Optimizers of experts on several cards: those that update a shard of a weight (`run.validation.of_unshared`)."""
+"""Optimizers of experts on several cards: which update a shard of a weight (`run.validation.unsharable_optimizers`)."""
 _HOST, _SLOWER = {"model.experts_on": "host"}, "speed: experts come from the host"
 _BASES: _Choices = [
     ({"model.base": "bf16"}, ()),

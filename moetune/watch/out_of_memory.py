@@ -19,7 +19,7 @@ from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import find_gpu
-from moetune.planning.solve import remedies
+from moetune.planning.remedy import remedies
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
 from moetune.training.optim.optimizers import CombinedOptimizer
@@ -124,7 +124,7 @@ def examine(
         with suppress(Exception):  # without a prediction the rest is reported
             traced = trace(run, gpu=card)
             beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-            predicted, peak = _by_name(parts_at(traced, where, beside)), traced.parts(traced.peak).total + beside
+            predicted, peak = _by_name(parts_at(traced, where, beside)), traced.parts().total + beside
             most = max(peak, predicted["allocated"])  # loading may need more than any step
             found = remedies(run, card or find_gpu("l40s"), refused.lacking + max(0, most - refused.reached))
     others = [one for one in processes_on(device) if one.pid != os.getpid()] if device.type == "cuda" else []
@@ -148,7 +148,7 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
         if label not in fullest or sample.parts.total > fullest[label].total:
             fullest[label] = sample.parts
     names: Sequence[str] = [f"{where.phase} {number}" for number in range(where.micro_step, -1, -1)]
-    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts(traced.peak))
+    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts())
     return replace(found, transient_peak=found.transient_peak + beside)
 
 

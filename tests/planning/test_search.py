@@ -191,4 +191,4 @@ def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model:
     search = search_of(small_model, "44GiB")
     for goal in MODELS:
         for strategy in strategies(goal, search.structure, count):
-            assert not [*validation.of_unshared(search.smallest(strategy))], strategy.words
+            assert not [*validation.unsharable_optimizers(search.smallest(strategy))], strategy.words

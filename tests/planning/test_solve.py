@@ -73,9 +73,9 @@ def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, pr
     solved = solve(config(small_model, "44GiB"), "adapt.experts.layers", predictor)
     assert (solved.value, solved.beyond, solved.over) == ((0, 1), None, None)
     assert solved.settings == ("adapt.experts.layers=0-1",)
-    axis = axis_of(resolve(config(small_model, "44GiB")), "adapt.experts.layers")
+    axis = axis_of(resolve(config(small_model, "44GiB"), "cuda"), "adapt.experts.layers")
     assert list(axis.values) == [(1,), (0, 1)]
-    axis = axis_of(resolve(config(small_model, "44GiB")), "adapt.experts.ids")
+    axis = axis_of(resolve(config(small_model, "44GiB"), "cuda"), "adapt.experts.ids")
     assert list(axis.values) == [(2,), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
 
 
