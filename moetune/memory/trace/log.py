@@ -14,7 +14,7 @@ from moetune.errors import UserError
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks, Moment, PartName, Parts, Phase, Sample
 from moetune.memory.time.work import Done, Work, WorkPart, sums
-from moetune.parallel.messages import Message, uncounted
+from moetune.parallel.messages import Message
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class Trace:
         collectives: dict[tuple[str, str, str], list[int]] = {}
         last = max((mark.step for mark in log.marks), default=0)
         for _, step, micro_step, phase, sent, _ in log.sent:
-            if step == last and uncounted(sent):
+            if step == last and not sent.is_known:
                 raise UserError(f"what ranks send cannot be counted: {sent.kind} is no collective that the count knows")
             if step == last and sent.ranks > 1:
                 key = (sent.kind, axis_of(sent), f"in {phase}")

@@ -30,7 +30,7 @@ from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
 from moetune.models.stack import decoder_layers
-from moetune.parallel.fake_group import fake_ranks
+from moetune.parallel.join import fake_ranks
 from moetune.run.resolve import ResolvedRun, resolve
 
 
