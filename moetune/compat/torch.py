@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +40,21 @@ def backward_pass() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward pass that runs now has ended, as FSDP2 and DDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
+"""Functions between an operation and its caller, under one dispatch mode or several."""
+
+
+def called_by_autograd() -> bool:
+    """Whether the operation that a dispatch mode is running was called by autograd's engine, not by Python code.
+
+    To be called by `__torch_dispatch__` itself. There is no public way: the engine's frame is looked for.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from moetune.experts.mlp import expert_mlp
 from moetune.experts.permutation import Permutation
 from moetune.experts.projection import FullProjection, LowRank, Projection
 from moetune.experts.quantized import QuantizedExperts, Storage
-from moetune.models.structure import ExpertShape
+from moetune.models.moe import ExpertShape
 
 _MOST_AT_ONCE = 2**31 - 1  # weights: bitsandbytes counts them in 32 bits
 

@@ -1,4 +1,4 @@
-"""What the expert banks of one model share: constant settings, and hooks that may be replaced for a while."""
+"""The state that the expert banks of a model share: constant settings, and hooks that may be replaced for a while."""
 
 from __future__ import annotations
 
