@@ -80,8 +80,7 @@ RAW = {
     "models/catalog/__init__.py": "part of the package",
     "models/catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",
-    "training/data/chats.py": "a value in a record: test_data.py",
-    "training/data/load.py": "a tokenizer as it says itself: test_load.py",
+    "training/data/formats.py": "a value in a record: test_data.py",
     "documents.py": "the reader",
     "files.py": "a lock of another process",
 }
