@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moetune.config.fields import IdSet
+from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.memory.changes import changed
@@ -79,12 +81,17 @@ class Solved:
         }
 
 
-def solve(config: RunConfig, key: str, predictor: Predictor) -> Solved:
+def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None) -> Solved:
     """Find the last value of `key` that fits, by closed form, and confirm it by trace.
+
+    Args:
+        run: a run or its file.
+        predictor: has the card; by default that of `hardware.gpu`.
 
     Raises:
         UserError: the key cannot be solved for, the run has no such setting, or no GPU is named.
     """
+    config, predictor = run if isinstance(run, RunConfig) else load_run_config(run), predictor or Predictor()
     if key != "hardware.gpu" and (predictor.gpu or config.hardware.gpu) is None:
         raise UserError("--solve needs a card to fit: give --gpu, or hardware.gpu in the run file")
     axis = axis_of(predictor.resolve(config), key)

@@ -149,11 +149,11 @@ def predicted(
     if not ranks.is_single or (card is None and not routing.load):
         try:
             found = ClosedForm(run, ranks.rank, card).at(run.config, routing, may_record=ranks.is_single)
-            return Predicted(None if found is None else found.parts.total + workspaces)
+            return Predicted(None if found is None else found.parts().total + workspaces)
         except Exception:
             if not ranks.is_single:
                 raise
     traced = trace(run, routing, gpu=card)
     time = None if card is None else time_of(run.config, traced, card)
     pace = Pace() if time is None else Pace(round(time.flops), round(time.limit))
-    return Predicted(traced.parts(traced.peak).total + workspaces, pace)
+    return Predicted(traced.parts().total + workspaces, pace)

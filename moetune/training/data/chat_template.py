@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
-from moetune.training.data.formats import MalformedError, checked_text
+from moetune.training.data.formats import MalformedError, checked_text, lost_content
 
 _SECONDS, _BYTES = 10.0, 2**30  # that a template may take for a record
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
@@ -65,6 +65,7 @@ class ChatTemplate:
             with _bounded():
                 messages = self._with_content(messages, tools)
                 self._refuse_ignored(messages, tools)
+                self._refuse_lost_content(messages, tools)
                 if self._has_markers:
                     text, spans = self._marked(messages, tools)
                     texts = [(text, _weighted(messages, spans))]
@@ -131,10 +132,22 @@ class ChatTemplate:
             except Exception:  # the template needs it
                 continue
             if fewer == full:
-                raise MalformedError(
-                    f"the chat template leaves out {what}, which would be lost; name a template that writes it in "
-                    "data.chat_template, or take it out of the record"
-                )
+                raise _left_out(what)
+
+    def _refuse_lost_content(self, messages: Messages, tools: Tools) -> None:
+        """Raise `MalformedError` if the template drops some of a message's content.
+
+        Without markers each turn of the assistant is also written as the last one; content written there is not lost.
+        """
+        lost = lost_content(messages, lambda some: self._render(some, tools))
+        for end, message in enumerate(messages, 1):
+            if not lost or self._has_markers:
+                break
+            if message["role"] == "assistant" and min(lost) < end < len(messages):
+                in_turn = lost_content(messages[:end], lambda some: self._render(some, tools))
+                lost = {at: what for at, what in lost.items() if at >= end or at in in_turn}
+        for what in lost.values():
+            raise _left_out(what)
 
     def _marked(self, messages: Messages, tools: Tools) -> Spanned:
         """Return the rendered chat, and what the template's `{% generation %}` blocks wrote.
@@ -175,6 +188,13 @@ class ChatTemplate:
         if full.startswith(texts[-1][0]):
             texts[-1] = full, texts[-1][1]
         return texts
+
+
+def _left_out(what: str) -> MalformedError:
+    return MalformedError(
+        f"the chat template leaves out {what}, which would be lost; name a template that writes it in "
+        "data.chat_template, or take it out of the record"
+    )
 
 
 def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
