@@ -137,16 +137,16 @@ class Predicted(NamedTuple):
 def predicted(
     run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: Routing = BALANCED
 ) -> Predicted:
-    """One prediction: by a trace on a card, where it counts operations too, and of recorded load, for which a closed
-    form has a bound; else on a CPU by closed form, or by a trace if there is none. One of several ranks cannot record
-    a step while it runs: it knows what was recorded before (`record_ahead`).
+    """Make one prediction: on a card by a trace, which counts operations too; else by closed form, or by a trace if
+    there is none. What was recorded for a closed form serves every routing. One of several ranks cannot record a step
+    while it runs: it reads what was recorded before (`record_ahead`).
 
     Args:
         card: whose kernels run, and whose workspaces are allocated; None for the CPU's.
         routing: what the experts receive.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-    if not ranks.is_single or (card is None and not routing.load):
+    if not ranks.is_single or card is None or routing.load:
         try:
             found = ClosedForm(run, ranks.rank, card).at(run.config, routing, may_record=ranks.is_single)
             return Predicted(None if found is None else found.parts().total + workspaces)

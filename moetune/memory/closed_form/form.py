@@ -253,24 +253,24 @@ _PROBED = (256, 768)
 
 
 def _head_of(steps: Steps) -> KnownHead:
-    """A forward pass tells; and a longer one, whether the model's code is as long.
+    """Run a forward pass; and a longer one, to see whether the model's code is as long.
 
     Raises:
         NoClosedForm: it loops over the sequence.
     """
     adapted, lengths = steps.adapted, []
     trains = _head_trains(adapted.model)
-    for length in (_PROBED[0], *_PROBED):  # FSDP2 makes in its first pass what it keeps
+    for length in _PROBED if adapted.ranks.is_single else (_PROBED[0], *_PROBED):  # FSDP2's first pass makes what stays
         batch = batches_of(adapted, length)(1)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
-    if lengths[1] != lengths[2]:
+    if lengths[-2] != lengths[-1]:
         raise NoClosedForm(
-            f"model type {adapted.structure.model_type!r} makes {lengths[1]:,} tensors of {_PROBED[0]} tokens and "
-            f"{lengths[2]:,} of {_PROBED[1]}: a step has no closed form; use --method trace"
+            f"model type {adapted.structure.model_type!r} makes {lengths[-2]:,} tensors of {_PROBED[0]} tokens and "
+            f"{lengths[-1]:,} of {_PROBED[1]}: a step has no closed form; use --method trace"
         )
     return known
 

@@ -165,7 +165,7 @@ def test_records_are_kept_and_a_damaged_one_is_made_again(tmp_path: Path, monkey
     assert again is not None
     assert again.parts() == first.parts()
     assert again.load == first.load
-    other = file.with_name(f"{'0' * 32}.npz")
+    other = file.with_name(f"{'0' * 32}.json.gz")
     other.write_bytes(file.read_bytes())
     assert store.read("0" * 32) is None  # another's, under its name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
