@@ -63,7 +63,7 @@ class MemoryRecord:
             set_generator_states(drawn, self.device)
 
     def step_begins(self) -> None:
-        """Begins to measure; again where the step begins anew as one of another run file."""
+        """Begin to measure; anew where the step restarts with a smaller micro-batch."""
         if self._measured is None and self._rows != self.loop.micro_batch:
             if self._rows:
                 self._tracking.close()
@@ -74,7 +74,7 @@ class MemoryRecord:
             self._begin()
 
     def refused(self) -> Refused | None:
-        """Ends the measurement. What the device held when it last had no more to give; None if that is not known."""
+        """End the measurement; return the state of the device at its last refused allocation, None if unknown."""
         self._tracking.close()
         return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
 
@@ -102,7 +102,7 @@ class MemoryRecord:
             self.finish()
 
     def finish(self) -> None:
-        """Ends the measurement and writes what there is. Called again, it writes the tokens received since."""
+        """End the measurement and write it. Called again, write the tokens received since."""
         self._tracking.close()
         if not self._steps:
             return

@@ -1,4 +1,4 @@
-"""What runs of one kind take, at any size: records made once, kept on disk, and evaluated.
+"""Memory of runs of one kind at any size: records made once, kept on disk, and evaluated.
 
 Runs are of one kind if they differ in sizes alone: rows and tokens of a micro-batch, how the loss divides them, how
 many tokens each expert receives, and what no tensor depends on (steps, learning rates, files).
@@ -52,7 +52,7 @@ from moetune.training.step.loss import Chunks
 
 @dataclass(frozen=True)
 class _Size:
-    """What a run of a kind is evaluated at.
+    """Arguments of an evaluation.
 
     Attributes:
         rows: of each expert, by decoder layer.
@@ -82,7 +82,7 @@ class ClosedForm:
 
     @cached_property
     def kinds(self) -> list[Hashable]:
-        """Of each decoder layer what its memory depends on."""
+        """Properties of each decoder layer that its memory depends on."""
         return kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep)
 
     @cached_property
@@ -101,7 +101,7 @@ class ClosedForm:
 
     @cached_property
     def key(self) -> str:
-        """Names the kind of run, and the versions that made its records."""
+        """Digest of the kind of run and of the versions that made its records."""
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
@@ -170,7 +170,7 @@ class ClosedForm:
         return _Size(shape, sizes, rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, ExpertRows]:
-        """By layer, the rows of each expert, of so many tokens."""
+        """Rows of each expert, by layer, for these numbers of tokens."""
         tp, known = self.run.config.parallel.tp, dict[Hashable, ExpertRows]()
 
         def of(layer: MoeLayer) -> ExpertRows:
@@ -283,7 +283,7 @@ def _head_trains(model: PreTrainedModel) -> bool:
 
 
 def record_ahead(run: ResolvedRun) -> None:
-    """Records what the ranks of a run will ask for; they cannot while they run."""
+    """Record the steps of all ranks of a run ahead: a rank cannot record while it runs."""
     card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
     try:
         by_kind(run, BALANCED, lambda rank: ClosedForm(run, rank, card).at(run.config))

@@ -1,4 +1,4 @@
-"""What was recorded of a kind of run, in memory and on disk, as compressed JSON. Nothing in a file executes.
+"""Records of a kind of run, in memory and on disk, as compressed JSON. Nothing in a file executes.
 
 Files are in `$MOETUNE_CACHE`, or `$XDG_CACHE_HOME/moetune`, or `~/.cache/moetune`; one that cannot be read or written
 is as if there were none. Names carry a digest of the run's kind, of the versions of what made the record, and of
@@ -33,7 +33,7 @@ _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 @dataclass(frozen=True)
 class KnownHead:
-    """Of a model's LM head what decides how the loss divides its tokens, and whether it trains."""
+    """Properties of an LM head that decide how the loss divides its tokens, and whether it trains."""
 
     vocabulary: int
     width: int
@@ -43,7 +43,7 @@ class KnownHead:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of one rank of a kind of run: the model's LM head, and steps by their shapes."""
+    """Records of one rank of a kind of run: the model's LM head, and steps by their shapes."""
 
     head: KnownHead
     records: dict[Shape, Record] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]
 
 
 def read(key: str) -> Recorded | None:
-    """What there is under a name, if anything."""
+    """Read a file; None if there is none that is whole."""
     try:
         own, head, records = _content().validate_json(gzip.decompress(_file(key).read_bytes()))
     except UserError:

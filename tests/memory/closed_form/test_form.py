@@ -86,15 +86,6 @@ def test_runs_of_every_kind(number: int, tmp_path: Path) -> None:
         assert found.load == traced.load
 
 
-@pytest.mark.parametrize("routing", ["skew:2", pytest.param("worst", marks=pytest.mark.full)])
-def test_uneven_routing(routing: str, tmp_path: Path) -> None:
-    run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["lora"]), "cuda")
-    config, assumed = sized(run.config, 2, 64), parse_routing(routing)
-    traced = trace(resolve(config, "cuda", like=run), assumed)
-    found = ClosedForm(run).at(config, assumed)
-    assert found.parts().total == pytest.approx(traced.parts().total, rel=1e-3)
-
-
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 40))])
 def test_any_routing_to_the_byte(number: int, tmp_path: Path) -> None:
     """Another load in each layer, experts without a token in all of them, all tokens on the same experts: what the
