@@ -8,6 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
@@ -263,3 +264,21 @@ def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
     torch's documentation takes memory snapshots this way (pytorch.org/docs/stable/torch_cuda_memory).
     """
     torch._C._cuda_attach_out_of_memory_observer(note)  # type: ignore[attr-defined]
+
+
+def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset and the shape of this rank's part of a DTensor, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
+def consolidate(folder: Path, names: list[str]) -> Path:
+    """Join the safetensors that several ranks wrote into one file of whole tensors, on disk; return it."""
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    whole = folder / "whole"
+    whole.mkdir()
+    consolidate_safetensors_files(str(folder), str(whole), dict.fromkeys(names, 1))
+    return next(whole.glob("*.safetensors"))

@@ -58,7 +58,7 @@ READ_BY = {
     "adapt/weights/quantized_base.py": "packed/packed.json",
     "adapt/start_from/peft_adapter.py": "adapter/adapter_config.json",
     "models/source.py": "config.json: test_models.py",
-    "exporting/base_copy.py": "config.json: test_models.py",
+    "exporting/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
     "models/hub/quantized.py": "config.json: test_models.py",
     "models/hub/tensor_files.py": "delta/delta.safetensors",
@@ -80,8 +80,7 @@ RAW = {
     "models/catalog/__init__.py": "part of the package",
     "models/catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",
-    "training/data/chats.py": "a value in a record: test_data.py",
-    "training/data/load.py": "a tokenizer as it says itself: test_load.py",
+    "training/data/formats.py": "a value in a record: test_data.py",
     "documents.py": "the reader",
     "files.py": "a lock of another process",
 }
