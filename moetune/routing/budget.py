@@ -39,31 +39,30 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     key = keys[0]
     choice = _choice(config, key)
     assert choice is not None
-    needs = Predictor(gpu=str(choice.budget))
+    predictor = Predictor(gpu=str(choice.budget))
 
     def chosen(k: int) -> RunConfig:
         return _with(config, key, choice.but(budget=None, k=k))
 
-    one = needs.resolve(chosen(1))
+    one = predictor.resolve(chosen(1))
     ids = getattr(one.config.adapt, key).ids
     most = min(layer.shape.num_experts for layer in one.structure.moe_layers if layer.index in ids)
     judged: dict[int, MemoryReport] = {}
 
-    def headroom(number: int) -> int:
+    def predicted(number: int) -> MemoryReport:
         k = number + 1
         some = {index: tuple(range(k)) for index in ids}
-        report = needs.of(_with(config, key, ExpertsConfig(ids=some) if key == "experts" else some))
+        report = predictor.of(_with(config, key, ExpertsConfig(ids=some) if key == "experts" else some))
         on_try(k, bool(report.fits))
-        assert report.headroom_bytes is not None
-        return report.headroom_bytes
+        return report
 
     def fits(k: int) -> bool:
         if k not in judged:
-            judged[k] = needs.traced(chosen(k))
+            judged[k] = predictor.traced(chosen(k))
             on_try(k, bool(judged[k].fits))
         return bool(judged[k].fits)
 
-    k = 1 + last_that_fits(most, headroom)
+    k = 1 + last_that_fits(most, predicted)[0]
     while k < most and fits(k + 1):
         k += 1
     while k and not fits(k):

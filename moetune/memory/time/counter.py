@@ -74,7 +74,7 @@ class Counter:
         self.done.append(Done(where.place(), where.step, None if once else where.micro_step, part, work, block))
 
 
-def parts_of(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
+def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
     """Module path -> its part, by what its parameters are; of what holds several, by the first of these that it holds:
     attention, experts, a plain MLP. A decoder layer itself adds residuals, and what stands outside of all is the
     loss."""

@@ -24,7 +24,7 @@ from moetune.models.hub.quantized import Mxfp4, open_checkpoint
 from moetune.models.hub.tensor_files import Stored
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
-from tests.memory.test_loading import load
+from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_fp8, write_mxfp4
 from tests.reference import run_config, small_linears_are_packed, token_ids
 from tests.resolved import build, write_packed_base

@@ -260,10 +260,10 @@ def test_fused_gradients_are_one_matrix(name: str, clip: float, checkpointing: s
 def test_lomo_holds_nothing_beside_its_weights(expert_run: Any) -> None:
     """Between steps as after loading; at the peak one matrix of gradients and what an update unpacks."""
     traced, _left = tracked(expert_run({"name": "lomo"}))
-    parts = traced.parts(len(traced.log) - 1)
+    parts = traced.parts(traced.end)
     assert parts.optimizer_states == parts.master_weights == parts.gradients == 0
     adamw, _left = tracked(expert_run({"name": "adamw", "fused_backward": True}))
-    parts = adamw.parts(len(adamw.log) - 1)
+    parts = adamw.parts(adamw.end)
     assert parts.gradients == 0
     assert parts.optimizer_states == pytest.approx(2 * 4 * EXPERT, rel=1e-3)
 
