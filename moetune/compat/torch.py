@@ -13,14 +13,20 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _Mode = TypeVar("_Mode", bound=type[TorchDispatchMode])
 NO_PASS = -1
+__all__ = ["unset_fake_temporarily"]
 
 
 def backward_pass() -> int:
@@ -233,6 +239,15 @@ def process_group(name: str) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     return _resolve_process_group(GroupName(name))
+
+
+def is_observed(tensor: Tensor) -> bool:
+    """Whether a dispatch mode, a profiler or a tensor subclass has to see the operators on a tensor."""
+    return (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -58,7 +58,7 @@ READ_BY = {
     "adapt/weights/quantized_base.py": "packed/packed.json",
     "adapt/start_from/peft_adapter.py": "adapter/adapter_config.json",
     "models/source.py": "config.json: test_models.py",
-    "exporting/base_copy.py": "config.json: test_models.py",
+    "exporting/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
     "models/hub/quantized.py": "config.json: test_models.py",
     "models/hub/tensor_files.py": "delta/delta.safetensors",
