@@ -70,7 +70,7 @@ READ_BY = {
     "run/scores.py": "scores.json",
     "training/checkpoint.py": "run/checkpoints/step-2/optimizer.json",
     "watch/ending.py": "run/memory.json",
-    "training/inputs.py": "config.json: test_models.py",
+    "training/same_run.py": "config.json: test_models.py",
     "training/manifest.py": "run/checkpoints/step-2/manifest.json",
     "training/run_folder.py": "run/base.json",
 }
