@@ -12,15 +12,16 @@ from transformers import PreTrainedModel
 
 from moetune.compat.bitsandbytes import keep_packing
 from moetune.compat.transformers import activation_of
-from moetune.config.schema import ModelConfig
+from moetune.config.schema import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.context import ExpertContext
+from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher, stays_on_host
-from moetune.experts.links import BankLinks
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
-from moetune.parallel.exchange import TokenExchange
+from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.ranks import Ranks
 from moetune.run.dtypes import DTYPES
 from moetune.run.names import matrix_of, stacks
@@ -35,23 +36,24 @@ def has_values(path: str) -> None:
     """For models whose tensors need no drawing: loaded ones, and those that stay on meta."""
 
 
-def bank_links(
-    config: ModelConfig,
+def make_expert_context(
+    config: ResolvedModelConfig,
     selection: Selection,
     ranks: Ranks,
     device: torch.device,
     *,
     keep_rows: bool = False,
     expert_memory: int = 0,
-    gate_up_apart: bool = False,
-) -> BankLinks:
-    """What the banks of a model on `device` are given from outside."""
-    exchange = None
+    split_gate_up: bool = False,
+    dense: DenseWeights | None = None,
+) -> ExpertContext:
+    """What the banks of a model on `device` share."""
+    dispatcher = None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
-        exchange = TokenExchange(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
+        dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if config.experts_on == "host" else None
-    return BankLinks(expert_memory, keep_rows, gate_up_apart, prefetcher, exchange)
+    return ExpertContext(expert_memory, keep_rows, split_gate_up, prefetcher, dispatcher, dense)
 
 
 def fill_bank(model: PreTrainedModel, layer: MoeLayer, bank: ExpertBank, fill: Fill = has_values) -> None:
@@ -69,11 +71,11 @@ def make_bank(
     experts: nn.Module,
     layer: MoeLayer,
     selection: Selection,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     placement: Placement = EVERYTHING,
-    links: BankLinks | None = None,
+    context: ExpertContext | None = None,
 ) -> ExpertBank:
     """An empty bank for one layer's experts module, or for those that this rank holds."""
     lora_ids = selection.lora_experts.get(layer.index, ())
@@ -85,13 +87,13 @@ def make_bank(
         layer.shape,
         BankPlan(selection.experts.get(layer.index, ()), lora),
         activation_of(experts, has_gate=layer.shape.has_gate),
-        storage=config.storage,
+        storage=config.base,
         double_quant=config.double_quant,
         dtype=dtype,
         device=device,
         held=placement.held(layer.index, layer.shape.num_experts),
         layer=layer.index,
-        links=links,
+        context=context,
     )
 
 
@@ -111,7 +113,7 @@ def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
 def quantize_linear(
     model: PreTrainedModel,
     path: str,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     fill: Fill = has_values,
@@ -127,7 +129,7 @@ def quantize_linear(
         packed = _linear_4bit(linear, config.double_quant, dtype, device)
     else:
         weight, bias = linear.weight.to(device), linear.bias
-        packed = QuantizedLinear(weight, None if bias is None else bias.to(device), config.storage)
+        packed = QuantizedLinear(weight, None if bias is None else bias.to(device), config.base)
     model.set_submodule(path, packed.requires_grad_(False))
 
 
@@ -202,7 +204,7 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
             raise UserError(f"{path}: should be stored as nf4 and is not")
 
 
-def refuse_misplaced(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
+def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:
     """Raises `UserError` naming the first tensor that is not where the run file says.
 
     Only the packed experts may be on the host, if asked for; what trains never is. A placement that goes by sizes, such

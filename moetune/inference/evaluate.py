@@ -95,14 +95,14 @@ def rows_of(
     config = opened.config
     train = TrainConfig() if config is None else config.train
     if sequence_length is not None:
-        train = train.model_copy(update={"sequence_length": sequence_length})
+        train = train.but(sequence_length=sequence_length)
     given = None if config is None else config.data
     settings = DataConfig(train="none") if given is None else given
-    settings = settings.model_copy(update={"packing": False, "chat_template": None})  # the tokenizer has it
+    settings = settings.but(packing=False, chat_template=None)  # the tokenizer has it
     if format is not None:
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
-        settings = settings.model_copy(update={"train": data, "eval": None, "validation": None})
+        settings = settings.but(train=data, eval=None, validation=None)
         return _known(opened, load_data(settings, opened.tokenizer, train).train), data
     if given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")

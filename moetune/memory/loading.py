@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from moetune.adapt.weights.quantizer import merges_experts
-from moetune.config.schema import RunConfig
+from moetune.config.schema import ResolvedConfig
 from moetune.experts.kernels.operators import BLOCK, INT8_AT_ONCE
 from moetune.memory.report import LoadPeaks
 from moetune.models.moe import ExpertShape, MoeLayer
@@ -15,7 +15,7 @@ from moetune.run.source_quantization import SourceQuantization
 
 def load_peaks(
     structure: ModelStructure,
-    config: RunConfig,
+    config: ResolvedConfig,
     published: SourceQuantization,
     banks: Mapping[int, int],
     static: int,
@@ -39,9 +39,9 @@ def load_peaks(
         on_host: the bytes of what stays on the host.
     """
     width = 4 if config.model.dtype == "fp32" else 2  # auto is that of a GPU
-    base = config.model.storage
+    base = config.model.base
     layers = [layer for layer in structure.moe_layers if layer.index in banks]
-    outside = max(part.numel for part in structure.parts if part.layer is None)
+    outside = max(part.numel for part in structure.parameters if part.layer is None)
     if config.model.weights == "random":
         return LoadPeaks(host=on_host, gpu=max(static + outside, _drawn(layers, base, width, banks)))
     host, on_the_way = outside * width, 0

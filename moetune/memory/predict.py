@@ -26,7 +26,8 @@ from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import data_ranks
-from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.run.validation import refuse_unpredictable
 
 Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]
@@ -39,7 +40,7 @@ _WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expa
 
 
 def predict(
-    run: ResolvedRun | RunConfig,
+    run: AnyRun,
     *,
     method: Method | None = None,
     gpu: str | Gpu | None = None,
@@ -65,8 +66,8 @@ def predict(
         NotTraceable: the model's own code looks at values.
         NoClosedForm: it has none; a trace serves.
     """
-    run = run if isinstance(run, ResolvedRun) else resolve(run)
-    run.refuse_unpredictable()
+    run = resolve(run, "cuda")
+    refuse_unpredictable(run.config)
     config = run.config
     name = gpu or config.hardware.gpu
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")

@@ -66,15 +66,13 @@ def to_score(config: RunConfig) -> RunConfig:
     its optimizer, and here there is none."""
     adapt, lora = config.adapt, config.adapt.lora
     if isinstance(adapt.experts, ChoiceConfig):
-        adapt = adapt.model_copy(update={"experts": None})
+        adapt = adapt.but(experts=None)
     if lora is not None and isinstance(lora.ids, ChoiceConfig):
         rest = tuple(target for target in lora.targets if target != "experts")
-        lora = lora.model_copy(update={"ids": "all", "targets": rest}) if rest else None
-        adapt = adapt.model_copy(update={"lora": lora})
+        adapt = adapt.but(lora={"ids": "all", "targets": rest} if rest else None)
     if adapt.router == "none" and adapt.experts is None and adapt.lora is None and not adapt.also:
         adapt = AdaptConfig(router="all", start_from=adapt.start_from)
-    shared = {"engine": "fsdp2", "offload": "none", "deepspeed": None}
-    return config.model_copy(update={"adapt": adapt, "parallel": config.parallel.model_copy(update=shared)})
+    return config.but(adapt=adapt, parallel={"engine": "fsdp2", "offload": "none", "deepspeed": None})
 
 
 def refuse_dense(run: ResolvedRun) -> None:
@@ -85,8 +83,7 @@ def refuse_dense(run: ResolvedRun) -> None:
 
 def on_one_rank(config: RunConfig) -> RunConfig:
     """The run without the others."""
-    alone = {"parallel": ParallelConfig(), "hardware": HardwareConfig(gpu=config.hardware.gpu)}
-    return config.model_copy(update=alone)
+    return config.but(parallel=ParallelConfig(), hardware=HardwareConfig(gpu=config.hardware.gpu))
 
 
 def score(
@@ -120,7 +117,7 @@ def score(
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     device = run.device(device)
     config = run.config
-    raise_problems(validation.of_training(config))
+    raise_problems(validation.untrainable_settings(config))
     if config.parallel.ranks != ranks.parallel.ranks:
         raise UserError(
             f"parallel: makes {config.parallel.ranks} ranks, and this process is one of {ranks.parallel.ranks}"

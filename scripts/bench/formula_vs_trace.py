@@ -56,7 +56,7 @@ def main() -> None:
     card = find_gpu(GPU)
     for name in parser.parse_args().models:
         for what in ("router", "lora"):
-            run = resolve(config_of(name, what))
+            run = resolve(config_of(name, what), "cuda")
             other = run.config.train.model_copy(update={"sequence_length": LENGTH // 2})
             form = ClosedForm(run, gpu=card)
             start = time.perf_counter()

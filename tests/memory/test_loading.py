@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def load(config: Any) -> LoadPeaks:
-    run = resolve(config)
+    run = resolve(config, "cuda")
     return peaks_of_loading(build_fake(run, FakeTensorMode(allow_non_fake_inputs=True)), run)
 
 

@@ -45,7 +45,7 @@ def peak(traced: Trace) -> int:
 
 
 def by_formula(config: RunConfig) -> int:
-    return ClosedForm(resolve(config)).at(config).parts.total
+    return ClosedForm(resolve(config, "cuda")).at(config).parts.total
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
         folder = write_4bit(tmp_path, model_type, hidden_size=64, head_dim=16, **sizes)
     config = toy_run(folder, model_type, MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})
     assert_alike(config)
-    run = resolve(config)
+    run = resolve(config, "cuda")
     traced, found = trace(run), ClosedForm(run).at(run.config)
     assert found.parts.total == pytest.approx(peak(traced), rel=1e-3)
     assert found.load == traced.load
@@ -237,7 +237,7 @@ def test_mixtral_8x22b_fits_with_its_experts_on_the_host() -> None:
     traced = trace(config)
     assert peak(traced) / GiB < 12
     assert traced.host_peak / GiB == pytest.approx(65.6, abs=0.7)
-    found = ClosedForm(resolve(config)).at(config)
+    found = ClosedForm(resolve(config, "cuda")).at(config)
     assert found.parts.total == pytest.approx(peak(traced), rel=1e-3)
     assert found.peak.host == pytest.approx(traced.host_peak, rel=1e-3)
 

@@ -53,7 +53,7 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
     starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}
-    outside = {part.name for part in run.structure.parts if part.layer is None}
+    outside = {part.name for part in run.structure.parameters if part.layer is None}
     linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
     lora = kind.pop("adapt")["lora"]
     return (

@@ -64,7 +64,7 @@ class Watched:
         Args:
             tracking: without it only layers and experts are noted.
         """
-        watching = self.adapted.links.watching_experts(tracker.enter_experts)
+        watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
         tracked = tracker if tracking else nullcontext()
         with self._cutting(tracker), watching, tracked, kernels_of(self.gpu, tracker):
             yield
@@ -100,7 +100,7 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     """By the id of a storage, what a report calls its tensor: its component, and how it is stored if it is packed."""
     run, model = adapted.run, adapted.run.config.model
     stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
-    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parts}
+    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}
     for path, module in adapted.model.named_modules():

@@ -146,7 +146,7 @@ def test_a_packed_base_of_it_is_the_same(base: str, mxfp4: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
 def test_a_rank_reads_its_own_experts(base: str, mxfp4: Path) -> None:
-    run = resolve(run_config(mxfp4, FROZEN, model={"weights": "pretrained", "base": base, "dtype": "fp32"}))
+    run = resolve(run_config(mxfp4, FROZEN, model={"weights": "pretrained", "base": base, "dtype": "fp32"}), "cuda")
     held = {layer.index: ((0, 1, 2, 3), (4, 5, 6, 7)) for layer in run.structure.moe_layers}
     packing = MoetuneConfig(base, placement=Placement(1, held), structure=run.structure)
     reads: list[int] = []

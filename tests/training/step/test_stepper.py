@@ -152,7 +152,7 @@ def test_parts_and_optimizers_must_match(optimizer: Any, message: str, small_mod
     config = run_config(small_model, optimizer)
     adapt = config.adapt.model_copy(update={"also": ()})
     with pytest.raises(UserError, match=message):
-        resolve(config.model_copy(update={"adapt": adapt}))
+        resolve(config.model_copy(update={"adapt": adapt}), "cuda")
 
 
 def test_a_gradient_may_be_bounded_element_by_element(small_model: Path) -> None:
