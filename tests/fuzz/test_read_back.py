@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 import moetune as package
 from moetune.config.schema import RunConfig
@@ -164,6 +165,12 @@ def one_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict_module, "predict", predict)
 
 
+@pytest.fixture
+def simple_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn, but not arranged, which takes as long."""
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
+
+
 def check(name: str, written: Path, moetune: Callable[..., Any], some: int | None = None) -> None:
     file = written / name
     whole = file.read_bytes()
@@ -225,7 +232,7 @@ def test_a_record_that_is_odd_is_made_again(said: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("one_prediction")
+@pytest.mark.usefixtures("one_prediction", "simple_layout")
 @pytest.mark.parametrize("name", TABLE)
 def test_every_value_at_every_key(
     name: str, written: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
