@@ -1,4 +1,4 @@
-"""Training. Read `Loop.train` from top to bottom."""
+"""The training loop: `Loop.train`, to be read from top to bottom."""
 
 from __future__ import annotations
 
