@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moetune.compat.transformers import never_ask_for_the_length
+from moetune.compat.transformers import fix_rotary_length
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
@@ -106,7 +106,7 @@ def _told_as_masked(plain: PreTrainedModel) -> int:
     AttentionInterface.register(_ASKED, attention)
     AttentionMaskInterface.register(_ASKED, mask)
     for module in model.modules():
-        never_ask_for_the_length(module)
+        fix_rotary_length(module)
         if isinstance(getattr(module, "config", None), PretrainedConfig):
             module.config._attn_implementation = _ASKED
     for path in [path for path, module in model.named_modules() if is_experts(module)]:

@@ -17,40 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 
-from moetune.compat.transformers import checkpoint_layers_by
+from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import AsyncCopy, CopyStream
 
 aten = torch.ops.aten
 
 
-def enable_checkpointing(model: PreTrainedModel, offload_to: torch.device | None = None) -> None:
-    """Checkpoints every decoder layer: what is kept of one is its input and its router's choices.
+def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) -> None:
+    """Checkpoint every decoder layer, as `train.checkpointing` says: what is kept of one is its input and its router's
+    choices.
+
+    Whoever switches checkpointing on later gets the same kind.
 
     Args:
-        offload_to: the device of a model whose layers' inputs shall wait on the host for backward.
+        how: `none`, `full`, or `offload`, by which the layers' inputs wait on the host for backward.
+        device: the model's.
     """
-    keep_choices(model, offload_to)
-    model.activation_checkpointing_enable()
-
-
-def keep_choices(model: PreTrainedModel, offload_to: torch.device | None = None) -> None:
-    """Whoever switches checkpointing on from now, gets the kind that keeps choices: trainers do so by their own
-    settings, and TRL's switches it off and on around a reference model."""
-    switch = model._set_gradient_checkpointing
     contexts = RoutersOf(model).contexts
-    keeping = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-
-    def switch_keeping(enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
-        switch(enable=enable, gradient_checkpointing_func=keeping, every_n_layers=every_n_layers)
-        if offload_to is not None:
-            checkpoint_layers_by(model, InputsOnHost(offload_to, contexts).checkpoint)
-
-    model._set_gradient_checkpointing = switch_keeping  # type: ignore[method-assign]
+    keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
+    checkpoint_by(model, InputsOnHost(device, contexts).checkpoint if how == "offload" else keeping)
+    if how != "none":
+        model.activation_checkpointing_enable()
 
 
 class RoutersOf:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moetune.adapt.pack import out_in
+from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.exporting.finished_run import FinishedRun
@@ -150,7 +150,7 @@ def pieces(change: Change, home: KeyMapping, base: Mapping[str, Stored]) -> Iter
     whole = tuple(home.model.get_parameter(change.parameter).shape)
     old = None
     if change.base_matters:
-        old = home.to_model({key: base[key].rows(first, last) for key in home.every_key()}).float()
+        old = home.to_model(lambda key: base[key].rows(first, last)).float()
         expected = whole if change.expert is None else (1, *whole[1:])
         if tuple(old.shape) != expected:
             raise UserError(f"{change.parameter} is {[*old.shape]} in the base checkpoint, not {[*expected]}")

@@ -17,7 +17,7 @@ from moetune.exporting.finished_run import FinishedRun, about, base_folder, conf
 from moetune.exporting.folder import Exported, write_manifest
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
 from moetune.models.hub.fingerprint import digest, take_fingerprint
-from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.names import KeyMapping, key_mappings
 from moetune.models.hub.quantized import open_checkpoint
 from moetune.models.hub.tensor_files import Stored, create_file
 
@@ -38,7 +38,7 @@ def export_delta(run: FinishedRun, out: Path) -> Exported:
     folder = base_folder(run)
     of_base = confirmed_base(run, folder, take_fingerprint(folder))
     base = open_checkpoint(folder)
-    homes = find_homes(run.adapted.run.model.plain, base)
+    homes = key_mappings(run.adapted.run.model.plain, base)
     targets = [(change, home) for change in full for home in homes_of(change, homes, run.adapted.structure.tied)]
     layout = _layout(targets, base)
     written = create_file(out / DELTA_FILE, {key: (place.dtype, place.shape) for key, place in layout.items()})

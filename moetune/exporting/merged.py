@@ -13,7 +13,7 @@ from moetune.exporting.base_copy import copy_checkpoint
 from moetune.exporting.changes import changes, homes_of, pieces
 from moetune.exporting.finished_run import FinishedRun, about, base_folder, confirmed_base
 from moetune.exporting.folder import Exported, write_manifest
-from moetune.models.hub.names import find_homes
+from moetune.models.hub.names import key_mappings
 from moetune.models.hub.quantized import Quantized, open_checkpoint
 
 _FORMAT = "merged"
@@ -27,7 +27,7 @@ def export_merged(run: FinishedRun, out: Path) -> Exported:
     """
     folder = base_folder(run)
     base = open_checkpoint(folder)
-    homes = find_homes(run.adapted.run.model.plain, base)
+    homes = key_mappings(run.adapted.run.model.plain, base)
     targets = [
         (change, home) for change in changes(run) for home in homes_of(change, homes, run.adapted.structure.tied)
     ]
@@ -39,7 +39,7 @@ def export_merged(run: FinishedRun, out: Path) -> Exported:
             places[piece.key].write(piece.rows, piece.start)
             changed.add(piece.key)
     is_unpacked = any(isinstance(tensor, Quantized) for tensor in base.values())
-    method = run.adapted.run.model.published.method
+    method = run.adapted.run.model.source.quantization.method
     notes = (f"the base is published quantized ({method}); all weights are in 16 bits here",) if is_unpacked else ()
     write_manifest(out, about(run) | {"format": _FORMAT, "base": of_base.to_json()})
     return Exported(_FORMAT, run.step, len(changed), sum(base[key].nbytes for key in changed), notes)

@@ -23,7 +23,6 @@ from peft import LoraConfig as PeftLoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetune.adapt.pack import out_in
 from moetune.adapt.start_from.peft_layout import (
     PREFIX,
     WEIGHTS_FILE,
@@ -35,13 +34,14 @@ from moetune.adapt.start_from.peft_layout import (
     rows_of_parts,
     split_experts,
 )
+from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertLora
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Exported
 from moetune.exporting.peft import write_adapter
 from moetune.models.hub.fingerprint import headers, take_fingerprint
-from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.names import KeyMapping, key_mappings
 from moetune.models.hub.quantized import weights_of
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
@@ -82,7 +82,7 @@ def export_vllm(run: FinishedRun, out: Path) -> Exported:
         raise UserError(f"{run} trains {what} beside LoRA, and vLLM's adapters hold factors only; use --format merged")
     folder = base_folder(run)
     confirmed_base(run, folder, take_fingerprint(folder))
-    homes = find_homes(adapted.run.model.plain, weights_of(headers(folder)))
+    homes = key_mappings(adapted.run.model.plain, weights_of(headers(folder)))
     trained = {name: stored.rows().float() for name, stored in run.trained.items()}
     tensors: dict[str, Factors] = {}
     linears: dict[str, tuple[int, int]] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from moetune.adapt.weights.quantizer import merges_experts
 from moetune.config.schema import RunConfig
 from moetune.experts.kernels.operators import BLOCK, INT8_AT_ONCE
 from moetune.memory.report import LoadPeaks
+from moetune.models.hub.names import expert_layout
 from moetune.models.moe import ExpertShape, MoeLayer
+from moetune.models.source_quantization import SourceQuantization
 from moetune.models.structure import ModelStructure
-from moetune.run.source_quantization import SourceQuantization
 
 
 def load_peaks(
@@ -54,11 +54,15 @@ def load_peaks(
                 # transformers looks half of the weights up at a time, by indices that torch widens to 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + width + width // 2) * matrix
                 on_the_way = max(looked_up, matrix * width + _temporaries(shape, matrix, base, width))
-            return LoadPeaks(host=host + on_host, gpu=static + on_the_way)
-        pieces = 3 if merges_experts(structure.model_type) else shape.num_experts
-        host = max(host, matrix * width * (1 if pieces == 3 else pieces))
-        on_the_way = pieces * matrix * width + _temporaries(shape, matrix, base, width)
-    return LoadPeaks(host=host + on_host, gpu=static + on_the_way)
+            return LoadPeaks(host=host + on_host, gpu=max(static, sum(banks.values()) + on_the_way))
+        layout = expert_layout(structure.model_type)
+        at_once = shape.num_experts if layout == "converted" else 1
+        host = max(host, matrix * width * at_once)
+        joined = 1 if layout == "rows" else 2  # what a matrix is made of, and the matrix
+        on_the_way = matrix * width * at_once + max(
+            (joined - 1) * matrix * width * at_once, _temporaries(shape, matrix, base, width)
+        )
+    return LoadPeaks(host=host + on_host, gpu=max(static, sum(banks.values()) + on_the_way))
 
 
 def _drawn(layers: Iterable[MoeLayer], base: str, width: int, banks: Mapping[int, int]) -> int:

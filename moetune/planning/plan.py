@@ -20,7 +20,6 @@ from moetune.planning.search import NextLarger, Search, Solution
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, ways
 from moetune.planning.workers import Workers
 from moetune.run import validation
-from moetune.run.source_quantization import published
 
 SHORTEST = 1024
 """Tokens of a sequence, unless asked otherwise."""
@@ -180,7 +179,7 @@ def plan(
         for goal in goals:
             if goal != "lora" and not search.layers:
                 continue
-            tried += (all_ways := list(ways(goal, search.structure, count, published(source).base)))
+            tried += (all_ways := list(ways(goal, search.structure, count, source.quantization.base)))
             possible = [way for way in all_ways if search.may_fit(way)]
             for is_slow in (False, True):
                 some = [way for way in possible if _is_slow(way) is is_slow]

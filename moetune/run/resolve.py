@@ -30,7 +30,6 @@ from moetune.run.names import parts_of
 from moetune.run.placement import EVERYTHING, Placement, balance_experts
 from moetune.run.records import read_load
 from moetune.run.scores import Scores, refuse_other_base
-from moetune.run.source_quantization import SourceQuantization, keeps_gate_up_apart, published
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 """What `train.expert_memory: auto` is: on a GPU a few launches for a layer of small experts, on a CPU what its caches
@@ -43,8 +42,7 @@ class ResolvedModel:
 
     Attributes:
         config: the `model:` block, `dtype` and `base` spelled out.
-        source: what it is called, and where its weights are.
-        published: how those are stored there.
+        source: what it is called, where its weights are, and how they are stored there.
         settings: transformers' configuration with the run's attention and dtype. Not to be changed.
         plain: the model on the meta device as transformers has it, before any adaptation. Not to be changed.
         structure: its parts.
@@ -52,7 +50,6 @@ class ResolvedModel:
 
     config: ModelConfig
     source: ModelSource
-    published: SourceQuantization
     settings: PretrainedConfig = field(repr=False)
     plain: PreTrainedModel = field(repr=False)
     structure: ModelStructure = field(repr=False)
@@ -64,8 +61,8 @@ class ResolvedModel:
 
     @property
     def gate_up_apart(self) -> bool:
-        """Whether an expert's gate and up are packed each by itself: they are kept as they are published."""
-        return keeps_gate_up_apart(self.published, self.config)
+        """Whether an expert's gate and up are quantized each by itself: they are kept as they are published."""
+        return self.source.quantization.keeps_gate_up_apart(self.config)
 
 
 @dataclass(frozen=True)
@@ -295,9 +292,8 @@ def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[Res
     known = like if like is not None and _builds_alike(config, like.config) else None
     source = find_model_source(config.path) if known is None else known.source
     no_attention = [*validation.of_attention(source.config, config.attention)]
-    how = published(source) if known is None else known.published
-    problems = [*validation.of_published(how, config), *no_attention]
-    config = how.settle(config)
+    problems = [*validation.of_published(source.quantization, config), *no_attention]
+    config = source.quantization.settle(config)
     problems += validation.of_dtypes(config)
     if known is not None:
         return replace(known, config=config), problems
@@ -310,7 +306,7 @@ def _examine_model(config: ModelConfig, like: ResolvedModel | None) -> tuple[Res
     settings.use_cache = False
     settings.dtype = DTYPES[config.dtype]
     plain = meta_model(settings)
-    return ResolvedModel(config, source, how, settings, plain, read_structure(plain)), problems
+    return ResolvedModel(config, source, settings, plain, read_structure(plain)), problems
 
 
 def _builds_alike(one: ModelConfig, other: ModelConfig) -> bool:

@@ -15,10 +15,10 @@ from transformers.utils import is_flash_attn_2_available
 from moetune.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
 from moetune.errors import counted
 from moetune.models.selection import Selection
+from moetune.models.source_quantization import SourceQuantization
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DeviceType
 from moetune.run.linears import linears_to_quantize, read_directly
-from moetune.run.source_quantization import SourceQuantization
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}

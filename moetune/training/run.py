@@ -16,8 +16,8 @@ from rich.console import Console
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.start_from.start import Start, open_start
-from moetune.adapt.weights.base import folder_of, noting_base, refuse_changed_base
-from moetune.adapt.weights.quantized_base import check_manifest, is_quantized_base
+from moetune.adapt.weights.base import noting_base, refuse_changed_base
+from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.compat.deepspeed import keep_quiet
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
@@ -214,9 +214,8 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
             *([f"model {run.model.source.name!r} has no weights to load; use model.weights=random"] * no_weights),
         )
     )
-    source = run.model.source.folder
-    if run.config.model.weights == "pretrained" and is_quantized_base(source):
-        check_manifest(Path(str(source)), run.config.model, run.selection)
+    if run.config.model.weights == "pretrained":
+        check_quantized_base(run)
     plain = build(run, "meta")
     return plain, _start(plain, overwrite) if reads_start else None
 
@@ -274,7 +273,7 @@ def _refuse_other_base(folder: RunFolder, config: RunConfig, now: Base, console:
 
 def _inputs(run: ResolvedRun, folder: RunFolder, data: Datasets, checkpoint: Path | None, console: Console) -> Inputs:
     """The inputs of the run, which on resume are those that it began with, as far as they matter."""
-    inputs = Inputs.of(data, folder_of(run.model.source))
+    inputs = Inputs.of(data, run.model.source.local_folder())
     before = None if checkpoint is None else folder.inputs(checkpoint)
     if before is None:
         return inputs

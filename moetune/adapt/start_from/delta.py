@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import out_in
+from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.models.hub.delta_folder import Delta
-from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.names import KeyMapping, key_mappings
 from moetune.models.hub.quantized import weights_of
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
@@ -67,7 +67,7 @@ class _Landing:
         for key, row in self.pieces():
             stored = self.delta.tensors[key]
             tensors[key] = read(stored, 0, None).reshape(stored.shape) if row is None else read(stored, row, row + 1)
-        value = self.home.to_model(tensors)
+        value = self.home.to_model(tensors.__getitem__)
         if self.layer is None:
             return value
         return out_in(self.layer, self.stack, value[0])
@@ -157,7 +157,7 @@ def _landings(adapted: Adapted, delta: Delta) -> tuple[list[_Landing], list[str]
 
 def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
     """A landing for each parameter that trains in full precision, under each name that the base has for it."""
-    homes = find_homes(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
+    homes = key_mappings(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
     stacked: dict[str, tuple[MoeLayer, int, str]] = {}
     for layer in adapted.structure.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):

@@ -143,7 +143,7 @@ def peaks_of_loading(adapted: Adapted, whole: ResolvedRun, short: Shortened | No
     static, on_host = (
         sum(_bytes([part], on_host=where) for part in (adapted.model, *left_out)) for where in (False, True)
     )
-    return load_peaks(whole.structure, whole.config, whole.model.published, banks, static, on_host)
+    return load_peaks(whole.structure, whole.config, whole.model.source.quantization, banks, static, on_host)
 
 
 def _bytes(modules: Iterable[nn.Module], *, on_host: bool = False) -> int:
