@@ -156,8 +156,8 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]
-"""How a checkpoint holds a layer's experts: each in tensors of its own, which are merged; as rows of one tensor; or in one
-tensor that is converted as a whole."""
+"""How a checkpoint holds a layer's experts: each in tensors of its own, which are merged; as rows of one tensor; or in
+one tensor that is converted as a whole."""
 
 
 def expert_layout(model_type: str) -> ExpertLayout:
