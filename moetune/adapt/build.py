@@ -23,15 +23,16 @@ from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import set_attention
 from moetune.config.schema import Part
+from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
-from moetune.experts.links import BankLinks
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
+from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.distribute import distribute
-from moetune.parallel.exchange import TokenExchange
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.resolve import ResolvedRun
+from moetune.run.dtypes import kind_of
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Adapted:
     run: ResolvedRun
     model: PreTrainedModel
     ranks: Ranks = SINGLE_RANK
-    links: BankLinks = field(default_factory=BankLinks)
+    expert_context: ExpertContext = field(default_factory=ExpertContext)
 
     @property
     def structure(self) -> ModelStructure:
@@ -81,7 +82,7 @@ class Adapted:
 
 
 def build(
-    run: ResolvedRun,
+    run: AnyRun,
     device: torch.device | str,
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
@@ -100,8 +101,8 @@ def build(
     Raises:
         UserError: the weights cannot be read, or an expert that should be quantized is not.
     """
-    assert not run.problems, run.problems
     device = torch.device(device)
+    run = resolve(run, kind_of(device))
     config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -109,7 +110,8 @@ def build(
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
-    links = _links(run, model, ranks, device)
+    dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
+    context = _context(run, ranks, device, dense)
 
     set_seed(config.train.seed)
     target = LoadTarget(
@@ -119,7 +121,7 @@ def build(
         config.model,
         run.quantized_linears,
         device,
-        links=links,
+        context=context,
         placement=ranks.placement,
         on_read=on_read,
     )
@@ -150,6 +152,8 @@ def build(
         if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
+    if dense is not None:
+        dense.watch(model, structure.moe_layers)
     trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
@@ -157,23 +161,15 @@ def build(
         torch.cuda.empty_cache()  # of what quantizing took
     if device.type != "meta":
         distribute(model, structure, ranks)
-    return Adapted(run, model, ranks, links)
+    return Adapted(run, model, ranks, context)
 
 
-def _links(run: ResolvedRun, model: PreTrainedModel, ranks: Ranks, device: torch.device) -> BankLinks:
+def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:
     """What the banks of a model share with what is around them."""
-    selection, train, exchange = run.selection, run.config.train, None
+    selection, dispatcher = run.selection, None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
-        exchange = TokenExchange(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
-    dense = None
-    if train.dense_router_gradient:
-        dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in run.structure.moe_layers})
-    return BankLinks(
-        expert_memory=run.expert_memory,
-        keep_rows=train.checkpointing == "none",
-        gate_up_apart=run.model.gate_up_apart,
-        prefetcher=ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None,
-        exchange=exchange,
-        dense=dense,
-    )
+        dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
+    prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
+    keep_rows = run.config.train.checkpointing == "none"
+    return ExpertContext(run.expert_memory, keep_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)

@@ -6,7 +6,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import PreTrainedModel
 
-from moetune.config.schema import ModelConfig
+from moetune.config.schema import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
@@ -36,7 +36,7 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
             raise UserError(f"{path}: should be stored as nf4 and is not")
 
 
-def refuse_misplaced(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
+def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:
     """Raise `UserError` naming the first tensor that is not where the run file says.
 
     Only the quantized experts may be on the host, if asked for; what trains never is. A placement that goes by sizes,

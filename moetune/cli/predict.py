@@ -82,14 +82,13 @@ def predict(
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
-        from moetune.run.resolve import resolve
 
     if figure is not None:
         from moetune.report.figures import refuse_unknown_format
 
         refuse_unknown_format(figure)
     chosen: Any = {"method": method, "allocator": allocator}
-    report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
+    report = predict_run(config, gpu=gpu, routing=parse_routing(routing), **chosen)
     if speed is not None:
         if report.time is None:
             raise UserError("--measured wants a card whose speed is known, as in --gpu l40s, and --method trace")

@@ -37,7 +37,7 @@ def report(
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:
         RunFolder(run).own(PAGE_FILE)
-    step = predict(resolve(resolved.config), method="trace") if timeline else None
+    step = predict(resolve(resolved.config, "cuda"), method="trace") if timeline else None
     while True:
         write_run_page(facts_of(run, resolved), path, step, watch)
         if watch is None:

@@ -114,7 +114,7 @@ def _predict(config: RunConfig, data: list[str] | None, gpu: str | None, json_: 
         from moetune.routing.score import names_of, to_score
         from moetune.run.resolve import resolve
 
-    report = predict_score(resolve(to_score(config)), len(data or names_of(config)) or 1, gpu=gpu)
+    report = predict_score(resolve(to_score(config), "cuda"), len(data or names_of(config)) or 1, gpu=gpu)
     if json_:
         print(json.dumps(report.to_json(), indent=2))
     else:

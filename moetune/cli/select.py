@@ -14,7 +14,8 @@ from moetune.files import write_output
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moetune.run.choice import Chosen, Coverage
+    from moetune.config.fields import IdsByLayer
+    from moetune.run.choice import Coverage
 
 
 def select(
@@ -84,9 +85,9 @@ def select(
             base = noted()
         resolved.refuse_other_scores(None if base is None else base.fingerprint.content)
     adapt: Any = resolved.config.adapt
-    chosen: Chosen = adapt.lora.ids if part == "lora" else adapt.experts.ids
+    chosen: IdsByLayer = adapt.lora.ids if part == "lora" else adapt.experts.ids
     covers = coverage(chosen, read)
-    text = _yaml(config.model_copy(update={"adapt": adapt}), part, chosen)
+    text = _yaml(config.but(adapt=adapt), part, chosen)
     if out is not None:
         write_output(out, text)
     if json_:
@@ -96,7 +97,7 @@ def select(
     print(text if out is None else f"written to {out}", end="" if out is None else "\n")
 
 
-def _yaml(config: Any, part: str, chosen: Chosen) -> str:
+def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
     """The run file as it was written, with the choice spelled out."""
     import yaml
 
@@ -110,7 +111,7 @@ def _yaml(config: Any, part: str, chosen: Chosen) -> str:
     return str(yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, width=120))
 
 
-def _json(chosen: Chosen, covers: Coverage, out: Path | None) -> dict[str, Any]:
+def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, Any]:
     return {
         "schema": 1,
         "out": None if out is None else str(out),
@@ -122,7 +123,7 @@ def _json(chosen: Chosen, covers: Coverage, out: Path | None) -> dict[str, Any]:
     }
 
 
-def _table(chosen: Chosen, covers: Coverage) -> Table:
+def _table(chosen: IdsByLayer, covers: Coverage) -> Table:
     from rich.table import Table
 
     table = Table(title="share of the routed tokens that carry loss", title_justify="left", show_footer=True)

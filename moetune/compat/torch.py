@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,21 @@ def backward_pass() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward pass that runs now has ended, as FSDP2 and DDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
+"""Functions between an operation and its caller, under one dispatch mode or several."""
+
+
+def called_by_autograd() -> bool:
+    """Whether the operation that a dispatch mode is running was called by autograd's engine, not by Python code.
+
+    To be called by `__torch_dispatch__` itself. There is no public way: the engine's frame is looked for.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__
 
 
 @contextmanager
@@ -217,6 +233,16 @@ def process_group(name: str) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     return _resolve_process_group(GroupName(name))
+
+
+def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to the ranks of a group, so many to each, and return those received; differentiable.
+
+    Waits at once: the pending result of a functional all-to-all has no memory yet (huggingface/transformers#49421).
+    """
+    from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+
+    return wait_tensor(all_to_all_single_autograd(rows, receives, sends, group))
 
 
 def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:

@@ -19,7 +19,7 @@ def split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: Device
     resolved: dict[str, str] = {}
     for path in structure.linears("attention"):
         style = style_of(path, plan)
-        assert style in SPLIT, f"{path} cannot be split (validation.of_split_attention)"
+        assert style in SPLIT, f"{path} cannot be split (run.validation)"
         module = model.get_submodule(path)
         base = f"{path}.base_layer" if hasattr(module, "base_layer") else path
         resolved[f"{base}.weight"] = resolved[base] = style

@@ -1,4 +1,4 @@
-"""A plan as a picture and as a page: memory against speed, where that is estimated, else against what trains."""
+"""A plan as a picture and as a page: memory against estimated speed, or else against the weights that train."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moetune.files import write_output
-from moetune.planning.plan import Candidate, Plan
-from moetune.planning.tables import beyond, missed, speed
+from moetune.planning.plan import Plan
+from moetune.planning.search import Candidate
+from moetune.planning.tables import missed, next_larger, speed
 from moetune.report.figures import INK, PAPER, refuse_unknown_format, rendered, style
 from moetune.report.page import render
 from moetune.report.units import gib
@@ -18,7 +19,7 @@ _GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#00
 
 
 def save_figure(plan: Plan, path: Path) -> None:
-    """Writes the chart as PNG or SVG, by the file's suffix.
+    """Write the chart as PNG or SVG, by the file's suffix.
 
     Raises:
         UserError: the suffix is another one, or the file cannot be written.
@@ -29,7 +30,7 @@ def save_figure(plan: Plan, path: Path) -> None:
 
 
 def write_page(plan: Plan, path: Path) -> None:
-    """Writes one page that asks for nothing outside itself.
+    """Write a page that loads nothing from elsewhere.
 
     Raises:
         UserError: the file cannot be written.
@@ -38,11 +39,12 @@ def write_page(plan: Plan, path: Path) -> None:
         svg = rendered(_draw(plan), "svg").decode() if plan.candidates else ""
     svg = svg[max(svg.find("<svg"), 0) :].replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
     said = [text.plain for text in missed(plan)]
-    write_output(path, render("plan.html.j2", plan=plan, svg=svg, missed=said, beyond=beyond, speed=speed).encode())
+    page = render("plan.html.j2", plan=plan, svg=svg, missed=said, next_larger=next_larger, speed=speed)
+    write_output(path, page.encode())
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those points to which no other is at least as good: less of the first, more of the second; by the first."""
+    """Return the Pareto front in order: less of the first coordinate, more of the second."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points), key=lambda point: (point[0], -point[1])):
         if not best or point[1] > best[-1][1]:
@@ -96,6 +98,6 @@ def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
 
 
 def _draw_front(axes: Axes, points: list[tuple[float, float]]) -> None:
-    """Steps through the Pareto front: with this memory, no more than this is to be had."""
+    """Draw the Pareto front as steps."""
     if len(points) > 1:
         axes.step(*zip(*points, strict=True), where="post", color=INK, linewidth=0.8, linestyle=":", zorder=0)

@@ -1,6 +1,6 @@
-"""The ways to reach a goal: settings that decide which tensors a step makes, best first, with what each gives up.
+"""The strategies for each goal: settings that decide which tensors a step makes, best first, with what each gives up.
 
-How much trains, and how many tokens at once, is not among them: those are sizes, solved for each way (search.py).
+How much trains, and how many tokens at once, is no part of a strategy: search.py finds the largest of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GOALS: tuple[Goal, ...] = get_args(Goal)
 
 @dataclass(frozen=True)
 class Strategy:
-    """Settings as dotted keys, and what they give up, in words."""
+    """Settings by dotted key, what they give up in words, and the place among the strategies for the goal."""
 
     goal: Goal
     settings: dict[str, Any]
@@ -34,6 +34,11 @@ class Strategy:
     @property
     def on_host(self) -> bool:
         return any(is_setting_of_host(key, value) for key, value in self.settings.items())
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is searched only where nothing else fits: it moves more than the optimizer to the host."""
+        return self.settings.get("model.experts_on") == "host" or self.settings["train.checkpointing"] == "offload"
 
 
 _MICRO_STEPS = 8
@@ -64,7 +69,7 @@ _OVER_RANKS: _Choices = (
         ("states in 8 bits", "updates so small that 16-bit weights round them away"),
     ),
 )
-"""Of experts on several cards: those that work with a share of a weight (`run.validation.of_unshared`)."""
+"""Optimizers of experts on several cards, which update a shard of a weight (`run.validation.unsharable_optimizers`)."""
 _BASES: _Choices = (
     ({"model.base": "bf16"}, ()),
     ({"model.base": "int8"}, ("the base in 8 bits",)),
@@ -75,18 +80,20 @@ _AS_PUBLISHED: _Choices = (
     ({"model.base": "mxfp4"}, ()),
     ({"model.base": "mxfp4", "model.experts_on": "host"}, ("speed: experts come from the host",)),
 )
-"""Of models that are published in MXFP4: in more bits they are the same weights."""
+"""Storages of a model that is published in MXFP4: more bits would hold the same weights."""
 _CHECKPOINTING: _Choices = (
     ({"train.checkpointing": "full"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 )
 
 
-def ways(goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None) -> Iterator[Strategy]:
-    """All ways to a goal on so many cards, best first.
+def strategies(
+    goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None
+) -> Iterator[Strategy]:
+    """Yield the strategies for a goal on `count` cards, best first.
 
     Args:
-        published: the storage that keeps the model as it is published.
+        published: the storage that keeps the model's weights as they are published.
     """
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
@@ -100,7 +107,7 @@ def ways(goal: Goal, structure: ModelStructure, count: int, published: Storage |
 
 
 def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:
-    """Settings that divide a run over so many cards: experts spread over them, else all that is not packed."""
+    """Yield settings that divide a run over `count` cards: experts first, where they divide evenly; then FSDP alone."""
     if count == 1:
         yield {}
         return

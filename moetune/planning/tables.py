@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from moetune.errors import counted
-from moetune.memory.changes import Combination
-from moetune.memory.report import MemoryReport
+from moetune.memory.changes import Remedy
 from moetune.planning.compare import Compared
-from moetune.planning.plan import Candidate, Plan
+from moetune.planning.plan import Plan
+from moetune.planning.search import Candidate
+from moetune.planning.solve import headroom
 from moetune.report.terminal import between, hours
 from moetune.report.units import gib
 
@@ -20,7 +21,7 @@ _STYLES = {"yes": "green", "tight": "yellow", "no": "red", None: ""}
 
 
 def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
-    """The table, and below it what would make those fit that do not."""
+    """Yield the table, and below it what would make those fit that do not."""
     table = Table()
     table.add_column("run", overflow="fold")
     table.add_column("card", overflow="fold")
@@ -37,7 +38,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
     for row in rows:
         if row.report.fits is False:
             assert row.report.gpu is not None
-            said = "nothing known makes it fit" if row.combination is None else _together(row.combination)
+            said = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
             yield Text(f"{row.name} on {row.report.gpu.name}: {said}")
     left_out = {row.name: row.left_out for row in rows if row.left_out}
     if left_out:
@@ -46,7 +47,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
 
 
 def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType]:
-    """The verdict, the candidates in a table, and with `explain` why no more of each fits."""
+    """Yield the verdict, a table of the candidates, and with `explain` what the next larger runs need."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     yield from missed(plan)
     for note in plan.notes:
@@ -69,64 +70,64 @@ def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType
         phase = one.report.moment.phase if one.report.moment else ""
         if pace := speed(one, plan.tokens):
             what.append(f"\n{pace}", "dim")
-        table.add_row(str(number), what, batch, f"{gib(one.report.required)}\n{_left(one.report)}", f"{phase}\n{host}")
+        table.add_row(
+            str(number),
+            what,
+            batch,
+            f"{gib(one.report.required)}\n{gib(headroom(one.report))} left",
+            f"{phase}\n{host}",
+        )
     yield table
     if explain:
         for number, one in enumerate(plan.candidates, 1):
-            yield Text(f"{number}: {beyond(one)}")
+            yield Text(f"{number}: {next_larger(one)}")
     best = plan.candidates[0]
     yield Text(f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left", style="bold green")
 
 
-def _left(report: MemoryReport) -> str:
-    assert report.headroom_bytes is not None
-    return f"{gib(report.headroom_bytes)} left"
-
-
 def speed(one: Candidate, tokens: int | None) -> str:
-    """Tokens a second, and hours for so many; empty where the card's speed is not known."""
+    """Tokens a second, and hours for `tokens`; empty where the card's speed is not known."""
     time = one.report.time
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
-def beyond(one: Candidate) -> str:
-    """Why no more of it fits."""
-    if one.beyond is None:
+def next_larger(one: Candidate) -> str:
+    """Say what the next larger run would need."""
+    larger = one.next_larger
+    if larger is None:
         return "there is no more of it to train"
-    what, report = one.beyond.what, one.beyond.report
-    assert report.headroom_bytes is not None
-    part, size = max(report.fullest.parts.items(), key=lambda item: item[1])
-    largest = f"the most of it {part.replace('_', ' ')}, {gib(size)}"
-    return f"{what} would need {gib(report.required)}, {gib(-report.headroom_bytes)} too much; {largest}"
+    part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
+    required, lacking = gib(larger.report.required), gib(-headroom(larger.report))
+    most = f"the most of it {part.replace('_', ' ')}, {gib(size)}"
+    return f"{larger.what} would need {required}, {lacking} too much; {most}"
 
 
 def missed(plan: Plan) -> Iterator[Text]:
-    """Where nothing fits: what is nearest to it, and what would make it fit."""
+    """Yield, where nothing fits, what is nearest, and what would make it fit."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
     if plan.candidates:
         return
     if miss is None:
         yield Text(f"nothing fits {card}, and no way there is could be predicted", "bold red")
         return
-    assert miss.report.headroom_bytes is not None
-    needs, lacking = gib(miss.report.required), gib(-miss.report.headroom_bytes)
+    needs, lacking = gib(miss.report.required), gib(-headroom(miss.report))
     yield Text(f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much", "bold red")
-    outside = miss.report.fullest.outside_allocator
-    most, size = max((("outside_allocator", outside), *miss.report.fullest.parts.items()), key=lambda part: part[1])
-    train = miss.config.train
+    fullest, train = miss.report.fullest, miss.config.train
+    parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
+    most, size = max(parts, key=lambda part: part[1])
     yield Text(
         f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
         f"{most.replace('_', ' ')}, {gib(size)}"
     )
-    if miss.combination is not None:
-        yield Text(f"it fits with {_together(miss.combination)}")
-    else:
+    if miss.remedy is None:
         yield Text("no change of the run file is known that makes it fit")
+    else:
+        yield Text(f"it fits with {_remedy(miss.remedy)}")
     if miss.cards:
         yield Text(f"it fits {' or '.join(miss.cards)}")
 
 
-def _together(found: Combination) -> str:
+def _remedy(found: Remedy) -> str:
     flags = " ".join(f"--set {flag}" for flag in found.flags)
     host = f", {gib(found.report.fullest.host_bytes)} of host memory" if found.report.fullest.host_bytes else ""
     return f"{flags}: {gib(found.report.required)}{host}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from moetune.config.load import load_run_config
 from moetune.config.schema import ChoiceConfig, ExpertsConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
@@ -13,7 +15,7 @@ from moetune.planning.solve import last_that_fits
 from moetune.report.units import gib
 
 
-def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
+def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
     """The run file with `k` in the place of a `budget` of memory; without one, as it is.
 
     As in planning/solve.py: found by closed form, judged by traces. What is evaluated has the first k experts of each
@@ -26,6 +28,7 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     Raises:
         UserError: not one expert a layer fits; or as `resolve` and `predict`.
     """
+    config = run if isinstance(run, RunConfig) else load_run_config(run)
     keys = [key for key in ("experts", "lora") if isinstance(_budget(_choice(config, key)), str)]
     if not keys:
         return config
@@ -36,30 +39,30 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     key = keys[0]
     choice = _choice(config, key)
     assert choice is not None
-    needs = Predictor(gpu=str(choice.budget))
+    predictor = Predictor(gpu=str(choice.budget))
 
     def chosen(k: int) -> RunConfig:
-        return _with(config, key, choice.model_copy(update={"budget": None, "k": k}))
+        return _with(config, key, choice.but(budget=None, k=k))
 
-    one = needs.resolve(chosen(1))
+    one = predictor.resolve(chosen(1))
     ids = getattr(one.config.adapt, key).ids
     most = min(layer.shape.num_experts for layer in one.structure.moe_layers if layer.index in ids)
     judged: dict[int, MemoryReport] = {}
 
-    def headroom(number: int) -> int:
+    def predicted(number: int) -> MemoryReport:
         k = number + 1
-        report = needs.of(_with_ids(config, key, {index: tuple(range(k)) for index in ids}))
+        some = {index: tuple(range(k)) for index in ids}
+        report = predictor.of(_with(config, key, ExpertsConfig(ids=some) if key == "experts" else some))
         on_try(k, bool(report.fits))
-        assert report.headroom_bytes is not None
-        return report.headroom_bytes
+        return report
 
     def fits(k: int) -> bool:
         if k not in judged:
-            judged[k] = needs.traced(chosen(k))
+            judged[k] = predictor.traced(chosen(k))
             on_try(k, bool(judged[k].fits))
         return bool(judged[k].fits)
 
-    k = 1 + last_that_fits(most, headroom)
+    k = 1 + last_that_fits(most, predicted)[0]
     while k < most and fits(k + 1):
         k += 1
     while k and not fits(k):
@@ -82,12 +85,5 @@ def _budget(choice: ChoiceConfig | None) -> str | float | None:
     return None if choice is None else choice.budget
 
 
-def _with(config: RunConfig, key: str, choice: ChoiceConfig) -> RunConfig:
-    part = choice if key == "experts" else config.adapt.lora.model_copy(update={"ids": choice})  # type: ignore[union-attr]
-    return config.model_copy(update={"adapt": config.adapt.model_copy(update={key: part})})
-
-
-def _with_ids(config: RunConfig, key: str, ids: dict[int, tuple[int, ...]]) -> RunConfig:
-    lora = config.adapt.lora
-    part = ExpertsConfig(ids=ids) if key == "experts" else lora and lora.model_copy(update={"ids": ids})
-    return config.model_copy(update={"adapt": config.adapt.model_copy(update={key: part})})
+def _with(config: RunConfig, key: str, chosen: object) -> RunConfig:
+    return config.but(adapt={key: chosen if key == "experts" else {"ids": chosen}})

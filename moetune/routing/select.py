@@ -35,10 +35,7 @@ def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part
     """A run file that trains what is chosen, `part` being experts or lora; without one, of the model and this alone."""
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
     if part == "experts":
-        adapt = config.adapt.model_copy(update={"experts": choice})
-    else:
-        lora = config.adapt.lora or DEFAULT_LORA
-        targets = lora.targets if "experts" in lora.targets else (*lora.targets, "experts")
-        lora = lora.model_copy(update={"ids": choice, "targets": targets})
-        adapt = config.adapt.model_copy(update={"lora": lora})
-    return config.model_copy(update={"adapt": adapt})
+        return config.but(adapt={"experts": choice})
+    lora = config.adapt.lora or DEFAULT_LORA
+    targets = lora.targets if "experts" in lora.targets else (*lora.targets, "experts")
+    return config.but(adapt={"lora": lora.but(ids=choice, targets=targets)})

@@ -21,7 +21,6 @@ from transformers import get_scheduler, set_seed
 
 from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted
-from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
@@ -238,8 +237,7 @@ class Loop:
             "micro_batch": self.micro_batch,
             "accumulate": train.accumulate * train.micro_batch // self.micro_batch,
         }
-        config: RunConfig = self.config.model_copy(update={"train": train.model_copy(update=pieces)})
-        return replace(self.adapted.run, config=config)
+        return replace(self.adapted.run, config=self.config.but(train=pieces))
 
     @contextmanager
     def _at_this_step(self) -> Iterator[None]:

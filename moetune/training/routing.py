@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetune.run.choice import parameters_of
 from moetune.run.resolve import ResolvedRun
 
 JUDGED_AFTER = 32
@@ -56,7 +55,7 @@ def idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, i
         for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
             for expert in ids.get(layer.index, ()):
                 if layer.index in load and not load[layer.index][expert]:
-                    idle[layer.index, expert] = parameters_of(layer, lora)
+                    idle[layer.index, expert] = layer.shape.trained_parameters(lora)
     return idle
 
 

@@ -209,8 +209,8 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
     raise_problems(
         (
             *run.problems,
-            *validation.of_training(run.config),
-            *validation.of_packages(run.config, run.device_type),
+            *validation.untrainable_settings(run.config),
+            *validation.missing_packages(run.config, run.device_type),
             *([f"model {run.model.source.name!r} has no weights to load; use model.weights=random"] * no_weights),
         )
     )
@@ -325,8 +325,7 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
 
 def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
     """The run with its length in steps, as in the run file that it leaves."""
-    train = run.config.train.model_copy(update={"steps": steps, "epochs": None})
-    return replace(run, config=run.config.model_copy(update={"train": train}))
+    return replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
 
 
 def _announce(console: Console, config: RunConfig, counts: dict[str, int], data: DataCounts) -> None:

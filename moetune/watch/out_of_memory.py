@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ import torch
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit
 from moetune.memory.allocator import WORKSPACES
+from moetune.memory.changes import Remedy
 from moetune.memory.live import Owned, Process, Refused, owned, processes_on
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import find_gpu
-from moetune.planning.remedy import Remedy, remedies
+from moetune.planning.remedy import remedies
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
 from moetune.training.optim.optimizers import CombinedOptimizer
@@ -56,7 +57,7 @@ class OutOfMemory:
                 "predicted_peak_allocated": self.predicted_peak,
                 "largest": [group._asdict() for group in self.largest],
                 "processes": [process._asdict() for process in self.others],
-                "settings": [asdict(remedy) for remedy in self.settings],
+                "settings": [{"flags": list(one.flags), "required": one.report.required} for one in self.settings],
             },
             "last_checkpoint": self.checkpoint,
         }
@@ -90,7 +91,7 @@ class OutOfMemory:
         if self.settings:
             yield "would have fitted, each by itself:"
         for remedy in self.settings:
-            yield f"  {' '.join(f'--set {flag}' for flag in remedy.flags)}    # needs {gib(remedy.required)}"
+            yield f"  {' '.join(f'--set {flag}' for flag in remedy.flags)}    # needs {gib(remedy.report.required)}"
         if where.phase != "load" and self.checkpoint is None:
             yield "there is no checkpoint yet"
         elif self.checkpoint is not None:
@@ -125,7 +126,7 @@ def examine(
         try:
             traced = trace(run, gpu=card)
             beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-            predicted, peak = _words(parts_at(traced, where, beside)), traced.parts(traced.peak).total + beside
+            predicted, peak = _words(parts_at(traced, where, beside)), traced.parts().total + beside
             most = max(peak, predicted["allocated"])  # while weights load, too
             lacking = refused.lacking + max(0, most - refused.reached)
             settings = remedies(run, card or find_gpu("l40s"), lacking)
@@ -162,7 +163,7 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
         if label not in fullest or sample.parts.total > fullest[label].total:
             fullest[label] = sample.parts
     names: Sequence[str] = [f"{where.phase} {number}" for number in range(where.micro_step, -1, -1)]
-    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts(traced.peak))
+    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts())
     return replace(found, transient_peak=found.transient_peak + beside)
 
 

@@ -45,7 +45,7 @@ from _common import ROOT, MiB, commit, cpu_name, versions, write_json
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.experts.links import CountRows
+from moetune.experts.context import CountRows
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.measure import Measured, measure
@@ -220,13 +220,13 @@ def traced_peak(run: ResolvedRun, routing: Routing | CountRows) -> int | None:
         traced = trace(run, routing, **every)
     except NotTraceable:
         return None
-    return traced.parts(traced.peak).total
+    return traced.parts().total
 
 
 def formula_peak(run: ResolvedRun, routing: Routing) -> int | None:
     """The closed form's peak; None for a model that has none."""
     try:
-        return ClosedForm(run).at(run.config, routing).parts.total
+        return ClosedForm(run).at(run.config, routing).parts().total
     except NoClosedForm:
         return None
 

@@ -25,7 +25,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import open_run
-from moetune.exporting.peft import export_peft
+from moetune.exporting.peft import write_peft
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.manifest import write_manifest
@@ -239,11 +239,11 @@ def test_a_checkpoint_that_comes_later_is_not_what_was_opened(tmp_path: Path) ->
     excite_(run.adapted.model, seed=2)
     write_run(run.folder, run.config, run.adapted, step=12)
     (tmp_path / "adapter").mkdir()
-    exported = export_peft(opened, tmp_path / "adapter")
+    write_peft(opened, tmp_path / "adapter")
     again = run.fresh()
     load_peft(again, tmp_path / "adapter")
     saved = load_file(run.folder / "checkpoints" / "step-3" / "trained.safetensors")
-    assert exported.step == 3
+    assert opened.step == 3
     assert_holds(again, saved)
 
 

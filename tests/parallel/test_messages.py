@@ -10,7 +10,8 @@ import torch
 
 from moetune.compat.torch import fake_process_group
 from moetune.errors import UserError
-from moetune.memory.trace.log import Log, Mark, Sent, Trace
+from moetune.memory.trace import Trace
+from moetune.memory.trace.log import Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, Message, message, uncounted
 
 SILENT = {"_wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
@@ -36,7 +37,7 @@ def test_none_goes_by_uncounted(name: str) -> None:
         assert uncounted(sent)
         marks = [Mark(0, 0, 0, "forward", "")]
         with pytest.raises(UserError, match=f"cannot be counted: {name} is no collective"):
-            Trace.of(Log(marks=marks, sent=[Sent(0, 0, 0, "forward", sent, None)]), 0, lambda _: "fsdp")
+            Trace.of(Log(marks=marks, sent=[Sent(0, 0, 0, "forward", sent, None)]), lambda _: "fsdp")
 
 
 @pytest.mark.parametrize(("rank", "reduce", "broadcast"), [(0, 0, 40), (1, 40, 40), (3, 40, 0)])

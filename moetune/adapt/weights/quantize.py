@@ -14,18 +14,21 @@ from safetensors import SafetensorError
 from moetune.adapt.weights import quantized_base
 from moetune.adapt.weights.checkpoint import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
+from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
-from moetune.experts.links import BankLinks
+from moetune.experts.context import ExpertContext
 from moetune.files import WriterLock, expanded, refused
 from moetune.models.hub.fingerprint import taking_fingerprint
 from moetune.models.hub.tensor_files import weight_files
 from moetune.models.selection import NOTHING
 from moetune.run.dtypes import this_device
 from moetune.run.linears import linears_to_quantize
-from moetune.run.resolve import ResolvedModel
+from moetune.run.resolve import ResolvedModel, resolve_model
 
 
-def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] | None = None) -> dict[str, Any]:
+def quantize(
+    model: ResolvedModel | Path | str, out: Path | str, on_read: Callable[[float], None] | None = None
+) -> dict[str, Any]:
     """Quantize a checkpoint into the folder `out` as `model.config` says, layer by layer; layers that are there are not
     read again.
 
@@ -35,6 +38,8 @@ def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] |
     Raises:
         UserError: its weights cannot be read, or the folder cannot be written.
     """
+    if not isinstance(model, ResolvedModel):
+        model = resolve_model(ModelConfig(path=str(model), dtype="bf16", attention="eager"))
     path = model.config.path
     if model.source.local_folder() is None:
         raise UserError(f"model {path!r}: its weights are not on this machine; download it first, or give a folder")
@@ -58,8 +63,10 @@ def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[
     device = torch.device(this_device())
     loaded = copy.deepcopy(model.plain)
     linears = linears_to_quantize(model.plain, model.structure, NOTHING)
-    links = BankLinks(gate_up_apart=model.gate_up_apart)
-    target = LoadTarget(loaded, model.structure, NOTHING, model.config, linears, device, links=links, on_read=on_read)
+    context = ExpertContext(split_gate_up=model.gate_up_apart)
+    target = LoadTarget(
+        loaded, model.structure, NOTHING, model.config, linears, device, context=context, on_read=on_read
+    )
     reader = CheckpointReader(folder, model.plain, model.source.name, target)
     with taking_fingerprint(folder) as taken:
         for path in target.layers:

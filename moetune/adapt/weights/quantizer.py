@@ -20,9 +20,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetune.adapt.weights.checkpoint import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import LoadingQuantizer
-from moetune.config.schema import ModelConfig
+from moetune.config.schema import ResolvedModelConfig
+from moetune.experts.context import ExpertContext
 from moetune.experts.host import ExpertPrefetcher
-from moetune.experts.links import BankLinks
 from moetune.models.selection import NOTHING
 from moetune.models.structure import read_structure
 from moetune.run import validation
@@ -45,8 +45,8 @@ class MoetuneConfig(QuantizationConfigMixin):
 
     def __init__(self, base: str = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        settings = {"path": "unread", "base": base, "double_quant": double_quant, "experts_on": experts_on}
-        self.model = ModelConfig.model_validate(settings)
+        how = {"base": base, "double_quant": double_quant, "experts_on": experts_on}
+        self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **how})
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
@@ -65,10 +65,10 @@ class MoetuneQuantizer(LoadingQuantizer):
             UserError: the model's experts cannot be quantized, or the checkpoint does not fit the model.
         """
         plain, structure = copy.deepcopy(model), read_structure(model)
-        raise_problems(validation.of_experts(model, structure))
+        raise_problems(validation.unsupported_experts(model, structure))
         dtype = next(name for name, one in DTYPES.items() if one == model.config.dtype)
         config = self.quantization_config.model.model_copy(update={"dtype": dtype})
-        links = BankLinks(prefetcher=ExpertPrefetcher(device) if config.experts_on == "host" else None)
+        context = ExpertContext(prefetcher=ExpertPrefetcher(device) if config.experts_on == "host" else None)
         linears = linears_to_quantize(model, structure, NOTHING)
-        target = LoadTarget(model, structure, NOTHING, config, linears, device, links=links)
+        target = LoadTarget(model, structure, NOTHING, config, linears, device, context=context)
         CheckpointReader(folder, plain, folder.name, target).read_all(model)

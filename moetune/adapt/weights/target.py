@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from moetune.compat.bitsandbytes import keep_packing
 from moetune.compat.transformers import activation_of, dtypes_kept
-from moetune.config.schema import ModelConfig
+from moetune.config.schema import ResolvedModelConfig
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.context import ExpertContext
 from moetune.experts.host import stays_on_host
-from moetune.experts.links import BankLinks
 from moetune.experts.quantized import QuantizedLinear
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
@@ -51,11 +51,11 @@ class LoadTarget:
         model: PreTrainedModel,
         structure: ModelStructure,
         selection: Selection,
-        config: ModelConfig,
+        config: ResolvedModelConfig,
         linears: Collection[str],
         device: torch.device,
         *,
-        links: BankLinks,
+        context: ExpertContext,
         placement: Placement = EVERYTHING,
         on_read: Callable[[float], None] | None = None,
     ) -> None:
@@ -63,9 +63,9 @@ class LoadTarget:
         self.layers = {layer.experts: layer for layer in structure.moe_layers}
         self.linears = dict.fromkeys(linears)
         self.banks: dict[str, ExpertBank] = {}
-        self._selection, self._links, self._placement = selection, links, placement
+        self._selection, self._context, self._placement = selection, context, placement
         self._on_read, self._read = on_read, 0
-        self._all = sum(part.numel for part in structure.parts)
+        self._all = sum(part.numel for part in structure.parameters)
         self._kept_dtypes = dtypes_kept(model, self.dtype)
 
     # --- Experts ----------------------------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ class LoadTarget:
                 layer.shape,
                 BankPlan(selection.experts.get(layer.index, ()), plan),
                 activation_of(self.model.get_submodule(path), has_gate=layer.shape.has_gate),
-                storage=self.config.storage,
+                storage=self.config.base,
                 double_quant=self.config.double_quant,
                 dtype=self.dtype,
                 device=self.device,
                 held=self._placement.held(layer.index, layer.shape.num_experts),
                 layer=layer.index,
-                links=self._links,
+                context=self._context,
             )
         return self.banks[path]
 
@@ -149,7 +149,7 @@ class LoadTarget:
             if not weight.is_meta:
                 quantized = quantized.to(self.device)
         else:
-            quantized = QuantizedLinear(weight, linear.bias, self.config.storage)
+            quantized = QuantizedLinear(weight, linear.bias, self.config.base)
         self.model.set_submodule(path, quantized.requires_grad_(False))
 
     def put_4bit(self, path: str, data: Tensor, state: dict[str, Tensor]) -> None:

@@ -7,6 +7,8 @@ ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  and, of some,
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 from moetune.errors import UserError
@@ -109,6 +111,48 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedError("no message of the assistant, so nothing to train on")
     return messages
+
+
+def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
+    """Find content that a chat template drops, wholly or in part.
+
+    The words of a content must stand in the rendered chat in their order, and so must a mark that is added to its end.
+    White space and escapes may differ.
+
+    Returns:
+        By the index of a message, what of it is lost.
+    """
+    written, marks = render(messages), [f"QXZ{index}ZXQ" for index in range(len(messages))]
+    with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
+    marked = list(messages)
+    for index in with_text:
+        marked[index] = {**messages[index], "content": f"{messages[index]['content']} {marks[index]}"}
+    try:
+        ends: str | None = render(marked)
+    except UserError:
+        raise
+    except Exception:  # the template takes no other content
+        ends = None
+    lost: dict[int, str] = {}
+    for index in with_text:
+        content = messages[index]["content"]
+        missing = None if content.strip() in written else _first_missing_word(content, written)
+        if missing is not None:
+            lost[index] = f"{missing[:40]!r} in the content of message {index + 1}"
+        elif ends is not None and marks[index] not in ends:
+            lost[index] = f"the end of the content of message {index + 1}"
+    return lost
+
+
+def _first_missing_word(content: str, written: str) -> str | None:
+    """The first word of a content that does not follow the one before it in what was written."""
+    position, written = 0, written.casefold()
+    for match in re.finditer(r"\w+", content.casefold()):
+        found = written.find(match[0], position)
+        if found < 0:
+            return match[0]
+        position = found + len(match[0])
+    return None
 
 
 def checked_tools(value: object) -> list[Any] | None:

@@ -32,6 +32,7 @@ from moetune.training.data.chats import (
     checked_text,
     checked_tools,
     kind,
+    lost_content,
     sharegpt_chat,
     with_alpaca_names,
 )
@@ -256,6 +257,7 @@ class Encoder:
             with bounded_memory(_TEMPLATE_BYTES), time_limit("the chat template", _TEMPLATE_SECONDS):
                 messages = self._with_content(messages, tools)
                 self._refuse_ignored(messages, tools)
+                self._refuse_lost_content(messages, tools)
                 if self._has_markers:
                     text, spans = self._marked_spans(messages, tools)
                     texts = [(text, _weighted(messages, spans))]
@@ -337,10 +339,20 @@ class Encoder:
             except Exception:  # the template needs it
                 continue
             if is_lost:
-                raise MalformedError(
-                    f"the chat template leaves out {what}, which would be lost; name a template that writes it in "
-                    "data.chat_template, or take it out of the record"
-                )
+                raise _left_out(what)
+
+    def _refuse_lost_content(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+        """Refuse a chat of whose content the template drops something, in the whole chat and, without markers, in the
+        text in which the next turn of the assistant stands last."""
+        lost = lost_content(messages, lambda some: self._render(some, tools))
+        for index, message in enumerate(messages, 1):
+            if not lost or self._has_markers:
+                break
+            if message["role"] == "assistant" and min(lost) < index < len(messages):
+                in_turn = lost_content(messages[:index], lambda some: self._render(some, tools))
+                lost = {at: what for at, what in lost.items() if at >= index or at in in_turn}
+        for what in lost.values():
+            raise _left_out(what)
 
     def _with_content(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
         """Content that is null stays so where the template knows it; where it would write `None` it becomes empty."""
@@ -451,6 +463,13 @@ class Encoder:
         encoded = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = np.array(encoded["offset_mapping"], dtype=np.int32).reshape(-1, 2) + begin
         return np.array(encoded["input_ids"], dtype=np.int32), offsets.astype(np.int32)
+
+
+def _left_out(what: str) -> MalformedError:
+    return MalformedError(
+        f"the chat template leaves out {what}, which would be lost; name a template that writes it in "
+        "data.chat_template, or take it out of the record"
+    )
 
 
 def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:

@@ -104,7 +104,7 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
         for name, parameter in parameters.items():
             optimizer, lora = adapted.run.optimizers[part], config.adapt.lora
             if part == "lora" and lora is not None and is_second_factor(name):
-                optimizer = optimizer.model_copy(update={"lr": optimizer.lr * lora.lr_ratio})
+                optimizer = optimizer.but(lr=optimizer.lr * lora.lr_ratio)
             by_config.setdefault(optimizer, {})[name] = parameter
     updaters: list[Updater] = []
     copies = HostCopies(adapted.model.device)

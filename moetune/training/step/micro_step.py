@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from moetune.config.schema import TrainConfig
+from moetune.config.schema import ResolvedTrain, TrainConfig
 from moetune.training.step.batch import Batch
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import IGNORED, Chunks, summed_cross_entropy
@@ -59,7 +59,7 @@ def micro_step(
     batch: Batch,
     total_tokens: Tensor | int,
     watch: RouterWatch,
-    config: TrainConfig,
+    config: ResolvedTrain,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     memory: int | Chunks | None = LOSS_MEMORY,
 ) -> MicroStep:
@@ -79,7 +79,7 @@ def micro_step(
     if shape_routing:
         balance, z = watch.losses(routed, per_layer=config.router_aux_scope == "layer")
         share = count_loss_tokens(batch) / total_tokens
-        router_loss = share * (config.balance_coefficient * balance + config.router_z_loss * z)
+        router_loss = share * (config.router_aux_loss * balance + config.router_z_loss * z)
     load = routed.load
     del routed
     backward(loss if router_loss is None else loss + router_loss)

@@ -446,7 +446,10 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
             "{{ raise_exception('roles must alternate') }}",
             "the chat template refuses it: roles must alternate",
         ),
-        ("{% generation %}{% endgeneration %}[hi]", "no token to train on"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}",
+            "no token to train on",
+        ),
     ],
 )
 def test_a_template_that_hides_the_assistant_is_refused(tmp_path, template, problem):
@@ -494,6 +497,34 @@ def test_what_a_template_leaves_out_is_refused(tmp_path):
         assert f"line 1: the chat template leaves out {what}" in message(file, make_tokenizer(CHATML))
     file = write(tmp_path / "data.jsonl", {"messages": TALK, "tools": [{"type": "function"}]})
     assert "leaves out tools" in message(file, make_tokenizer(CHATML))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [
+        ("m.content.split('</note>')[-1]", "'note' in the content of message 1"),
+        ("m.content.split('</note>')[0]", "'note' in the content of message 1"),
+        ("m.content[:12]", "'note' in the content of message 1"),
+        ("'' if m.role == 'user' else m.content", "'note' in the content of message 1"),
+        ("m.content if loop.last else ''", "'note' in the content of message 1"),
+        ("m.content[:31]", "the end of the content of message 1"),
+        ("m.content | tojson", ""),
+        ("m.content | upper", ""),
+        ("m.content | trim", ""),
+    ],
+)
+def test_content_that_a_template_drops_is_refused(tmp_path, template, written, what):
+    messages = [
+        {"role": "user", "content": ' <note>small\n"note"</note> why '},
+        {"role": "assistant", "content": "yes"},
+    ]
+    file = write(tmp_path / "data.jsonl", {"messages": messages})
+    tokenizer = make_tokenizer(template.replace("m.content", written))
+    if what:
+        assert f"line 1: the chat template leaves out {what}" in message(file, tokenizer)
+    else:
+        assert len(load(file, tokenizer, 256).train) == 1
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

@@ -256,7 +256,7 @@ def fake_peak(run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: int, voca
         begin = len(tracker.log.entries)
         with tracker:
             run(hidden_NH, weight_VH, targets_N).backward()
-    traced = Trace.of(tracker.log, 0, SINGLE_RANK.axis_of)
+    traced = Trace.of(tracker.log, SINGLE_RANK.axis_of)
     return traced.parts(traced.peak).total - traced.parts(begin - 1).total
 
 

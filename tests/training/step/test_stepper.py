@@ -152,7 +152,7 @@ def test_parts_and_optimizers_must_match(optimizer: Any, message: str, small_mod
     config = run_config(small_model, optimizer)
     adapt = config.adapt.model_copy(update={"also": ()})
     with pytest.raises(UserError, match=message):
-        resolve(config.model_copy(update={"adapt": adapt}))
+        resolve(config.model_copy(update={"adapt": adapt}), "cuda")
 
 
 def test_a_gradient_may_be_bounded_element_by_element(small_model: Path) -> None:
@@ -260,10 +260,10 @@ def test_fused_gradients_are_one_matrix(name: str, clip: float, checkpointing: s
 def test_lomo_holds_nothing_beside_its_weights(expert_run: Any) -> None:
     """Between steps as after loading; at the peak one matrix of gradients and what an update unpacks."""
     traced, _left = tracked(expert_run({"name": "lomo"}))
-    parts = traced.parts(len(traced.log) - 1)
+    parts = traced.parts(traced.end)
     assert parts.optimizer_states == parts.master_weights == parts.gradients == 0
     adamw, _left = tracked(expert_run({"name": "adamw", "fused_backward": True}))
-    parts = adamw.parts(len(adamw.log) - 1)
+    parts = adamw.parts(adamw.end)
     assert parts.gradients == 0
     assert parts.optimizer_states == pytest.approx(2 * 4 * EXPERT, rel=1e-3)
 
