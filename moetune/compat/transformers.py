@@ -50,7 +50,7 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
-def takes_cu_seqlens(model: PreTrainedModel) -> bool:
+def has_flash_interface(model: PreTrainedModel) -> bool:
     """Whether a model's authors say that its attention is transformers' interface, takes flash attention's arguments,
     and needs no kernel of its own, as sinks do."""
     return bool(

@@ -16,7 +16,7 @@ from moetune.planning.predictor import Predictor
 from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun
 
-KEYS = (
+_SIZES = (
     "train.micro_batch", "train.eval_micro_batch", "train.sequence_length", "adapt.lora.rank", "adapt.experts.layers",
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ def _within_host_memory(present: MemoryReport, predictor: Predictor) -> Callable
 
 
 def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
-    for key in KEYS:
+    for key in _SIZES:
         try:
             solved = solve(config, key, predictor)
         except UserError:  # the run has no such setting

@@ -68,19 +68,12 @@ class Workers:
                 there = futures.get(number)
                 if there is None or there.cancel() or isinstance(there.exception(), BrokenProcessPool):
                     say(one)
-                    yield one, _call(self.search, method, one)
+                    yield one, _answer(self._start, method, one, self.search)
                 else:
                     yield one, there.result()
         finally:
             for future in futures.values():
                 future.cancel()
-
-
-def _call(search: Search, method: str, one: Strategy | Candidate) -> Candidate | UserError | None:
-    try:
-        return getattr(search, method)(one)
-    except UserError as error:  # not every model has every strategy
-        return error
 
 
 def _begin() -> None:
@@ -106,5 +99,10 @@ def _search(start: str) -> Search:
     return Search.of(RunConfig.model_validate_json(start))
 
 
-def _answer(start: str, method: str, one: Strategy | Candidate) -> Candidate | UserError | None:
-    return _call(_search(start), method, one)
+def _answer(
+    start: str, method: str, one: Strategy | Candidate, search: Search | None = None
+) -> Candidate | UserError | None:
+    try:
+        return getattr(search or _search(start), method)(one)
+    except UserError as error:  # not every model has every strategy
+        return error

@@ -14,7 +14,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.compat.bitsandbytes import keep_packing
+from moetune.compat.bitsandbytes import prepare_4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
 from moetune.config.schema import ResolvedModelConfig
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
@@ -181,7 +181,7 @@ class LoadTarget:
             device="meta",
         )
         empty.bias = linear.bias
-        keep_packing(empty)
+        prepare_4bit(empty)
         return empty
 
     # --- All else ---------------------------------------------------------------------------------------------------
