@@ -66,7 +66,7 @@ READ_BY = {
     "inference/summary.py": "run/memory.json",
     "parallel/launch.py": "a rank's last words, in a folder of our own",
     "run/deepspeed_json.py": "deepspeed.json",
-    "run/source_quantization.py": "packed/packed.json",
+    "models/source_quantization.py": "packed/packed.json",
     "run/records.py": "run/metrics.jsonl",
     "run/scores.py": "scores.json",
     "training/checkpoint.py": "run/checkpoints/step-2/optimizer.json",

@@ -182,7 +182,7 @@ def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def loads(*args: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("moetune.adapt.build.load_pretrained", loads)
+    monkeypatch.setattr("moetune.adapt.build.read_checkpoint", loads)
 
 
 @pytest.mark.parametrize(
