@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.compat.bitsandbytes import keep_packing
+from moetune.compat.bitsandbytes import prepare_4bit
 from moetune.compat.transformers import activation_of
 from moetune.config.schema import ResolvedModelConfig
 from moetune.errors import UserError
@@ -178,7 +178,7 @@ def _empty_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype) -> Li
         device="meta",
     )
     packed.bias = linear.bias
-    keep_packing(packed)
+    prepare_4bit(packed)
     return packed
 
 

@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, Page, Picture, Tokens, read_run
+from moetune.config.fields import LARGEST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,14 +29,14 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(help="A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=LARGEST, help="How many of them.")] = 1,
     goal: Annotated[str, typer.Option(metavar="router|experts|lora|any", help="What shall train.")] = "any",
     host: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Host memory that a run may take. Default: any.")
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="What the run files train on.")] = None,
     tokens: Tokens = None,
-    min_sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
+    min_sequence: Annotated[int, typer.Option(min=2, max=2**24, help="Tokens of a sequence.")] = 1024,
     explain: Annotated[bool, typer.Option("--explain", help="Say why no more of each fits.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave each as a run file in this folder.")] = None,
     html: Page = None,

@@ -41,7 +41,7 @@ from moetune.errors import counted
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
     def but(self, **changes: Any) -> Self:
         """Return a copy with these values, which are not validated; a dict changes keys of the section of that name."""
@@ -79,8 +79,6 @@ class ChoiceConfig(Section):
     that the run may take. With all but `p`, every layer has equally many.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
-
     from_: str = Field(alias="from", min_length=1)
     rule: Rule = "tokens"
     p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -88,7 +86,7 @@ class ChoiceConfig(Section):
     experts: Positive | None = None
     parameters: Positive | None = None
     budget: Budget | None = None
-    background: str | None = Field(default=None, min_length=1)
+    background: Annotated[str, Field(min_length=1)] | None = None
     layers: Ids = "all"
     seed: Count = 0
 

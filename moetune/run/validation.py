@@ -196,7 +196,7 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
-    """Yield why optimizers cannot update a part of a weight, or before gradients are reduced over ranks."""
+    """Yield why optimizers cannot update a rank's share of a weight, or need gradients of one rank."""
     if config.parallel.ranks == 1 or config.parallel.engine == "deepspeed":
         return
     problems = []
