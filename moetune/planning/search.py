@@ -277,9 +277,13 @@ class Search:
         return replace(found, config=configs[last], report=report, next_larger=found.next_larger or larger)
 
     def _along(
-        self, what: str, sizes: Sequence[int], configs: Sequence[RunConfig], start: int,
+        self,
+        what: str,
+        sizes: Sequence[int],
+        configs: Sequence[RunConfig],
+        start: int,
         known: dict[int, MemoryReport] | None = None,
-    ) -> tuple[int, MemoryReport | None, NextLarger | None]:  # fmt: skip
+    ) -> tuple[int, MemoryReport | None, NextLarger | None]:
         """Return the index of the last run that fits, its report, and the next larger run."""
         last, reports = last_that_fits(
             len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known
