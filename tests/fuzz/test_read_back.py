@@ -176,8 +176,15 @@ def check(name: str, written: Path, moetune: Callable[..., Any], some: int | Non
     whole = file.read_bytes()
     manifest = file.with_name(MANIFEST)
     sealed = manifest.read_bytes() if manifest.exists() else None
+
+    def restore() -> None:
+        file.write_bytes(whole)
+        if sealed is not None:
+            manifest.write_bytes(sealed)
+
     try:
         for command in TABLE[name][: 1 if some else None]:
+            restore()
             said = moetune(*command.split())
             assert said.code in (0, 1), said.err
             texts = list(enumerate(damaged_texts(name, as_text(name, whole))))
@@ -192,9 +199,7 @@ def check(name: str, written: Path, moetune: Callable[..., Any], some: int | Non
                 assert said.code != 2 or "error: " in said.err
                 assert "\x1b[31m" not in said.out + said.err
     finally:
-        if sealed is not None:
-            manifest.write_bytes(sealed)
-        file.write_bytes(whole)
+        restore()
 
 
 def as_text(name: str, whole: bytes) -> str:
