@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from moetune.compat.bitsandbytes import prepare_4bit
 from moetune.compat.transformers import activation_of
-from moetune.config.schema import ResolvedModelConfig
+from moetune.config.resolved import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext

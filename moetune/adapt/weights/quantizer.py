@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetune.adapt.pack import install_bank, keep_4bit, make_bank, make_expert_context, out_in, quantize_linear
 from moetune.adapt.weights.lazy_tensor import LazyTensor
 from moetune.compat.transformers import mark_initialized
-from moetune.config.schema import ResolvedModelConfig
+from moetune.config.resolved import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ExpertContext
