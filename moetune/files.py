@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -80,9 +81,13 @@ def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, 
         new: raise `FileExistsError` if the path exists by then.
     """
     mode = "xb" if aside is None else "wb"
-    aside = aside or path.with_name(f".moetune-{secrets.token_hex(8)}")
+    if aside is None:
+        _sweep(path.parent)
+        aside = path.with_name(f".moetune-{secrets.token_hex(8)}")
     try:
         with aside.open(mode) as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(content.encode() if isinstance(content, str) else content)
         sync(aside)
         if new and os.path.lexists(path):
@@ -91,6 +96,19 @@ def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, 
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+_ASIDE, _MINUTE = re.compile(r"\.moetune-[0-9a-f]{16}"), 60.0
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what writers that were killed left aside: names of `write_whole`, locked by nobody, a minute old."""
+    for name in filter(_ASIDE.fullmatch, names_in(folder)):
+        left = folder / name
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _MINUTE and (held := lock(left, "rb")) is not None:
+                left.unlink()
+                held.close()
 
 
 _SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")

@@ -33,11 +33,12 @@ def report(
         from moetune.memory.predict import predict
         from moetune.report.run import write_run_page
         from moetune.run.resolve import resolve
-        from moetune.training.run_folder import PAGE_FILE, RunFolder
+        from moetune.training.run_folder import PAGE_FILE
+        from moetune.training.run_writer import RunWriter
 
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:
-        RunFolder(run).own(PAGE_FILE)
+        RunWriter(run).own(PAGE_FILE)
     step = predict(resolve(resolved.config, "cuda"), method="trace") if timeline else None
     while True:
         write_run_page(facts_of(run, resolved), path, step, watch)

@@ -16,7 +16,7 @@ from moetune.config.schema import RunConfig
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.models.hub.tensor_files import weight_files
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
-from moetune.training.run_folder import RunFolder
+from moetune.training.run_writer import RunWriter
 from tests.reference import run_config
 from tests.resolved import build
 from tests.toys import toy_model
@@ -80,7 +80,7 @@ def write_run(
     config = run_config(base, adapt, model=settings, output=str(path))
     adapted = build(config, "cpu")
     adapted.model.eval()
-    folder = RunFolder(path)
+    folder = RunWriter(path)
     folder.create(config, None, overwrite=False, base=Base(base.name, take_fingerprint(base)))
     generator = torch.Generator().manual_seed(4)
     for step in steps:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moetune.exporting.export import export
 from moetune.training.checkpoint import TRAINED_FILE
-from moetune.training.run_folder import RunFolder
+from moetune.training.run_writer import RunWriter
 from tests.exporting.runs import ToyRun, make_toy, write_base, write_run
 from tests.reference import plain_weights, small_linears_are_packed, token_ids
 from tests.resolved import build
@@ -107,7 +107,7 @@ def test_on_the_values_of_a_packed_base(model_type: str, tmp_path: Path) -> None
 
     moved = write_run(tmp_path / "moved", tmp_path / "unpacked", adapt_of(model_type))
     trained = load_file(run.path / "checkpoints" / "step-7" / TRAINED_FILE)
-    with RunFolder(moved.path).new_checkpoint(8, keep=1) as aside:
+    with RunWriter(moved.path).new_checkpoint(8, keep=1) as aside:
         save_file(trained, aside / TRAINED_FILE)
     found = three_ways(moved, tmp_path)
     expected = logits(run.adapted.model)

@@ -9,7 +9,7 @@ from moetune.memory.predict import predict
 from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.run.resolve import resolve
-from moetune.training.pace import Pace
+from moetune.training.metrics import Pace
 from moetune.watch import memory_record
 from moetune.watch.ending import ending
 from tests import small
