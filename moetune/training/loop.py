@@ -312,7 +312,7 @@ class Loop:
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch
         if not self.tokens:
-            self.notices.say(
+            self.warnings.say(
                 "tokens",
                 f"{folder.name} does not say how many tokens it was trained on, so train_tokens counts from there on",
             )
