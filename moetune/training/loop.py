@@ -311,6 +311,11 @@ class Loop:
             self.total_load.update(trainer_state.read_load(folder, self.adapted))
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch
+        if not self.tokens:
+            self.warnings.say(
+                "tokens",
+                f"{folder.name} does not say how many tokens it was trained on, so train_tokens counts from there on",
+            )
 
     def _restore_generators(self, folder: Path) -> None:
         with refusing_damage(folder):
