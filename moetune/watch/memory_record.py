@@ -24,8 +24,8 @@ from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
 from moetune.training.loop import Loop
+from moetune.training.metrics import Pace
 from moetune.training.optim.values import generator_states, set_generator_states
-from moetune.training.pace import Pace
 
 MEASURED_STEPS = 2
 """Optimizer states appear in the first step; the second is like all that follow."""

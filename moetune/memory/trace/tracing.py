@@ -24,7 +24,7 @@ from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
-from moetune.parallel.fake_group import fake_ranks
+from moetune.parallel.join import fake_ranks
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 

@@ -17,7 +17,7 @@ from moetune.memory.time.work import Work, WorkPart, sums
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log, Mark
 from moetune.memory.trace.repeat import Events, named
-from moetune.parallel.messages import Message, uncounted
+from moetune.parallel.messages import Message
 
 _BEFORE_ALL = -1_000
 """In place of a storage's number: bytes that the allocator gives out before all else."""
@@ -75,7 +75,7 @@ class Trace:
         """
         last = max((mark.step for mark in log.marks), default=0)
         for sent in log.sent:
-            if sent.step == last and uncounted(sent.message):
+            if sent.step == last and not sent.message.is_known:
                 raise UserError(
                     f"what ranks send cannot be counted: {sent.message.kind} is no collective that the count knows"
                 )
