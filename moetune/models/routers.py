@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moetune.models.moe import MoeLayer
 
-Score = Literal["softmax", "sigmoid"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 """A function of a router's logits, over all experts or of each."""
 
 
@@ -35,26 +35,26 @@ def find_logits(output: Any, num_experts: int) -> Tensor | None:
     return None
 
 
-def scores(logits_TE: Tensor, score: Score) -> Tensor:
+def apply_score(logits_TE: Tensor, score: ScoreFunction) -> Tensor:
     """Return scores [T, E], at least in float32."""
     wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return wide.softmax(-1) if score == "softmax" else wide.sigmoid()
 
 
-def known_scores(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, Score]:
-    """Return layer index -> `score_of`, where it is known; layers that are alike are tried once."""
-    by_kind: dict[Hashable, Score | None] = {}
-    found: dict[int, Score] = {}
+def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, ScoreFunction]:
+    """Return layer index -> `score_function`, where it is known; layers that are alike are tried once."""
+    by_kind: dict[Hashable, ScoreFunction | None] = {}
+    found: dict[int, ScoreFunction] = {}
     for layer in layers:
         kind = type(model.get_submodule(layer.block)), layer.shape, layer.top_k
         if kind not in by_kind:
-            by_kind[kind] = score_of(model, layer)
+            by_kind[kind] = score_function(model, layer)
         if (score := by_kind[kind]) is not None:
             found[layer.index] = score
     return found
 
 
-def score_of(model: nn.Module, layer: MoeLayer) -> Score | None:
+def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
     """Return the function of the logits that chosen experts' weights are proportional to, if there is one and the
     router returns its logits.
 
@@ -91,7 +91,7 @@ def score_of(model: nn.Module, layer: MoeLayer) -> Score | None:
         return None
     (ids_TK, weights_TK), logits_TE = seen[0], logits[0].reshape(-1, layer.shape.num_experts)
     for score in ("softmax", "sigmoid"):
-        scale_TK = weights_TK / scores(logits_TE, score).gather(1, ids_TK)
+        scale_TK = weights_TK / apply_score(logits_TE, score).gather(1, ids_TK)
         if layer.top_k == 1:
             scale_TK = scale_TK.T  # one choice is in proportion to anything; it has to be over tokens
         if torch.allclose(scale_TK, scale_TK[:, :1].expand_as(scale_TK), rtol=1e-3):

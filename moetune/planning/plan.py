@@ -18,7 +18,6 @@ from moetune.planning.search import Candidate, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 from moetune.run import validation
-from moetune.run.source_quantization import published
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def plan(
         "hardware": {"gpu": gpu},
     }
     search = Search.of(read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan"))
-    base = published(source).base
+    base = source.quantization.base
     of_goals = [
         list(strategies(goal, search.structure, count, base)) for goal in goals if search.layers or goal == "lora"
     ]

@@ -21,7 +21,7 @@ def _check_load(load: list[float]) -> list[float]:
     return load
 
 
-Load = dict[Amount, Annotated[list[float], Field(min_length=1), AfterValidator(_check_load)]]
+ExpertLoad = dict[Amount, Annotated[list[float], Field(min_length=1), AfterValidator(_check_load)]]
 """Layer index -> tokens that each expert received."""
 _Loss = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
@@ -57,7 +57,7 @@ class MemoryFile(TypedDict):
     steps: Amount
     predicted: _Predicted
     measured: _Measured
-    expert_load: Load
+    expert_load: ExpertLoad
 
 
 class _LayerDrift(TypedDict):
@@ -77,7 +77,7 @@ class DriftFile(TypedDict):
 
 
 class _OfLoad(TypedDict):
-    expert_load: Annotated[Load, Field(min_length=1)]
+    expert_load: Annotated[ExpertLoad, Field(min_length=1)]
 
 
 def read_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
