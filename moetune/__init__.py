@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from moetune.adapt.weights.quantize import quantize
     from moetune.adapt.weights.quantizer import MoetuneConfig
     from moetune.config.load import load_run_config
-    from moetune.config.schema import ResolvedConfig, RunConfig
+    from moetune.config.resolved import ResolvedConfig
+    from moetune.config.schema import RunConfig
     from moetune.errors import DoesNotFit, UserError
     from moetune.exporting.apply import apply_delta
     from moetune.exporting.export import ExportResult, export
@@ -56,7 +57,8 @@ _NAMES = {
     "adapt.weights.quantize": "quantize",
     "adapt.weights.quantizer": "MoetuneConfig",
     "config.load": "load_run_config",
-    "config.schema": "ResolvedConfig RunConfig",
+    "config.resolved": "ResolvedConfig",
+    "config.schema": "RunConfig",
     "errors": "DoesNotFit UserError",
     "exporting.apply": "apply_delta",
     "exporting.export": "ExportResult export",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -24,6 +25,7 @@ if "MOETUNE_CACHE" not in os.environ:  # what one test records of a kind of run 
 
 import pytest
 import torch
+import typer.main
 from hypothesis import HealthCheck, settings
 
 from moetune.cli import main
@@ -106,6 +108,10 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.write_data(tmp_path_factory.mktemp("data") / "prompts.jsonl")
 
 
+_built = functools.cache(typer.main.get_command)
+"""Typer builds every command anew at each call, which takes as long as many of them do."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a command ended, and what it wrote."""
@@ -118,6 +124,8 @@ class Ended:
 @pytest.fixture
 def moetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """Runs the program in this process: `moetune("train", "run.yaml")`."""
+
+    monkeypatch.setattr("typer.main.get_command", _built)
 
     def run(*arguments: str | Path) -> Ended:
         monkeypatch.setattr(sys, "argv", ["moetune", *map(str, arguments)])

@@ -6,7 +6,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import PreTrainedModel
 
-from moetune.config.schema import ResolvedModelConfig
+from moetune.config.resolved import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host

@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, TrainedRun, output_file
+from moetune.config.fields import LARGEST
 
 
 def report(
@@ -18,7 +19,7 @@ def report(
         typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=output_file),
     ] = None,
     watch: Annotated[
-        int | None, typer.Option(min=1, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")
+        int | None, typer.Option(min=1, max=LARGEST, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")
     ] = None,
     timeline: Annotated[bool, typer.Option(help="Also trace a step, for its memory over time.")] = True,
     json_: Json = False,

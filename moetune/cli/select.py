@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, output_file, read_run
+from moetune.config.fields import LARGEST
 from moetune.files import write_output
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ def select(
     p: Annotated[
         float | None, typer.Option(help="As few as have this share of a layer's tokens, or of its gate weight.")
     ] = None,
-    k: Annotated[int | None, typer.Option(help="So many of each layer.")] = None,
-    experts: Annotated[int | None, typer.Option(help="At most so many in all.")] = None,
-    parameters: Annotated[int | None, typer.Option(help="At most so many parameters in all.")] = None,
+    k: Annotated[int | None, typer.Option(max=LARGEST, help="So many of each layer.")] = None,
+    experts: Annotated[int | None, typer.Option(max=LARGEST, help="At most so many in all.")] = None,
+    parameters: Annotated[int | None, typer.Option(max=LARGEST, help="At most so many parameters in all.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
     ] = None,

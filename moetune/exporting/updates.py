@@ -91,9 +91,16 @@ def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLo
 
 
 def _expert_with_lora(
-    layer: MoeLayer, stack: str, A: Trained, B: Trained, parts: tuple[slice, ...], scale: float,
-    old: Tensor | None, start: int, stop: int,
-) -> Tensor:  # fmt: skip
+    layer: MoeLayer,
+    stack: str,
+    A: Trained,
+    B: Trained,
+    parts: tuple[slice, ...],
+    scale: float,
+    old: Tensor | None,
+    start: int,
+    stop: int,
+) -> Tensor:
     assert old is not None
     weight = out_in(layer, stack, old[0])
     for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):

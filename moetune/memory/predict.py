@@ -188,11 +188,10 @@ def _rank(
 
 
 def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
-    """The most that the allocator gives out and reserves.
+    """Peaks of allocated and reserved bytes, by simulation of the allocator.
 
-    Where exactly weights lie after they were loaded is not known: what was on its way may have left a hole. It is
-    played without one, with one as large as the largest matrix, and with one as large as eight; what reserves most
-    counts.
+    Loading may leave a hole between the weights. The simulation runs without one, with one as large as the largest
+    matrix, and with one as large as eight; the largest reservation counts.
     """
 
     def events(hole: int) -> Iterator[Event]:
@@ -211,7 +210,7 @@ def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity
 
 
 def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
-    """How long a step that was traced takes; None if nobody knows how fast the card is."""
+    """Time of a traced step; None if the speed of the card is not known."""
     train = config.train
     tokens = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
     return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives))

@@ -17,7 +17,7 @@ from moetune.run.dtypes import kind_of
 from moetune.run.resolve import AnyRun, resolve
 
 TOLERANCE = 0.05
-"""How far a prediction may be from what was measured before that is a finding."""
+"""Largest relative deviation of a prediction that holds."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Outcome:
 def verify(
     run: AnyRun, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
 ) -> Outcome:
-    """Takes `steps` real steps with random weights and predicts them.
+    """Take `steps` real steps with random weights, and predict them.
 
     Args:
         run: if it is resolved, for the kind of `device`.

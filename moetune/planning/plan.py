@@ -19,9 +19,6 @@ from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategi
 from moetune.planning.workers import Workers
 from moetune.run import validation
 
-SHORTEST = 1024
-"""Default tokens of a sequence."""
-
 
 @dataclass(frozen=True)
 class Miss:
@@ -96,7 +93,7 @@ def plan(
     *,
     goals: Iterable[Goal] = GOALS,
     count: int = 1,
-    length: int = SHORTEST,
+    length: int = 1024,
     host: int | None = None,
     data: str | None = None,
     tokens: int | None = None,
@@ -154,9 +151,12 @@ def plan(
 
 
 def _largest(
-    workers: Workers, of_goal: list[Strategy], host: int | None, refused: dict[tuple[Goal, str], list[str]],
+    workers: Workers,
+    of_goal: list[Strategy],
+    host: int | None,
+    refused: dict[tuple[Goal, str], list[str]],
     say: Callable[[str], None],
-) -> Iterator[Candidate]:  # fmt: skip
+) -> Iterator[Candidate]:
     """Yield the largest run of each strategy for a goal; of the slow strategies only where no other fits."""
     has_found, search = False, workers.search
     for is_slow in (False, True):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.changes import Remedy, changed, fitting
-from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Figure, Gpu
 from moetune.planning.doctor import host_memory
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun
 
-_SIZES = (
+KEYS = (
     "train.micro_batch", "train.eval_micro_batch", "train.sequence_length", "adapt.lora.rank", "adapt.experts.layers",
 )  # fmt: skip
 
@@ -25,7 +24,7 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     """Return settings with which a run needs less by `lacking` bytes: up to three savings, then the largest sizes.
 
     The memory that was available is taken to be the run's own prediction less `lacking`: other programs may use some of
-    the card, and a run may need more than is predicted. A saving that moves tensors to the host needs room there.
+    the card, and a run may need more than is predicted. What a saving moves to the host must find room there.
 
     Raises:
         UserError: the run cannot be predicted.
@@ -35,38 +34,29 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     predictor = replace(predictor, gpu=replace(card, memory=available))
     largest = list(_largest(run.config, predictor))
     keys = {key for one in largest for key in one.settings}
-    report = predictor.of(run.config)
-    found = fitting(run.config, report, _within_host_memory(report, predictor))
+    report, room = predictor.of(run.config), host_memory()
+
+    def has_room(one: Remedy) -> bool:
+        moved = (one.report.fullest.host_bytes - report.fullest.host_bytes) * run.config.parallel.ranks
+        return room is None or moved <= room
+
+    found = filter(has_room, fitting(run.config, report, predictor.of))
     return [*islice((one for one in found if not keys & one.settings.keys()), 3), *largest]
 
 
-def _within_host_memory(present: MemoryReport, predictor: Predictor) -> Callable[[RunConfig], MemoryReport]:
-    """Return `predictor.of`, which refuses runs that take more host memory beside `present` than this machine has."""
-    room = host_memory()
-
-    def predict(config: RunConfig) -> MemoryReport:
-        report = predictor.of(config)
-        more = (report.fullest.host_bytes - present.fullest.host_bytes) * config.parallel.ranks
-        if room is not None and more > room:
-            raise UserError(f"{more} more bytes of host memory are needed, and {room} are available")
-        return report
-
-    return predict
-
-
 def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
-    for key in _SIZES:
+    for key in KEYS:
         try:
             solved = solve(config, key, predictor)
         except UserError:  # the run has no such setting
             continue
-        if solved.at is None:
+        if solved.report is None:
             continue
         if key == "train.micro_batch":
             settings = _same_step(config, solved.value)
             yield Remedy(settings, (), predictor.of(changed(config, settings)))
         else:
-            yield Remedy({key: solved.written}, (), solved.at)
+            yield Remedy({key: solved.written}, (), solved.report)
 
 
 def _same_step(config: RunConfig, most: int) -> dict[str, object]:

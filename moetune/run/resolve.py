@@ -7,17 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from moetune.config.load import load_run_config
-from moetune.config.schema import (
-    ModelConfig,
-    ResolvedConfig,
-    ResolvedModelConfig,
-    ResolvedTrain,
-    RunConfig,
-    resolved,
-)
+from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, ResolvedTrain, resolved
+from moetune.config.schema import ModelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.models.routers import Score, correction_bias, known_scores
+from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
 from moetune.models.source import find_model_source
 from moetune.models.structure import meta_model, read_structure
@@ -94,7 +88,7 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
         except UserError as error:
             problems.append(str(error))
     if train.dense_router_gradient:
-        scores: dict[int, Score] = known_scores(plain, structure.moe_layers)
+        scores: dict[int, ScoreFunction] = score_functions(plain, structure.moe_layers)
         result = replace(result, router_scores=scores)
         problems += validation.dense_gradient_problems(result)
     if train.router_bias_rate:

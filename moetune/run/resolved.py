@@ -10,10 +10,11 @@ from functools import cached_property
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from moetune.config.schema import OptimizerConfig, Part, ResolvedConfig, ResolvedModelConfig
+from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
+from moetune.config.schema import OptimizerConfig, Part
 from moetune.config.sizes import parse_size
 from moetune.errors import UserError
-from moetune.models.routers import Score
+from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
 from moetune.models.stack import leave_out
@@ -79,7 +80,7 @@ class ResolvedRun:
     parts: Mapping[str, Part] = field(repr=False)
     optimizers: Mapping[Part, OptimizerConfig]
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    router_scores: Mapping[int, Score] = field(default_factory=dict)
+    router_scores: Mapping[int, ScoreFunction] = field(default_factory=dict)
     router_biases: Mapping[int, str] = field(default_factory=dict)
     scored: tuple[tuple[str, Scores], ...] = ()
     problems: tuple[str, ...] = ()

@@ -37,7 +37,6 @@ from moetune.training.data.load import (
     tokenizer_of,
 )
 from moetune.training.data.preview import notes, steps_an_epoch
-from moetune.training.inputs import Inputs
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.loop import Loop, Watcher
 from moetune.training.optim.saved import saved_bytes
@@ -46,6 +45,7 @@ from moetune.training.reporters import check_reporters
 from moetune.training.run_folder import BASE_FILE, step_of
 from moetune.training.run_warnings import RunWarnings
 from moetune.training.run_writer import RunWriter
+from moetune.training.same_run import Inputs
 from moetune.training.step.router_losses import refuse_silent_routers
 from moetune.training.trainer_state import check_checkpoint, read_state
 
@@ -91,107 +91,95 @@ def train(
         UserError: bad input, before any file is written.
     """
     keep_quiet(device)
-    config = run.config
-    missing = [name for name in ("data", "output") if getattr(config, name) is None]
+    missing = [name for name in ("data", "output") if getattr(run.config, name) is None]
     if missing:
         raise UserError(f"moetune train needs {' and '.join(f'{name}:' for name in missing)} in the run file")
-    with closing(RunWriter(Path(str(config.output)), ranks)) as folder:
-        return _train(run, watcher, folder, resume, overwrite, dry_run, device, console)
+    output = str(run.config.output)
 
-
-def _train(
-    run: ResolvedRun,
-    watcher: Watcher,
-    folder: RunWriter,
-    resume: str,
-    overwrite: bool,
-    dry_run: bool,
-    device: torch.device,
-    console: Console,
-) -> TrainResult:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    # Everything that can be wrong with the run file, the run folder, the start and the data, all of it at once. A run
-    # that is resumed reads no start, which may be gone.
-    ranks, output = folder.ranks, str(run.config.output)
-    checkpoint, (plain, start), _, (data, padding) = _all_of(
-        lambda: folder.check(run.config, resume, overwrite),
-        lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
-        lambda: check_reporters(run.config.train.report_to),
-        lambda: _data(run),
-    )
-    counts = count_trainable(plain)
-    if run.config.train.epochs is not None:
-        run = _with_steps(run, ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config)))
-    config, packing = run.config, run.config.data is not None and run.config.data.packing
-    for line in _summary(config, counts, data.counts):
-        say(line)
-    if checkpoint is None and resume != "never":
-        start = _start(plain, overwrite)
-    if dry_run:
-        return TrainResult(output, 0, counts, 0, None, None)
-    if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
-        say(f"{checkpoint} is where this run ends; to go on, raise train.steps")
-        _complete(run, folder, say)
-        step, _, tokens = read_state(checkpoint)
-        return TrainResult(output, step, counts, tokens, *_held_out(folder))
+    with closing(RunWriter(Path(output), ranks)) as folder:
+        # Everything that can be wrong with run file, run folder, start and data, all of it at once. A resumed run reads
+        # no start, which may be gone.
+        checkpoint, (plain, start), _, _, (data, padding) = _all_of(
+            lambda: folder.check(run.config, resume, overwrite),
+            lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
+            lambda: check_reporters(run.config.train.report_to),
+            lambda: require_deepspeed() if run.config.parallel.engine == "deepspeed" else None,
+            lambda: _data(run),
+        )
+        counts = count_trainable(plain)
+        if run.config.train.epochs is not None:
+            run = _with_steps(run, ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config)))
+        config, packing = run.config, run.config.data is not None and run.config.data.packing
+        for line in _summary(config, counts, data.counts):
+            say(line)
+        if checkpoint is None and resume != "never":
+            start = _start(plain, overwrite)
+        if dry_run:
+            return TrainResult(output, 0, counts, 0, None, None)
+        if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
+            say(f"{checkpoint} is where this run ends; to go on, raise train.steps")
+            _complete(run, folder, say)
+            step, _, tokens = read_state(checkpoint)
+            return TrainResult(output, step, counts, tokens, *_held_out(folder))
 
-    # The model, and what can be wrong with it, its inputs, the checkpoint and the disk.
-    if checkpoint is not None:
-        check_checkpoint(checkpoint)
-        folder.base()  # a damaged one is named before the weights are read
-    inputs = _inputs(run, folder, data, checkpoint, say)
-    weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    with noting_base(run.model, ranks) as noted, watcher.reading(weights) as on_read:
-        try:
-            adapted = build(run, device, on_read, ranks)
-        except torch.OutOfMemoryError as error:
-            raise watcher.out_of_memory(run, None) or error from None
-        base = noted()
-    if not inputs.config:  # the model was downloaded meanwhile
+        # The model, and what can be wrong with it, its inputs, the checkpoint and the disk.
+        if checkpoint is not None:
+            check_checkpoint(checkpoint)
+            folder.base()  # a damaged one is named before the weights are read
         inputs = _inputs(run, folder, data, checkpoint, say)
-    _refuse_different_ranks(adapted, inputs, base)
-    run.refuse_other_scores(None if base is None else base.fingerprint.content)
-    if checkpoint is not None and base is not None:
-        _refuse_other_base(folder, config, base, say)
-    for note in start.load(adapted, base) if start is not None else ():
-        say(f"{config.adapt.start_from}: {note}")
-    # An old checkpoint is removed after the new one is complete.
-    folder.refuse_full_disk(_checkpoint_bytes(adapted) * (2 if checkpoint is None else 1))
-    if packing:
-        rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
-        refuse_leaky_packing(adapted.model, rows, config.train.sequence_length)
-    if config.train.router_aux_loss or config.train.router_z_loss:
-        refuse_silent_routers(adapted)
+        weights = run.model.source.folder if config.model.weights == "pretrained" else None
+        with noting_base(run.model, ranks) as noted, watcher.reading(weights) as on_read:
+            try:
+                adapted = build(run, device, on_read, ranks)
+            except torch.OutOfMemoryError as error:
+                raise watcher.out_of_memory(run, None) or error from None
+            base = noted()
+        if not inputs.config:  # the model was downloaded meanwhile
+            inputs = _inputs(run, folder, data, checkpoint, say)
+        _refuse_different_ranks(adapted, inputs, base)
+        run.refuse_other_scores(None if base is None else base.fingerprint.content)
+        if checkpoint is not None and base is not None:
+            _refuse_other_base(folder, config, base, say)
+        for note in start.load(adapted, base) if start is not None else ():
+            say(f"{config.adapt.start_from}: {note}")
+        # An old checkpoint is removed after the new one is complete.
+        folder.refuse_full_disk(_checkpoint_bytes(adapted) * (2 if checkpoint is None else 1))
+        if packing:
+            rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
+            refuse_leaky_packing(adapted.model, rows, config.train.sequence_length)
+        if config.train.router_aux_loss or config.train.router_z_loss:
+            refuse_silent_routers(adapted)
 
-    # From here on the run folder is written.
-    folder.lock()
-    folder.create(config, checkpoint, overwrite, base, inputs)
-    warnings = RunWarnings(adapted, counts["total"], console)
-    warnings.about_data(data)
-    if checkpoint is not None:
-        for reason in folder.damaged:
-            say(f"skipping damaged {reason}")
-        say(f"resuming from {checkpoint}")
-    loop = Loop(adapted, data, folder, padding, console, warnings, watcher, checkpoint)
-    failed = None
-    try:
-        loop.train()
-    except torch.OutOfMemoryError as error:
-        failed = error.with_traceback(None)  # which refers to the step's tensors
-    finally:
-        if failed is None:
+        # From here on the run folder is written.
+        folder.lock()
+        folder.create(config, checkpoint, overwrite, base, inputs)
+        warnings = RunWarnings(adapted, counts["total"], console)
+        warnings.about_data(data)
+        if checkpoint is not None:
+            for reason in folder.damaged:
+                say(f"skipping damaged {reason}")
+            say(f"resuming from {checkpoint}")
+        loop = Loop(adapted, data, folder, padding, console, warnings, watcher, checkpoint)
+        failed = None
+        try:
+            loop.train()
+        except torch.OutOfMemoryError as error:
+            failed = error.with_traceback(None)  # which refers to the step's tensors
+        finally:
+            if failed is None:
+                watcher.end()
+        if failed is not None:
+            found = watcher.out_of_memory(run, loop)
             watcher.end()
-    if failed is not None:
-        found = watcher.out_of_memory(run, loop)
-        watcher.end()
-        if found is None:
-            raise failed
-        folder.write_out_of_memory(found.found)
-        raise found
-    warnings.at_end(loop.total_load)
-    return TrainResult(output, loop.step, counts, loop.tokens, *_held_out(folder))
+            if found is None:
+                raise failed
+            folder.write_out_of_memory(found.found)
+            raise found
+        warnings.at_end(loop.total_load)
+        return TrainResult(output, loop.step, counts, loop.tokens, *_held_out(folder))
 
 
 def _all_of(*checks: Callable[[], Any]) -> list[Any]:
@@ -212,8 +200,6 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
     the run file."""
     pretrained, source = run.config.model.weights == "pretrained", run.model.source
     no_weights = [f"model {source.name!r} has no weights to load; use model.weights=random"]
-    if run.config.parallel.engine == "deepspeed":
-        require_deepspeed()
     raise_problems(
         (
             *run.problems,

@@ -23,9 +23,8 @@ from moetune.errors import UserError
 from moetune.files import expanded, lock
 from moetune.models.hub.fingerprint import Base
 from moetune.run.records import MetricsLine, parse_metrics
-from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage
-from moetune.training.same_run import FREE_ON_EXPORT, changed_settings
+from moetune.training.same_run import FREE_ON_EXPORT, Inputs, changed_settings
 
 RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
 METRICS_FILE, DRIFT_FILE, PAGE_FILE = "metrics.jsonl", "drift.json", "report.html"

@@ -39,7 +39,6 @@ from moetune.files import (
 )
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.training.inputs import Inputs
 from moetune.training.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest
 from moetune.training.run_folder import (
     BASE_FILE,
@@ -51,7 +50,7 @@ from moetune.training.run_folder import (
     RunFolder,
     step_of,
 )
-from moetune.training.same_run import FREE_ON_RESUME, changed_settings
+from moetune.training.same_run import FREE_ON_RESUME, Inputs, changed_settings
 
 _FILES = (RUN_FILE, BASE_FILE, INPUTS_FILE, METRICS_FILE, MEMORY_FILE, OUT_OF_MEMORY_FILE)
 _ASIDE = ".moetune-"

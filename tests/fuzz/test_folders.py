@@ -82,7 +82,7 @@ def read_run(path: Path, written: Written) -> None:
     folder.inputs(newest)
     load_run_config(path / "run.yaml")
     trainer_state.check_checkpoint(newest)
-    with trainer_state.whole(newest):
+    with trainer_state.refusing_damage(newest):
         checkpoints.read_trained(newest, adapted)
         trainer_state.read_load(newest, adapted)
         checkpoints.read_optimizer(newest, adapted, written["optimizer"])

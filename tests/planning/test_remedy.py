@@ -21,7 +21,6 @@ def test_offload_needs_room_on_the_host(
     monkeypatch.setattr(remedy, "_largest", lambda *_: iter(()))
     run = resolve(small.run_config(small_model, tmp_path / "data.jsonl", tmp_path / "out", "experts"), "cuda")
     found = remedy.remedies(run, find_gpu("l40s"), 2**16)
-    flags = [flag.split("=") for one in found for flag in one.flags]
-    on_host = [key for key, value in flags if is_setting_of_host(key, {"True": True}.get(value, value))]
+    on_host = [key for one in found for key, value in one.settings.items() if is_setting_of_host(key, value)]
     assert found
     assert bool(on_host) == is_named, found

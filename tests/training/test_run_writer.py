@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.training.inputs import Inputs
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import step_of
 from moetune.training.run_writer import RunWriter
+from moetune.training.same_run import Inputs
 
 
 def config(**train: Any) -> RunConfig:

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetune.adapt.weights.checkpoint import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import LoadingQuantizer
-from moetune.config.schema import ResolvedModelConfig
+from moetune.config.resolved import ResolvedModelConfig
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import ExpertPrefetcher
 from moetune.models.selection import NOTHING

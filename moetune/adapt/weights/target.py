@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from moetune.compat.bitsandbytes import prepare_4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
-from moetune.config.schema import ResolvedModelConfig
+from moetune.config.resolved import ResolvedModelConfig
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import stays_on_host

@@ -19,7 +19,7 @@ from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 
 _WHERE = ("targets", "layers", "ids")
-"""Of `adapt.lora` what the layers' kinds tell."""
+"""Keys of `adapt.lora` that the layers' kinds contain."""
 
 
 @dataclass

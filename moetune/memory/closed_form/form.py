@@ -1,4 +1,4 @@
-"""What runs of one kind take, at any size: records made once, kept on disk, and evaluated.
+"""Memory of runs of one kind at any size: records made once, kept on disk, and evaluated.
 
 Runs are of one kind if they differ in sizes alone: rows and tokens of a micro-batch, how the loss divides them, how
 many tokens each expert receives, and what no tensor depends on (steps, learning rates, files).
@@ -52,7 +52,7 @@ from moetune.training.step.loss import Chunks
 
 @dataclass(frozen=True)
 class _Size:
-    """What a run of a kind is evaluated at.
+    """Arguments of an evaluation.
 
     Attributes:
         rows: of each expert, by decoder layer.
@@ -82,7 +82,7 @@ class ClosedForm:
 
     @cached_property
     def kinds(self) -> list[Hashable]:
-        """Of each decoder layer what its memory depends on."""
+        """Properties of each decoder layer that its memory depends on."""
         return kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep)
 
     @cached_property
@@ -101,7 +101,7 @@ class ClosedForm:
 
     @cached_property
     def key(self) -> str:
-        """Names the kind of run, and the versions that made its records."""
+        """Digest of the kind of run and of the versions that made its records."""
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
@@ -170,7 +170,7 @@ class ClosedForm:
         return _Size(shape, sizes, rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, ExpertRows]:
-        """By layer, the rows of each expert, of so many tokens."""
+        """Rows of each expert, by layer, for these numbers of tokens."""
         tp, known = self.run.config.parallel.tp, dict[Hashable, ExpertRows]()
 
         def of(layer: MoeLayer) -> ExpertRows:
@@ -253,24 +253,24 @@ _PROBED = (256, 768)
 
 
 def _head_of(steps: Steps) -> KnownHead:
-    """A forward pass tells; and a longer one, whether the model's code is as long.
+    """Run a forward pass; and a longer one, to see whether the model's code is as long.
 
     Raises:
         NoClosedForm: it loops over the sequence.
     """
     adapted, lengths = steps.adapted, []
     trains = _head_trains(adapted.model)
-    for length in (_PROBED[0], *_PROBED):  # FSDP2 makes in its first pass what it keeps
+    for length in _PROBED if adapted.ranks.is_single else (_PROBED[0], *_PROBED):  # FSDP2's first pass makes what stays
         batch = batches_of(adapted, length)(1)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
-    if lengths[1] != lengths[2]:
+    if lengths[-2] != lengths[-1]:
         raise NoClosedForm(
-            f"model type {adapted.structure.model_type!r} makes {lengths[1]:,} tensors of {_PROBED[0]} tokens and "
-            f"{lengths[2]:,} of {_PROBED[1]}: a step has no closed form; use --method trace"
+            f"model type {adapted.structure.model_type!r} makes {lengths[-2]:,} tensors of {_PROBED[0]} tokens and "
+            f"{lengths[-1]:,} of {_PROBED[1]}: a step has no closed form; use --method trace"
         )
     return known
 
@@ -283,7 +283,7 @@ def _head_trains(model: PreTrainedModel) -> bool:
 
 
 def record_ahead(run: ResolvedRun) -> None:
-    """Records what the ranks of a run will ask for; they cannot while they run."""
+    """Record the steps of all ranks of a run ahead: a rank cannot record while it runs."""
     card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
     try:
         by_kind(run, BALANCED, lambda rank: ClosedForm(run, rank, card).at(run.config))

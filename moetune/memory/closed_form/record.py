@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 
 from moetune.errors import UserError
@@ -33,6 +35,12 @@ from moetune.memory.trace.repeat import Events, Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
 from moetune.training.step.loss import Chunks
 
+Integers = Annotated[
+    np.ndarray,
+    PlainValidator(lambda values: np.asarray(values, dtype=np.int64)),
+    PlainSerializer(lambda values: values.tolist()),
+]
+
 
 class NoClosedForm(UserError):
     """A storage of the step is no product of sizes that are known."""
@@ -53,12 +61,12 @@ class Record:
     """
 
     log: Log
-    coefficients: np.ndarray
-    monomials: np.ndarray
+    coefficients: Integers
+    monomials: Integers
     powers: tuple[Powers, ...]
-    experts: np.ndarray
-    layers: np.ndarray
-    places: np.ndarray
+    experts: Integers
+    layers: Integers
+    places: Integers
     groups: tuple[tuple[int, ...], ...]
 
     @cached_property

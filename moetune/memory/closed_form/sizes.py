@@ -33,13 +33,13 @@ Powers = tuple[tuple[str, int], ...]
 """A monomial: each size and its exponent, sorted."""
 
 MOST_ALIGNED = 64
-"""What a length is aligned to at most."""
+"""Largest alignment of a length."""
 _ROUNDED = (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a batch decides which tensors there are, as far as sizes do: records of one shape serve all its sizes.
+    """Properties of a batch that decide which tensors exist: a record of one shape serves all its sizes.
 
     Attributes:
         aligned: the largest power of two up to 64 that divides the length.
@@ -60,7 +60,7 @@ class Shape:
 
 
 Place = tuple[str, str]
-"""Where in the loops of the loss: in which chunk, and in which of its blocks; "" outside of them."""
+"""Position in the loops of the loss: the chunk, and the block of it; "" outside of them."""
 
 PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), ("", "full", "rest")))
 """One chunk between the first and the last stands for all such, and one full block for all but the last of a chunk."""
@@ -178,7 +178,7 @@ def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
 
 
 class Monomials:
-    """Finds products of sizes in numbers of bytes.
+    """Factors numbers of bytes into products of sizes.
 
     Args:
         sizes: probe sizes.

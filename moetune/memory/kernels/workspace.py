@@ -1,4 +1,4 @@
-"""What CUDA kernels take and free inside themselves, by operation.
+"""Workspaces that CUDA kernels allocate and free inside themselves, by operation.
 
 Sizes are requested bytes; all of an operation's are alive at once, beside its outputs, and gone when it returns. The
 sources are torch's, 2.11 to 2.13; each function names the file and the function that allocates.
@@ -223,10 +223,10 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
 
 
 HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
-"""By operation, which of its outputs are on the host: the seed and the offset of dropout (cuda/attention.cu:
+"""By operation, its outputs on the host: the seed and the offset of dropout (cuda/attention.cu:
 _efficient_attention_forward)."""
 _FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
-"""By operation, what it takes before its output."""
+"""By operation, workspaces allocated before its output."""
 _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
     aten.sort.stable: _sort,
     torch.ops.moetune.grouped_mm.default: _grouped_mm,
@@ -239,4 +239,4 @@ _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
-"""By operation, what it takes once its outputs are there."""
+"""By operation, workspaces allocated after its outputs."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.config.schema import ResolvedModelConfig, Storage
+from moetune.config.resolved import ResolvedModelConfig
+from moetune.config.schema import Storage
 from moetune.experts.quantized import BLOCK, QuantizedExperts
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker

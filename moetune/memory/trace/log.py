@@ -1,4 +1,4 @@
-"""What a tracker writes: storages, their births and deaths in order, phases, layers, messages and work."""
+"""The log of a tracker: storages, their births and deaths in order, phases, layers, messages and work."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Log:
-    """Everything that a tracker writes.
+    """The log of a tracker.
 
     Attributes:
         blocks: every storage, in order of birth.

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 
-from moetune.memory.report import PART_NAMES
 from moetune.memory.trace.alike import Shortened, Unit
-from moetune.memory.trace.log import OUTSIDE, Block, Log, Mark
+from moetune.memory.trace.log import OUTSIDE, Log, Mark
 
 _NO_LAYER = -1
 
@@ -156,6 +154,7 @@ class Events:
     born: np.ndarray
     died: np.ndarray
     marks: list[tuple[int, Mark, Unit | None, int]]
+    _columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, log: Log, short: Shortened | None = None) -> Events:
@@ -163,39 +162,15 @@ class Events:
         units = () if short is None else short.units
         return _Expansion(log, Owners(log, short.kept if short and units else (), units)).events()
 
-    def _of_blocks(self, of: Callable[[Block], Any], dtype: type = bool) -> np.ndarray:
-        return np.array([of(block) for block in self.owners.log.blocks], dtype=dtype)[self.like]
-
-    @cached_property
-    def on_host(self) -> np.ndarray:
-        """[storages]"""
-        return self._of_blocks(lambda block: block.on_host)
-
-    @cached_property
-    def managed(self) -> np.ndarray:
-        """[storages]"""
-        return self._of_blocks(lambda block: block.managed)
-
-    @cached_property
-    def in_bank(self) -> np.ndarray:
-        """[storages]"""
-        return self._of_blocks(lambda block: block.in_bank)
-
-    @cached_property
-    def loaded(self) -> np.ndarray:
-        """[storages] whether it is a weight, there from loading on."""
-        return self._of_blocks(
-            lambda block: block.phase == "load" and block.part in ("frozen_weights", "trainable_weights")
-        )
-
-    @cached_property
-    def parts(self) -> np.ndarray:
-        """[storages] numbers into `PART_NAMES`."""
-        return self._of_blocks(lambda block: PART_NAMES.index(block.part), int)
+    def column(self, name: str) -> np.ndarray:
+        """[storages] an attribute of the blocks that they are like."""
+        if name not in self._columns:
+            self._columns[name] = np.array([getattr(block, name) for block in self.owners.log.blocks])[self.like]
+        return self._columns[name]
 
     def times(self, at: int, block: int | None) -> int:
-        """How often something happens that is noted at a place of the log: in a group's stretch once for each group
-        that it stands for; elsewhere as often as its block."""
+        """Repetitions of an entry that is noted at a place of the log: in a group's stretch one for each group that it
+        stands for; elsewhere those of its block."""
         owners = self.owners
         if not owners.units:
             return 1
@@ -224,8 +199,8 @@ class _Expansion:
     """Repeats the stretches of a log. A storage is a pair of a block and a copy.
 
     Attributes:
-        turns: of each stretch as often as it happens: its unit and copy.
-        rows: for each turn, [events] the number of the turn, the place in the log, the block and the copy.
+        turns: each stretch as often as it happens, and the number of the copy.
+        rows: of each turn, [events] its number, the place in the log, the block and the copy.
     """
 
     def __init__(self, log: Log, owners: Owners) -> None:
@@ -311,7 +286,7 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Lets each death of a copy of host memory be that of the oldest one of its size."""
+        """Free copies of host memory of one size in the order of their births."""
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):

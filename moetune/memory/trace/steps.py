@@ -41,7 +41,7 @@ STEPS = 2
 
 
 def vocabulary_of(adapted: Adapted) -> int:
-    """How many tokens the model knows."""
+    """Size of the vocabulary."""
     embeddings: Any = adapted.model.get_input_embeddings()
     return embeddings.num_embeddings
 
@@ -54,8 +54,11 @@ def evaluated_rows(config: RunConfig) -> int:
 
 
 def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], Batch]:
-    """Makes batches of so many rows as the run's data would give them, `train.sequence_length` tokens long by
-    default."""
+    """Return a function that makes batches of so many rows as the run's data would give them.
+
+    Args:
+        length: tokens of a row; by default `train.sequence_length`.
+    """
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
     packing, tokens = config.data is None or config.data.packing, length or config.train.sequence_length
     by_border = wants_cu_seqlens(adapted.model)
@@ -69,7 +72,7 @@ def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], B
 
 @dataclass(frozen=True)
 class Feed:
-    """What steps are fed with.
+    """Input of a step.
 
     Attributes:
         batch_of: a batch of so many rows.
@@ -146,7 +149,7 @@ class Steps(Watched):
         tracking: bool = True,
         short: Shortened | None = None,
     ) -> Trace:
-        """Takes the steps, each of so many micro-steps, or the `first` one of fewer.
+        """Take the steps, each of so many micro-steps, or the `first` one of fewer.
 
         Args:
             tracking: without it only phases and modules are noted.
@@ -171,7 +174,7 @@ class Steps(Watched):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Lets every optimizer make its states, by an update with gradients that nothing was computed for."""
+        """Create the states of every optimizer, by an update with uninitialized gradients."""
         for updater in self.optimizer.updaters:
             _give_gradients(updater)
             updater.step()
@@ -180,7 +183,7 @@ class Steps(Watched):
         self.optimizer.zero_grad()
 
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
-        """One step, fed with what it need not be fed with; states must be there.
+        """Take one step of the given input; optimizer states must exist.
 
         Args:
             begun: of its micro-steps so many are not taken: the gradients that they leave are there.
@@ -195,12 +198,12 @@ class Steps(Watched):
         return tracker.log
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
-        """Inside, experts receive what is assumed."""
+        """Let experts receive the assumed rows inside."""
         count_rows = routing.count_rows if isinstance(routing, Routing) else routing
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Inside, the counting of experts' rows is work too, which a trace assumes instead of doing it."""
+        """Count the work of counting experts' rows inside, which a trace assumes instead."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()
@@ -295,12 +298,12 @@ class Steps(Watched):
 
 
 def _on_host(updater: Updater) -> tuple[Tensor, ...]:
-    """What an updater has on the host of a gradient."""
+    """An updater's host copies of a gradient."""
     return (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
 
 
 def _give_gradients(updater: Updater) -> None:
-    """Gradients that nothing was computed for, where the updater has them."""
+    """Give the updater's parameters uninitialized gradients."""
     for parameter in updater.parameters:
         parameter.grad = torch.empty_like(parameter)
         if isinstance(updater, HostUpdater):

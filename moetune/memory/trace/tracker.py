@@ -1,4 +1,4 @@
-"""Which storages are alive, and when: the one instrument for real tensors and for fake ones.
+"""Lifetimes of storages, of real tensors and of fake ones.
 
 A storage is born when an operation first returns a tensor on it, and dies when nothing refers to it any more. What a
 kernel allocates and frees inside itself is not seen; of CUDA kernels it is known (kernels/workspace.py).
@@ -106,7 +106,7 @@ class Tracker(TorchDispatchMode):
     # --- What is alive ------------------------------------------------------------------------------------------
 
     def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
-        """Follows the storage of a tensor from now on, if it has one and is not followed yet."""
+        """Follow the storage of a tensor from now on, if it has one and is not followed yet."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):
@@ -116,7 +116,7 @@ class Tracker(TorchDispatchMode):
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
-        """Takes over what the storage of a followed tensor is marked as: the host's, or a copy of such a one."""
+        """Note whether a followed storage is marked as host memory, or as a copy of it."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)
@@ -128,7 +128,7 @@ class Tracker(TorchDispatchMode):
                 block.part = self.log.blocks[self._alive[id(source)]].part  # a copy is what its original is
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
-        """Notes that `size` bytes are alive from now on; returns the number of their block."""
+        """Note a birth of `size` bytes; return the number of their block."""
         born = len(self.log.entries)
         if self.limit is not None and not on_host and self._bytes + size > self.limit:
             self.refused = born, size
@@ -140,7 +140,7 @@ class Tracker(TorchDispatchMode):
         return len(self.log.blocks) - 1
 
     def death(self, number: int) -> None:
-        """Notes that a block is gone."""
+        """Note the death of a block."""
         if self._sum is not None and self._sum.onto == number and self.log.entries[-1] == self._sum.block:
             self._was_in_place(self._sum)
             return
@@ -153,7 +153,7 @@ class Tracker(TorchDispatchMode):
         self._bytes -= 0 if block.on_host else block.bytes
 
     def _was_in_place(self, added: _Sum) -> None:
-        """Takes back the birth of a sum: what it was added onto went with it, so autograd held that alone."""
+        """Undo the birth of a sum: its operand died with it, so without this mode autograd adds in place."""
         self.log.entries.pop()
         self._take_off_device(self.log.blocks.pop())
         self._alive[added.storage] = added.onto
@@ -161,7 +161,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive on the device at once."""
+        """Peak of live bytes on the device."""
         alive = peak = 0
         for entry in self.log.entries:
             block = self.log.blocks[entry if entry >= 0 else ~entry]
@@ -175,19 +175,19 @@ class Tracker(TorchDispatchMode):
         self.death(self._alive.pop(key))
 
     def stop(self) -> None:
-        """What dies from now on is not noted: the steps are over."""
+        """Stop following: later deaths are not noted."""
         self._references.clear()
         self._alive.clear()
 
     def tag(self, tensors: Iterable[Tensor | None], part: PartName) -> None:
-        """Says what these tensors are, from their birth on."""
+        """Set the part of these tensors, from their birth on."""
         for tensor in tensors:
             if tensor is not None and (number := self.block_of(tensor)) is not None:
                 self.log.blocks[number].part = part
                 self.read_marks(tensor)
 
     def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None, *, in_bank: bool = False) -> None:
-        """Notes the decoder layer of a tensor, whenever it was born, and its label."""
+        """Note the decoder layer of a tensor, whenever it was born, and its label."""
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
             block.layer, block.in_bank = layer, block.in_bank or in_bank
@@ -195,7 +195,7 @@ class Tracker(TorchDispatchMode):
                 block.module, block.op = "", label
 
     def moved_to_host(self, tensor: Tensor, *, managed: bool = False) -> None:
-        """Says that a tensor is on the host, which counts apart.
+        """Note that a tensor is on the host, which counts apart.
 
         Args:
             managed: whether the driver may have it on either side.
@@ -222,13 +222,13 @@ class Tracker(TorchDispatchMode):
         return (number := self.block_of(tensor)) is not None and self.log.blocks[number].part == "trainable_weights"
 
     def saved_since(self, born: int) -> None:
-        """Says that what was born since then and is still alive was kept for backward."""
+        """Mark storages born since then and still alive as saved for backward."""
         for block in self.log.blocks[bisect_left(self.log.blocks, born, key=lambda block: block.born) :]:
             if block.died is None and block.part == "transient_peak":
                 block.part = "saved_activations"
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Notes that a storage was given or has lost its bytes, as FSDP2's gathered weights do."""
+        """Note that a storage was allocated or freed in place, as FSDP2's gathered weights are."""
         key = id(storage)
         if key in self._alive:
             self.death(self._alive.pop(key))
@@ -283,28 +283,28 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _births(self, func: Any, sizes: Iterable[int]) -> list[int]:
-        """Notes what a kernel takes inside itself."""
+        """Note the workspaces inside a kernel."""
         return [self.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]
 
     def _on_host(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operation's tensors are all the host's: it runs there, then, and its results are there."""
+        """Whether all tensors of an operation are on the host: then it runs there."""
         numbers = [self.block_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return bool(numbers) and all(number is not None and self.log.blocks[number].on_host for number in numbers)
 
     # --- When: phases and modules -------------------------------------------------------------------------------
 
     def enter(self, phase: Phase, module: str = "") -> None:
-        """Begins a phase, or the part of one that belongs to a module."""
+        """Begin a phase, or the part of one that belongs to a module."""
         if (phase, module) != (self.phase, self.module):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
     def enter_experts(self, experts: Sequence[int]) -> None:
-        """Says whose rows are computed next."""
+        """Set the experts whose rows are computed next."""
         self.experts = tuple(experts)
 
     def cut(self, layer: int, *, backward: bool) -> None:
-        """Notes that a layer's forward ends here, or its backward begins."""
+        """Note that a layer's forward ends here, or its backward begins."""
         if backward or self.phase in ("forward", "evaluation"):  # not where it runs again
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 

@@ -1,4 +1,4 @@
-"""What can be read off the recorded storages of a run's first steps: peak, parts, timeline, the allocator's events."""
+"""Views of the recorded storages of a run's first steps: peak, parts, timeline, the allocator's events."""
 
 from __future__ import annotations
 
@@ -114,19 +114,22 @@ class Trace:
     @property
     def blocks(self) -> list[Block]:
         """Each storage by itself, births and deaths at places."""
-        return [self._block(storage) for storage in range(len(self.bytes))]
+        events, blocks = self.events, []
+        times = zip(self.bytes.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
+        for storage, (size, born, died) in enumerate(times):
+            like, module = self.log.blocks[events.like[storage]], events.module(storage)
+            gone = died if died <= self.end else None
+            blocks.append(replace(like, bytes=size, module=module, born=born, died=gone))
+        return blocks
 
-    def _block(self, storage: int) -> Block:
-        events = self.events
-        like = self.log.blocks[events.like[storage]]
-        died = int(events.died[storage])
-        return replace(
-            like,
-            bytes=int(self.bytes[storage]),
-            module=events.module(storage),
-            born=int(events.born[storage]),
-            died=died if died <= self.end else None,
-        )
+    @cached_property
+    def _on_host(self) -> np.ndarray:
+        """[storages]"""
+        return self.events.column("on_host").astype(bool)
+
+    def _of_part(self, part: PartName) -> np.ndarray:
+        """[storages] bytes on the device, of this part alone."""
+        return np.where(self._on_host | (self.events.column("part") != part), 0, self.bytes)
 
     def _alive(self, bytes_of: np.ndarray) -> np.ndarray:
         """[events] bytes that are alive at each place, of storages that take these."""
@@ -135,12 +138,12 @@ class Trace:
     @cached_property
     def _device(self) -> np.ndarray:
         """[events]"""
-        return self._alive(np.where(self.events.on_host, 0, self.bytes))
+        return self._alive(np.where(self._on_host, 0, self.bytes))
 
     def alive(self, at: int | None = None) -> np.ndarray:
         """The numbers of the storages that are alive on the device at a place; by default at the peak."""
         at = self.peak if at is None else at
-        return np.flatnonzero((self.events.born <= at) & (self.events.died > at) & ~self.events.on_host)
+        return np.flatnonzero((self.events.born <= at) & (self.events.died > at) & ~self._on_host)
 
     # --- Sums ---------------------------------------------------------------------------------------------------
 
@@ -152,34 +155,34 @@ class Trace:
     @cached_property
     def host_peak(self) -> int:
         """The most bytes that are on the host at once."""
-        return int(np.max(self._alive(np.where(self.events.on_host, self.bytes, 0)), initial=0))
+        return int(np.max(self._alive(np.where(self._on_host, self.bytes, 0)), initial=0))
 
     @property
     def rounded_peak(self) -> int:
-        """The most that is alive at once where each size is rounded up as the allocator does, wherever that is."""
+        """Peak of live bytes with each size rounded up as by the allocator."""
         rounded = -(-self.bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
-        return int(np.max(self._alive(np.where(self.events.on_host, 0, rounded)), initial=0))
+        return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
         """The bytes alive at a place, by part; by default at the peak."""
         alive = self.alive(at)
-        taken = np.bincount(self.events.parts[alive], self.bytes[alive], len(PART_NAMES))  # exact below 2^53
-        return Parts(*map(int, taken))
+        part, sizes = self.events.column("part")[alive], self.bytes[alive]
+        return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
 
     def loaded(self, *, on_host: bool = False, in_bank: bool = False) -> int:
-        """The bytes of weights, which are there from loading on.
+        """Bytes of loaded weights.
 
         Args:
             in_bank: of expert banks alone.
         """
-        events = self.events
-        of_banks = events.in_bank if in_bank else True
-        return int(self.bytes[events.loaded & of_banks & (events.on_host == on_host)].sum())
+        column = self.events.column
+        is_weight = (column("phase") == "load") & np.isin(column("part"), ("frozen_weights", "trainable_weights"))
+        return int(self.bytes[is_weight & (self._on_host == on_host) & (column("in_bank") >= in_bank)].sum())
 
     @property
     def managed(self) -> int:
         """The bytes of memory that the driver may have on either side; it stays."""
-        return int(self.bytes[self.events.managed].sum())
+        return int(self.bytes[self.events.column("managed").astype(bool)].sum())
 
     @property
     def workspaces(self) -> int:
@@ -188,8 +191,7 @@ class Trace:
 
     def most(self, part: PartName) -> int:
         """The most bytes of a part that are alive at once on the device."""
-        taken = np.where(self.events.on_host | (self.events.parts != PART_NAMES.index(part)), 0, self.bytes)
-        return int(np.max(self._alive(taken), initial=0))
+        return int(np.max(self._alive(self._of_part(part)), initial=0))
 
     # --- Views --------------------------------------------------------------------------------------------------
 
@@ -223,10 +225,7 @@ class Trace:
         starts = sorted({begin, *regular, *(at for at in labels if at <= self.end)})
         alive = np.concatenate([[0], self._device])  # at place - 1
         fullest = [start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairwise((*starts, self.end + 1))]
-        events, parts = self.events, []
-        for part in range(len(PART_NAMES)):
-            taken = np.where(events.on_host | (events.parts != part), 0, self.bytes)
-            parts.append(np.concatenate([[0], self._alive(taken)])[fullest])
+        parts = [np.concatenate([[0], self._alive(self._of_part(part))])[fullest] for part in PART_NAMES]
         return tuple(
             Sample(labels.get(start, ""), Parts(*map(int, sizes)))
             for start, sizes in zip(starts, np.stack(parts, 1), strict=True)
@@ -240,7 +239,7 @@ class Trace:
         """
         begin = next((at for at, mark, *_ in self.events.marks if mark.phase != "load"), 0)
         yield _BEFORE_ALL, before
-        on_host, sizes = self.events.on_host.tolist(), self.bytes.tolist()
+        on_host, sizes = self._on_host.tolist(), self.bytes.tolist()
         events = zip(self.events.storages.tolist(), self.events.signs.tolist(), strict=True)
         for at, (storage, sign) in enumerate(events):
             if at == begin:

@@ -56,7 +56,7 @@ class Watched:
         return Tracker(self.named, capability=self.capability, parts=parts)
 
     def add_to(self, tracker: Tracker) -> None:
-        """Adds what there is before anything runs."""
+        """Add the storages that exist before anything runs."""
         labels, shards, model = labels_of(self.adapted), self.shards, self.adapted.model
         trained = self.adapted.trainable().values()
         trained_storages = {id(local_tensor(shards.get(p, p)).untyped_storage()) for p in trained}
@@ -72,7 +72,7 @@ class Watched:
 
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Follows the model inside.
+        """Follow the model inside.
 
         Args:
             tracking: without it only layers and experts are noted.
@@ -84,7 +84,7 @@ class Watched:
 
     @contextmanager
     def _cutting(self, tracker: Tracker) -> Iterator[None]:
-        """Notes where layers end in forward and begin in backward."""
+        """Note where layers end in forward and begin in backward."""
 
         def begin(module: nn.Module, args: Any, *, before: int) -> None:
             tracker.cut(before, backward=False)

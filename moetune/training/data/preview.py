@@ -104,25 +104,15 @@ def notes(counts: DataCounts) -> list[str]:
 
 
 def counts_json(counts: DataCounts) -> dict[str, Any]:
+    """Return the counts as JSON, lengths as a summary."""
     lengths = counts.lengths
-    return {
-        "records": counts.records,
-        "documents": len(lengths),
-        "dropped": counts.dropped,
-        "cut": counts.cut,
-        "unended": counts.unended,
-        "chats": dict(counts.chats),
-        "sequences": counts.sequences,
-        "tokens": counts.tokens,
-        "loss_tokens": counts.loss_tokens,
-        "padding": counts.padding,
-        "lengths": {
-            "shortest": int(lengths.min()),
-            "median": float(np.median(lengths)),
-            "longest": int(lengths.max()),
-            "histogram": histogram(counts),
-        },
+    summary = {
+        "shortest": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "longest": int(lengths.max()),
+        "histogram": histogram(counts),
     }
+    return {"documents": len(lengths), **vars(counts), "chats": dict(counts.chats), "lengths": summary}
 
 
 def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> list[list[tuple[str, bool]]]:

@@ -200,9 +200,7 @@ def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
         try:
             for number, value in enumerate(array, 1):
                 yield Row(number, value)
-        except DuplicateKeyError as error:
-            yield Row(number + 1, problem=str(error))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, DuplicateKeyError) as error:
             where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
             yield Row(number + 1, problem=_not_json(error, *where))
 
@@ -233,22 +231,17 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
     with handle:
         for number, raw in enumerate(handle, 1):
             line = raw.removeprefix(UTF8_MARK).strip() if number == 1 else raw.strip()
-            if line:
-                yield _parse_json(number, line)
+            if not line:
+                continue
+            try:
+                yield Row(number, DECODER.decode(line.decode()))
+            except (ValueError, RecursionError, DuplicateKeyError) as error:
+                yield Row(number, problem=_not_json(error, column=getattr(error, "colno", 1)))
 
 
-def _parse_json(number: int, line: bytes) -> Row:
-    try:
-        return Row(number, DECODER.decode(line.decode()))
-    except DuplicateKeyError as error:
-        return Row(number, problem=str(error))
-    except json.JSONDecodeError as error:
-        return Row(number, problem=_not_json(error, error.lineno, error.colno))
-    except (ValueError, RecursionError) as error:
-        return Row(number, problem=_not_json(error))
-
-
-def _not_json(error: ValueError | RecursionError, line: int = 1, column: int = 1) -> str:
+def _not_json(error: Exception, line: int = 1, column: int = 1) -> str:
+    if isinstance(error, DuplicateKeyError):
+        return str(error)
     if isinstance(error, UnicodeDecodeError):
         return "not valid UTF-8"
     if not isinstance(error, json.JSONDecodeError):

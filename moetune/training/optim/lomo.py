@@ -24,9 +24,17 @@ BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
 class ScalingOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose `step` multiplies gradients by a scale, in float32."""
 
-    @abstractmethod
+    @torch.no_grad()
     def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
         """Update with gradients times `scale`."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, scale)
+
+    @abstractmethod
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
+        """Update one parameter."""
 
 
 class Lomo(ScalingOptimizer):
@@ -35,20 +43,14 @@ class Lomo(ScalingOptimizer):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            lr, decay = group["lr"], group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                for where in _blocks(parameter):
-                    weight, step = parameter[where].float(), parameter.grad[where].float()
-                    if scale != 1.0:
-                        step = step * scale
-                    if decay:
-                        step = step.add(weight, alpha=decay)
-                    parameter[where] = weight.add(step, alpha=-lr)
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
+        for where in _blocks(parameter):
+            weight, step = parameter[where].float(), grad[where].float()
+            if scale != 1.0:
+                step = step * scale
+            if group["weight_decay"]:
+                step = step.add(weight, alpha=group["weight_decay"])
+            parameter[where] = weight.add(step, alpha=-group["lr"])
 
 
 class AdaLomo(ScalingOptimizer):
@@ -74,13 +76,6 @@ class AdaLomo(ScalingOptimizer):
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate, "threshold": threshold}
         super().__init__(params, defaults | {"eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # which casts states to the dtype of the weights; these are float32

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from moetune.config.schema import ResolvedTrain, TrainConfig
+from moetune.config.resolved import ResolvedTrain
+from moetune.config.schema import TrainConfig
 from moetune.training.step.batch import Batch
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import IGNORED, Chunks, summed_cross_entropy

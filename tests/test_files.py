@@ -1,0 +1,34 @@
+"""Files that are written whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moetune.files import lock, write_whole
+
+
+def test_what_a_killed_writer_left_is_swept_by_the_next(tmp_path: Path) -> None:
+    """Unless it is new, another's, or still held."""
+    names = [
+        ".moetune-" + "0" * 16,
+        ".moetune-" + "1" * 16,
+        ".moetune-" + "2" * 16,
+        ".moetune-0",
+        ".moetune-x" + "0" * 15,
+    ]
+    for name in names:
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / names[1])
+    (tmp_path / (".moetune-" + "3" * 16)).symlink_to(tmp_path / names[3])
+    held = lock(tmp_path / names[2], "r+b")
+    write_whole(tmp_path / "page.html", "whole")
+    assert held is not None
+    held.close()
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], ".moetune-" + "3" * 16, "page.html"])
+    write_whole(tmp_path / "page.html", "whole", aside=tmp_path / ".page.html")
+    assert (tmp_path / names[2]).exists()
+    write_whole(tmp_path / "page.html", "again", new=False)
+    assert not (tmp_path / names[2]).exists()
+    assert (tmp_path / "page.html").read_text() == "again"
