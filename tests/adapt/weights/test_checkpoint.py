@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
 from tests.reference import run_config, small_linears_are_packed
-from tests.resolved import build
+from tests.resolved import build, write_packed_base
 from tests.toys import toy_config
 
 TYPES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "gpt_oss", "phimoe"]
@@ -173,3 +174,16 @@ def test_an_unknown_quantization_is_refused(whole: Path, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"already quantized \(gptq\)"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["whole", "base"])
+def test_a_model_that_was_read_generates_as_its_authors_set_it(way: str, whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "whole"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5], "temperature": 0.6, "do_sample": true}')
+    if way == "base":
+        write_packed_base(str(folder), tmp_path / "base", "nf4", True)
+        folder = tmp_path / "base"
+    model: Any = read(folder)
+    assert not model.training
+    assert (model.generation_config.eos_token_id, model.generation_config.temperature) == ([3, 5], 0.6)
+    assert model.config.name_or_path == str(folder)
