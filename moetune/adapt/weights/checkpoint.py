@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
@@ -190,6 +190,17 @@ def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
     """
     folder = model.source.weights()
     CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
+    finish_reading(target.model, folder)
+
+
+def finish_reading(model: PreTrainedModel, folder: Path) -> None:
+    """Leave a model as transformers leaves one that it has read from `folder`: in evaluation mode, with the settings of
+    generation that are there."""
+    model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        with reading(repr(str(folder / "generation_config.json"))):
+            model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    model.eval()
 
 
 def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
