@@ -1,8 +1,6 @@
-"""JSON that is read back, as values of the type that its reader names; or one line that says which key is wrong.
+"""JSON read back as values of a type, or one line that names the wrong key.
 
-    {"schema": 1, …, "seal": SHA-256 of the rest as JSON}
-
-is a sealed document: one that was changed after it was written is refused.
+A sealed document, `{"schema": 1, …, "seal": SHA-256 of the rest as JSON}`, is refused if it was changed.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
-    """Reads a JSON file as a value of a type: a dataclass, a TypedDict, `dict[str, Any]`. Other keys are left out.
+    """Read a JSON file as a dataclass, a TypedDict, `dict[str, Any]`, …; keys that `kind` lacks are left out.
 
     Args:
-        what: names the file in messages; by default its path does.
-        remedy: what to do about a bad one.
+        what: the file's name in messages; by default its path.
+        remedy: what to do about a bad one, for messages.
 
     Raises:
-        UserError: the file cannot be read, is not JSON, holds a key twice, or holds something else than `kind`.
+        UserError: the file cannot be read, is not JSON, holds a key twice, or is no `kind`.
     """
     what = what or repr(str(file))
     return parse_json(_bytes_of(file, what, remedy), kind, what, remedy)
 
 
 def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "") -> T:
-    """The same of what a file holds. Types are those of JSON: neither `"1"` nor `true` is a number."""
+    """Parse as `read_json`. Types are strict: neither `"1"` nor `true` is a number."""
     with reading(what, remedy):
         try:
             found: T = _adapter(kind).validate_json(text, strict=True)
@@ -51,17 +49,13 @@ def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "")
 
 
 def sealed(body: Mapping[str, Any]) -> str:
-    """The text of a sealed document."""
+    """Return the text of a sealed document."""
     said = {"schema": 1, **body}
     return json.dumps({**said, "seal": hashlib.sha256(json.dumps(said).encode()).hexdigest()}, indent=2) + "\n"
 
 
 def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
-    """As `read_json`, of a sealed document.
-
-    Raises:
-        UserError: as `read_json`, or it was changed after it was written.
-    """
+    """Read a sealed document as `read_json`; raise `UserError` if it was changed after it was written."""
     what = what or repr(str(file))
     text = _bytes_of(file, what, remedy)
     body = parse_json(text, dict[str, Any], what, remedy)
@@ -72,7 +66,7 @@ def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str 
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of what is wrong with a value, in one line: where, what is there, and what may be."""
+    """Return the first problem in one line: the key, its value, and what is valid."""
     item = error.errors(include_url=False)[0]
     where = ".".join(str(part)[:80] for part in item["loc"])
     said = item["msg"].removeprefix("Value error, ")[:300]

@@ -1,4 +1,4 @@
-"""The exceptions a user is meant to see, the boundary that makes one of bad input, and what goes into its message."""
+"""Exceptions with messages for users, the boundary that turns bad input into one, and parts of their messages."""
 
 import difflib
 import signal
@@ -12,10 +12,9 @@ _LONGEST_WORD = 100  # that could be a name misspelled
 
 
 class UserError(Exception):
-    """Bad input. The message names the value that is wrong and the remedy; the command line exits with 2.
+    """Bad input. The message names the wrong value and the remedy; the command line exits with 2.
 
-    A message may hold several lines, one problem each, so that a user mends a file in one go. It is cut where it would
-    fill a screen many times, and can be printed whatever is quoted in it.
+    A message may hold several lines, one problem each. It is cut to `_MOST_BYTES`, and control characters are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -28,11 +27,7 @@ class UserError(Exception):
 
 
 class DoesNotFit(Exception):
-    """Memory ran out. The message is for people; the command line exits with 1: it ran, and the answer is no.
-
-    Attributes:
-        found: the same for programs.
-    """
+    """Memory ran out. The command line exits with 1; `found` is the message for programs."""
 
     def __init__(self, message: str, found: dict[str, Any]) -> None:
         super().__init__(printable(message))
@@ -41,10 +36,9 @@ class DoesNotFit(Exception):
 
 @contextmanager
 def reading(what: str, remedy: str = "") -> Iterator[None]:
-    """The boundary around what a user or a file gives: whatever fails in it becomes a `UserError` that names it.
+    """Turn any error of the body, which should only read, into a `UserError` that names what is read.
 
-    Readers of others raise what they like, tokenizers in Rust even what is no `Exception`. So the body should read, and
-    do nothing else: an error of ours in it would be taken for the user's. The cause is kept, for `--debug`.
+    Readers of other libraries raise anything, tokenizers in Rust even what is no `Exception`. The cause is kept.
     """
     try:
         yield
@@ -57,16 +51,13 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """The text with control characters and halves of characters written out: a terminal would obey them."""
-    return (
-        text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-    )
+    """Escape control characters, which a terminal would obey, and halves of surrogate pairs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 @contextmanager
 def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
-    """Raise `UserError` if the body, a match of somebody's regular expression say, takes longer: on the main thread,
-    the only one that hears signals."""
+    """Raise `UserError` if the body takes longer; on the main thread only, which alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,18 +82,18 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 expert`, `2,000 experts`: a number of things that have a plural in s."""
+    """Return `1 expert`, `2,000 experts`: a number and a noun with a plural in s."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what an error says, or what it is."""
+    """Return the first line of an error's message, or its type."""
     said = getattr(error, "strerror", None) if isinstance(error, OSError) else None
     return (str(said or error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as Python writes it, cut to be read; of what cannot be written its type."""
+    """Return `repr` of a value, cut to `most` characters, or its type."""
     try:
         text = repr(value)
     except Exception:  # an integer of five thousand digits, a list in itself

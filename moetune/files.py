@@ -1,4 +1,4 @@
-"""Files that others may rely on: written whole, with the permissions that the umask says, by one writer at a time."""
+"""Files on disk: written whole, with the permissions of the umask, by one writer at a time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from typing import IO
 
 from moetune.errors import UserError, shown
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes, as Linux and macOS have it; a path needs room for what is in it
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes, on Linux and macOS; files in a folder need some of the path's
 
 
 def check_path(text: str) -> Path:
-    """A path as a user writes it, `~` expanded.
-
-    Raises:
-        ValueError: no file can be called that.
-    """
+    """Return a user's path with `~` expanded; raise `ValueError` if no file can have that name."""
     if "\0" in text:
         raise ValueError("it holds a NUL character")
     try:
@@ -42,7 +38,7 @@ def check_path(text: str) -> Path:
 
 
 def expanded(path: Path | str) -> Path:
-    """The same, for paths that come from elsewhere than a run file; raises `UserError`."""
+    """Return a path with `~` expanded; raise `UserError` if no file can have that name."""
     try:
         return check_path(str(path))
     except ValueError as error:
@@ -50,7 +46,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Of what is in it; nothing where it cannot be read."""
+    """Return the names in a folder; none where it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -58,7 +54,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_occupied(out: Path, overwrite: bool) -> bool:
-    """Whether a folder that is to be written holds something; raises `UserError` if that may not be overwritten."""
+    """Return whether an output folder holds something; raise `UserError` if that may not be overwritten."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"--out {str(out)!r} exists and is not a folder")
     if not out.exists() or not any(out.iterdir()):
@@ -69,7 +65,7 @@ def is_occupied(out: Path, overwrite: bool) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Makes sure that what was written survives a power cut."""
+    """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,11 +74,11 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, new: bool = False) -> None:
-    """Writes a file, whole or not at all.
+    """Write a file, whole or not at all.
 
     Args:
-        aside: where it is written before it takes its place, which is replaced; by default a name that nothing has.
-        new: refuse to replace what has that name by now (`FileExistsError`).
+        aside: where it is written before it is renamed, and may be replaced; by default a new name.
+        new: raise `FileExistsError` if the path exists by then.
     """
     mode = "xb" if aside is None else "wb"
     if aside is None:
@@ -116,11 +112,11 @@ def _sweep(folder: Path) -> None:
 
 
 _SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
-"""What pages and pictures of ours carry."""
+"""Marks of pages and pictures that moetune wrote."""
 
 
 def refuse_taken(path: Path) -> None:
-    """Raises `UserError` unless a file may be written there: nothing has that name, or a page or picture of ours."""
+    """Raise `UserError` unless the path is free, or holds a page or picture that moetune wrote."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_file():
@@ -132,11 +128,7 @@ def refuse_taken(path: Path) -> None:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Writes what a command was asked to leave in a file, whole or not at all.
-
-    Raises:
-        UserError: the name is taken by what is not ours, or the system refuses.
-    """
+    """Write a command's output file, whole or not at all; raise `UserError` as `refuse_taken`, or if it fails."""
     refuse_taken(path)
     try:
         write_whole(path, content, new=not path.exists())
@@ -145,12 +137,12 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 
 class Ledger:
-    """What moetune has written into a folder: `.moetune` in it, a line for each path, noted before it is there.
+    """The list of what moetune wrote into a folder: `.moetune` in it, a line per path, added before the path exists.
 
-    Only what it lists is ours to replace or remove. Lines are added and never changed.
+    Only listed paths may be replaced or removed. Lines are never changed.
 
     Attributes:
-        kind: what the folder is, such as `run`; None where there is no ledger.
+        kind: of the folder, such as `run`; None without a ledger.
     """
 
     NAME = ".moetune"
@@ -165,17 +157,13 @@ class Ledger:
     def _read(self, text: str) -> None:
         said = []
         for line in text.split("\n")[:-1]:
-            with suppress(ValueError, RecursionError):  # cut short by a kill, or damaged
+            with suppress(ValueError, RecursionError):  # cut short or damaged
                 said.append(json.loads(line))
         if said and isinstance(said[0], dict) and isinstance(kind := said[0].get("written by moetune"), str):
             self.kind, self.paths = kind, {path for path in said[1:] if isinstance(path, str)}
 
     def add(self, kind: str, *paths: str) -> None:
-        """Notes what is about to be written.
-
-        Raises:
-            OSError: it cannot be noted.
-        """
+        """List paths that are about to be written; raise `OSError` if that fails."""
         header = json.dumps({"written by moetune": kind})
         lines = [json.dumps(path) for path in sorted(set(paths) - self.paths)]
         if self.kind is None:
@@ -197,7 +185,7 @@ _OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
 
 
 def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
-    """Something in a folder of ours that is not among the paths `known`; the folder itself where it is a link."""
+    """Return a path in a folder that is not among `known`; the folder itself where it is a link; else None."""
     if folder.is_symlink() or not folder.is_dir():
         return folder
     for item in sorted(folder.rglob("*")):
@@ -208,7 +196,7 @@ def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
 
 
 def refused(error: BaseException) -> str | None:
-    """What the system has refused, if that is behind an error, whoever raised it: writers of others wrap it."""
+    """Return what the operating system refused, if that caused an error: writers of other libraries wrap it."""
     causes = [error, *(cause for cause in (error.__cause__, error.__context__) if cause is not None)]
     causes += [failure[0] for failure in getattr(error, "failures", {}).values()]
     for cause in causes:
@@ -221,13 +209,12 @@ def refused(error: BaseException) -> str | None:
 
 
 def aside_of(path: Path) -> Path:
-    """Where a file is written before it takes its place."""
+    """Return where a file is written before it is renamed."""
     return path.with_name(f".{path.name}")
 
 
 def settle(path: Path) -> None:
-    """Syncs a file, or all of a folder, and gives files the permissions that the umask says: writers of safetensors
-    leave them readable by their owner only."""
+    """Sync a file or all of a folder, and set files' permissions by the umask: safetensors makes them private."""
     probe = (path if path.is_dir() else path.parent) / f".moetune-{secrets.token_hex(8)}"
     probe.touch(exist_ok=False)
     mode = probe.stat().st_mode & 0o777
@@ -239,16 +226,16 @@ def settle(path: Path) -> None:
 
 
 def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
-    """Opens a file and locks it, until it is closed or this process is no more; None if another holds it.
+    """Open a file and lock it until it is closed or this process ends; None if another process holds it.
 
-    The lock is flock's: of this machine on a local disk, of every machine on NFS (Linux 2.6.12 and later).
+    The lock is flock's: of one machine on a local disk, of all machines on NFS (Linux 2.6.12 and later).
 
     Raises:
         OSError: the file cannot be opened, or its file system has no locks.
     """
     while True:
         flags = os.O_RDONLY if mode == "rb" else os.O_RDWR | (os.O_CREAT if mode == "a+b" else 0)
-        # neither follows a link nor waits for the other end of a pipe
+        # no link is followed, and no other end of a pipe waited for
         file: IO[bytes] = os.fdopen(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), mode.replace("a", "r"))
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -258,7 +245,7 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
             file.close()
             return None
         except FileNotFoundError:
-            pass  # its holder has removed it since it was opened
+            pass  # removed by its holder since it was opened
         except BaseException:
             file.close()
             raise
@@ -266,7 +253,7 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
 
 
 class WriterLock:
-    """Says that a folder has a writer. The file is there as long as the writer is, or was killed."""
+    """A lock file in a folder that has a writer; it stays if the writer is killed."""
 
     NAME = ".lock"
 
@@ -275,10 +262,10 @@ class WriterLock:
         self._held: IO[bytes] | None = None
 
     def take(self, what: str, *, create: bool) -> None:
-        """Takes the lock; without `create` only if a writer has been here.
+        """Take the lock, named `what` in messages; without `create` only if there is a lock file.
 
         Raises:
-            UserError: another process writes there, or nobody can know.
+            UserError: another process holds it, or locking fails.
         """
         if self._held is not None or not (create or self.file.exists()):
             return
@@ -299,9 +286,9 @@ class WriterLock:
         self._held.flush()
 
     def close(self) -> None:
-        """Lets others write."""
+        """Release the lock."""
         if self._held is not None:
-            with suppress(OSError):  # what is wrong with the disk is said by what else failed there
+            with suppress(OSError):
                 self.file.unlink(missing_ok=True)
             self._held.close()
             self._held = None

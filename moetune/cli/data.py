@@ -9,11 +9,14 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, output_file
+from moetune.config.fields import LARGEST
 
 
 def data(
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)],
-    records: Annotated[int, typer.Option("--records", min=0, metavar="N", help="How many records to show.")] = 3,
+    records: Annotated[
+        int, typer.Option("--records", min=0, max=LARGEST, metavar="N", help="How many records to show.")
+    ] = 3,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a self-contained page.", callback=output_file)
     ] = None,

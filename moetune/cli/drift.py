@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, TrainedRun, output_file
+from moetune.config.fields import LARGEST
 
 
 def drift(
@@ -16,7 +17,7 @@ def drift(
     data: Annotated[
         str | None, typer.Option(metavar="FILE", help="What to route. Default: the run's held-out data.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Of it.")] = 131_072,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="Of it.")] = 131_072,
     figure: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write heatmaps of layer × expert, .png or .svg.", callback=output_file),

@@ -18,7 +18,8 @@ def eval_(
     ] = None,
     format_: Annotated[str | None, typer.Option("--format", help="As data.format; by default the run's.")] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Tokens a record may have; by default the run's, or 2048.")
+        int | None,
+        typer.Option(min=2, max=2**24, metavar="N", help="Tokens a record may have; by default the run's, or 2048."),
     ] = None,
     base: KeepQuantized = None,
     json_: Json = False,

@@ -8,8 +8,9 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, KeepQuantized, Opens, checked_temperature, checked_text
+from moetune.config.fields import LARGEST
 
-MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=LARGEST, metavar="N", help="Tokens to write at most.")]
 Temperature = Annotated[
     float, typer.Option(help="0 takes the likeliest token; higher ones draw.", callback=checked_temperature)
 ]

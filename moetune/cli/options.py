@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from moetune.cli.imports import heavy_imports
+from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
 from moetune.config.schema import DataConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
@@ -32,12 +33,14 @@ Experts = Annotated[
     typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, such as 0-5:0,1."),
 ]
 Lora = Annotated[
-    int | None, typer.Option(metavar="RANK", min=1, help="Of a MODEL: LoRA on attention and experts trains.")
+    int | None,
+    typer.Option(metavar="RANK", min=1, max=LARGEST, help="Of a MODEL: LoRA on attention and experts trains."),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Tokens = Annotated[
-    int | None, typer.Option("--tokens", min=1, help="Of the data: say how many hours they take.", show_default=False)
+    int | None,
+    typer.Option("--tokens", min=1, max=2**60, help="Of the data: say how many hours they take.", show_default=False),
 ]
 Opens = Annotated[
     str,

@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, Page, Picture, Tokens, read_run
+from moetune.config.fields import LARGEST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,14 +29,14 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(help="A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=LARGEST, help="How many of them.")] = 1,
     goal: Annotated[str, typer.Option(metavar="router|experts|lora|any", help="What shall train.")] = "any",
     host: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Host memory that a run may take. Default: any.")
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="What the run files train on.")] = None,
     tokens: Tokens = None,
-    min_sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
+    min_sequence: Annotated[int, typer.Option(min=2, max=2**24, help="Tokens of a sequence.")] = 1024,
     explain: Annotated[bool, typer.Option("--explain", help="Say why no more of each fits.")] = False,
     write: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave each as a run file in this folder.")] = None,
     html: Page = None,
@@ -83,7 +84,7 @@ def plan(
             print(json.dumps(solved.to_json(), indent=2))
         else:
             _print_solved(solved, terminal())
-        if solved.at is None:
+        if solved.report is None:
             raise typer.Exit(1)
         return
 
@@ -172,15 +173,15 @@ def _print_solved(solved: Solved, console: Console) -> None:
         return f"needs {gib(report.required)}, {gib(abs(left))} {'left' if left >= 0 else 'too much'}"
 
     axis = solved.axis
-    if solved.at is None:
-        assert solved.over is not None
-        line = f"no {axis.key} fits: even {axis.name(solved.beyond)} {said(solved.over)}"
+    if solved.report is None:
+        assert solved.next_report is not None
+        line = f"no {axis.key} fits: even {axis.name(solved.next_value)} {said(solved.next_report)}"
         console.print(line, style="bold red", highlight=False)
         return
-    style = "bold green" if solved.at.verdict == "yes" else "bold yellow"
-    console.print(f"{axis.key}: {axis.name(solved.value)} {said(solved.at)}", style=style, highlight=False)
-    if solved.over is None:
+    style = "bold green" if solved.report.verdict == "yes" else "bold yellow"
+    console.print(f"{axis.key}: {axis.name(solved.value)} {said(solved.report)}", style=style, highlight=False)
+    if solved.next_report is None:
         console.print("there is no value beyond it", highlight=False)
     else:
-        console.print(f"one further, {axis.name(solved.beyond)}, {said(solved.over)}", highlight=False)
+        console.print(f"one further, {axis.name(solved.next_value)}, {said(solved.next_report)}", highlight=False)
     console.print(f"--set {solved.settings[0]}", highlight=False)

@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, TrainedRun, output_file
+from moetune.config.fields import LARGEST
 
 
 def report(
@@ -18,7 +19,7 @@ def report(
         typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=output_file),
     ] = None,
     watch: Annotated[
-        int | None, typer.Option(min=1, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")
+        int | None, typer.Option(min=1, max=LARGEST, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")
     ] = None,
     timeline: Annotated[bool, typer.Option(help="Also trace a step, for its memory over time.")] = True,
     json_: Json = False,
@@ -32,11 +33,12 @@ def report(
         from moetune.memory.predict import predict
         from moetune.report.run import write_run_page
         from moetune.run.resolve import resolve
-        from moetune.training.run_folder import PAGE_FILE, RunFolder
+        from moetune.training.run_folder import PAGE_FILE
+        from moetune.training.run_writer import RunWriter
 
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:
-        RunFolder(run).own(PAGE_FILE)
+        RunWriter(run).own(PAGE_FILE)
     step = predict(resolve(resolved.config, "cuda"), method="trace") if timeline else None
     while True:
         write_run_page(facts_of(run, resolved), path, step, watch)

@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, in_a_folder
+from moetune.config.fields import LARGEST
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +29,7 @@ def score(
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="Where the scores are written.", callback=in_a_folder)
     ] = Path("scores.json"),
-    tokens: Annotated[int, typer.Option(min=1, help="Of each FILE.")] = 131_072,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="Of each FILE.")] = 131_072,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
     predict: Annotated[
         bool, typer.Option("--predict", help="Score nothing: predict the peak memory, and whether it fits.")

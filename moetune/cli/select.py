@@ -9,6 +9,7 @@ import typer
 
 from moetune.cli.imports import heavy_imports
 from moetune.cli.options import Json, Overrides, output_file, read_run
+from moetune.config.fields import LARGEST
 from moetune.files import write_output
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ def select(
     p: Annotated[
         float | None, typer.Option(help="As few as have this share of a layer's tokens, or of its gate weight.")
     ] = None,
-    k: Annotated[int | None, typer.Option(help="So many of each layer.")] = None,
-    experts: Annotated[int | None, typer.Option(help="At most so many in all.")] = None,
-    parameters: Annotated[int | None, typer.Option(help="At most so many parameters in all.")] = None,
+    k: Annotated[int | None, typer.Option(max=LARGEST, help="So many of each layer.")] = None,
+    experts: Annotated[int | None, typer.Option(max=LARGEST, help="At most so many in all.")] = None,
+    parameters: Annotated[int | None, typer.Option(max=LARGEST, help="At most so many parameters in all.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
     ] = None,
@@ -61,7 +62,7 @@ def select(
     import json
 
     with heavy_imports():
-        from moetune.adapt.weights.base import folder_of, noting_base
+        from moetune.adapt.weights.base import noting_base
         from moetune.config.schema import ChoiceConfig
         from moetune.report.console import terminal
         from moetune.routing.budget import within_budget
@@ -79,8 +80,8 @@ def select(
         raise UserError(f"--budget {budget}: give --run RUN.yaml, whose memory it is")
     config = with_choice(None if run is None else read_run(run, set_), read.model, choice, part)
     resolved = resolve(within_budget(config), this_device())
-    folder = folder_of(resolved.model.source) if run is not None and config.model.weights == "pretrained" else None
-    if folder is not None:
+    is_read = run is not None and config.model.weights == "pretrained"
+    if is_read and resolved.model.source.local_folder() is not None:
         with noting_base(resolved.model) as noted:
             base = noted()
         resolved.refuse_other_scores(None if base is None else base.fingerprint.content)

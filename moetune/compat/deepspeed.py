@@ -1,4 +1,4 @@
-"""DeepSpeed. Imported by `parallel/deepspeed.py` alone, where the package is installed."""
+"""DeepSpeed. Only `parallel/deepspeed.py` uses it, where the package is installed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.nn import functional
 
 
 def keep_quiet(device: torch.device) -> None:
-    """Where the package is installed, accelerate imports it in every run: it then need not look for a GPU, and say on
-    standard output that there is none."""
+    """Tell DeepSpeed the device, so that it does not look for a GPU and print on standard output that there is none:
+    accelerate imports the package in every run where it is installed."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
 
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Inside, for a trace, no other rank need have the same weights and the same order, and gradients are finite."""
+    """Assume, for a trace, that other ranks have the same weights in the same order, and that gradients are finite."""
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ))  # the engine says there which GPU is its own
         keep_quiet(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -51,7 +51,7 @@ def without_others() -> Iterator[None]:
 
 
 def _send_ints(ints: list[int]) -> None:
-    """What that check sends, how many they are and which, without the answer that a trace has not."""
+    """Send what that check sends, the numbers and their count, without reading an answer."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
@@ -61,9 +61,9 @@ def _send_ints(ints: list[int]) -> None:
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
-    """DeepSpeed's engine over a model that is where it belongs; it says what it has to say on stderr.
+    """Return DeepSpeed's engine over a model that is on its device; its log goes to stderr.
 
-    It reads in the environment which GPU is its own, now and at later steps. Everyone else has read that by now.
+    DeepSpeed reads its GPU from the environment, now and at later steps; nothing else reads it any more.
     """
     device = next(model.parameters()).device
     keep_quiet(device)
@@ -82,13 +82,13 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dic
 
 
 def prepare_backward(engine: Any) -> None:
-    """What calling the engine, and not the model, would have arranged before a backward pass."""
+    """Do what calling the engine instead of the model does before a backward pass."""
     engine.optimizer.clear_backward_seen_flag()
     engine._backward_prologue()
 
 
 def norm_of_all(engine: Any, stage: int) -> Tensor:
-    """Of all ranks' gradients, before clipping. ZeRO-3 has no public way to ask."""
+    """Norm of all ranks' gradients, before clipping; ZeRO-3 has no public way."""
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     zero = engine.optimizer
@@ -96,7 +96,7 @@ def norm_of_all(engine: Any, stage: int) -> Tensor:
 
 
 def link_states(engine: Any) -> None:
-    """Links the states of ZeRO-1 and 2 to parameters. DeepSpeed does so once, when its first group has been updated and
-    the others have none yet."""
+    """Link the states of ZeRO-1 and 2 to parameters. DeepSpeed does so once, after its first group's update, when the
+    others have none yet."""
     engine.optimizer._hp_optimizer_states_linked = False
     engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -8,39 +8,61 @@ import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _Mode = TypeVar("_Mode", bound=type[TorchDispatchMode])
 NO_PASS = -1
+__all__ = ["unset_fake_temporarily"]
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that runs on this thread; `NO_PASS` outside of one.
+    """Return the number of the backward pass that runs on this thread; `NO_PASS` outside of one.
 
-    Checkpointing in torch itself asks this way; there is no public one.
+    torch's own checkpointing uses it; there is no public way.
     """
     return torch._C._current_graph_task_id()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` when the backward pass that runs now has ended, as FSDP2 and DDP do."""
+    """Call `callback` at the end of the current backward pass, as FSDP2 and DDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
+"""Functions between an operation and its caller, under one dispatch mode or several."""
+
+
+def called_by_autograd() -> bool:
+    """Whether the operation that a dispatch mode is running was called by autograd's engine, not by Python code.
+
+    To be called by `__torch_dispatch__` itself. There is no public way: the engine's frame is looked for.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__
 
 
 @contextmanager
 def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside, `note` is called after each resizing of a storage.
+    """Call `note` after each resizing of a storage.
 
-    FSDP2 gives its gathered weights memory, and takes it away, by `UntypedStorage.resize_`, which is no operation: no
-    dispatch mode sees it.
+    FSDP2 allocates and frees its gathered weights by `UntypedStorage.resize_`, which no dispatch mode sees.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -55,8 +77,7 @@ def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[Non
 
 @functools.cache
 def add_missing_fakes() -> torch.library.Library:
-    """Lets fake tensors run fused SGD. torch has no kernel of it for them: it would run the real one on real zeros, of
-    the size of everything that trains."""
+    """Let fake tensors run fused SGD, of which torch has no fake kernel: it would run the real one on real zeros."""
     fakes = torch.library.Library("aten", "IMPL")
     for overload in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
         fakes.impl(overload, lambda *args, **kwargs: None, "Meta")
@@ -64,7 +85,7 @@ def add_missing_fakes() -> torch.library.Library:
 
 
 def _operations(names: str) -> frozenset[Any]:
-    """Of `NAME.OVERLOAD ...`, each an ATen operation."""
+    """ATen operations from `NAME.OVERLOAD ...`."""
     return frozenset(operator.attrgetter(name)(torch.ops.aten) for name in names.split())
 
 
@@ -79,7 +100,7 @@ _ON_META = _IN_PLACE | _operations(
 
 
 class _Made(NamedTuple):
-    """All that there is to a fake tensor which fills its memory."""
+    """Description of a fake tensor that fills its storage."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -97,26 +118,24 @@ class _Made(NamedTuple):
 
 @functools.cache
 def _makes_anew(func: Any) -> bool:
-    """Whether an operation changes nothing, and says that it returns no view."""
+    """Whether an operation mutates nothing and returns no view, by its schema."""
     schema = func._schema
     return not schema.is_mutable and all(made.alias_info is None for made in schema.returns)
 
 
 def unguarded(mode: _Mode) -> _Mode:
-    """A dispatch mode without torch's guard against compiling it, which takes as long as many an operation: nothing is
-    compiled under ours."""
+    """Remove torch's guard against compiling from a dispatch mode: it is slow, and nothing is compiled under ours."""
     mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)  # type: ignore[method-assign]
     return mode
 
 
 @unguarded
 class QuickFakeMode(FakeTensorMode):
-    """Fake tensors, whose operations take a third of the time.
+    """Fake tensors whose operations take a third of torch's time.
 
-    For each operation torch looks for the way to fake it. For the commonest, listed above, it need not: a fake tensor
-    is a meta tensor with another device's name, and the operation's own shape function runs on that. And what an
-    operation has made once, it makes again of tensors of the same sizes. Torch remembers that too, but by a key that
-    takes longer to make, and not of operators of other libraries.
+    The commonest operations, listed above, run their shape function directly on the meta tensor that a fake tensor
+    wraps, without torch's search for an implementation. Results of all operations that return new tensors are cached by
+    the sizes of their arguments; torch's own cache has a slower key, and leaves operators of other libraries out.
     """
 
     def __init__(self) -> None:
@@ -151,7 +170,7 @@ class QuickFakeMode(FakeTensorMode):
         return FakeTensor(self, out, device) if isinstance(out, Tensor) else [FakeTensor(self, o, device) for o in out]
 
     def _key(self, value: Any) -> Hashable | None:
-        """Of an operation's arguments, what the sizes of its results depend on; None if they depend on values."""
+        """What the sizes of an operation's results depend on; None if that includes values."""
         if isinstance(value, Tensor):
             is_ours = isinstance(value, FakeTensor) and value.fake_mode is self and value.constant is None
             return _Made.of(value) if is_ours else None  # type: ignore[arg-type]
@@ -161,7 +180,7 @@ class QuickFakeMode(FakeTensorMode):
         return type(value), value  # 1, 1.0 and True make different tensors
 
     def _device_of(self, args: Any) -> torch.device | None:
-        """The device of all tensors among the arguments, if they are this mode's and of none the values are known."""
+        """The common device of all tensors among the arguments; None if there is none, or a value is known."""
         device = None
         for value in args:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -176,7 +195,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
-    """What was made, if it is nothing but tensors, each of which fills memory of its own."""
+    """Describe results that are only tensors, each of which fills a storage of its own; None for others."""
     made = [out] if isinstance(out, Tensor) else out
     if not isinstance(made, (list, tuple)) or any(
         not isinstance(one, FakeTensor) or one.constant is not None for one in made
@@ -195,10 +214,10 @@ def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
 
 @contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
-    """Inside, this process is that rank of so many: collectives return at once, and bring nothing.
+    """Make this process one rank of `size`, whose collectives return at once and send nothing.
 
-    The backend is for torch's own tests. Beside it, torch replaces `sys.excepthook` by one that names the rank, and
-    DTensor remembers meshes, which know groups by names that are gone afterwards: both are undone.
+    The backend is that of torch's own tests. torch also replaces `sys.excepthook`, and DTensor caches meshes with names
+    of groups that are gone afterwards: both are undone.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # registers the backend
@@ -213,10 +232,19 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """A process group by the name that functional collectives are given."""
+    """Return a process group by the name that functional collectives use."""
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     return _resolve_process_group(GroupName(name))
+
+
+def is_observed(tensor: Tensor) -> bool:
+    """Whether a dispatch mode, a profiler or a tensor subclass has to see the operators on a tensor."""
+    return (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -230,9 +258,27 @@ def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.
 
 
 def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
-    """Calls `note` whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, for good: with the device, the
-    bytes that were asked for, the card's bytes, and those of them that are free.
+    """Call `note` from now on whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, with the device and
+    the bytes of the request, of the card and of its free memory.
 
-    Torch's documentation takes memory snapshots this way (pytorch.org/docs/stable/torch_cuda_memory).
+    torch's documentation takes memory snapshots this way (pytorch.org/docs/stable/torch_cuda_memory).
     """
     torch._C._cuda_attach_out_of_memory_observer(note)  # type: ignore[attr-defined]
+
+
+def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset and the shape of this rank's part of a DTensor, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
+def consolidate(folder: Path, names: list[str]) -> Path:
+    """Join the safetensors that several ranks wrote into one file of whole tensors, on disk; return it."""
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    whole = folder / "whole"
+    whole.mkdir()
+    consolidate_safetensors_files(str(folder), str(whole), dict.fromkeys(names, 1))
+    return next(whole.glob("*.safetensors"))

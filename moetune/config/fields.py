@@ -105,7 +105,7 @@ ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(_parse_expert_ids)]
 Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_check_text)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Size = Annotated[int, Field(gt=0, le=2**16)]
 """Of one axis of a tensor or a mesh: products of several still fit into 64 bits."""
 Strength = Annotated[float, Field(ge=0, le=1e18)]

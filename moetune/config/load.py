@@ -184,11 +184,11 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
 
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
     """Raise `UserError` for a file under `data:` that does not exist; other names are looked up when they are read."""
-    data = config.data
-    given = () if data is None else (data.train, data.eval, data.chat_template)
-    several = (() if value is None else (value,) if isinstance(value, str) else value for value in given)
+    if (data := config.data) is None:
+        return
+    several = ((value,) if isinstance(value, str) else value or () for value in (data.train, data.eval))
     names = [one if isinstance(one, str) else one.path for value in several for one in value]
-    refuse_missing(names, expanded(run_file).absolute().parent)
+    refuse_missing([*names, *filter(None, [data.chat_template])], expanded(run_file).absolute().parent)
 
 
 def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:

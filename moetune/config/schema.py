@@ -1,12 +1,9 @@
-"""The run file as typed values: `RunConfig` as it is written, `ResolvedConfig` with nothing left to choose.
-
-`load.py` reads the first, `run/resolve.py` makes the second. Nothing here imports torch.
-"""
+"""The run file as typed values, as it is written: `load.py` reads it. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import typing
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -24,13 +21,13 @@ from pydantic import (
 from moetune.config.fields import (
     Budget,
     Coefficient,
-    Count,
     Decay,
     ExpertIds,
     ExpertMemory,
     FilePath,
     Ids,
     LossMemory,
+    NonNegative,
     Positive,
     Size,
     Strength,
@@ -41,7 +38,7 @@ from moetune.errors import counted
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
     def but(self, **changes: Any) -> Self:
         """Return a copy with these values, which are not validated; a dict changes keys of the section of that name."""
@@ -79,8 +76,6 @@ class ChoiceConfig(Section):
     that the run may take. With all but `p`, every layer has equally many.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
-
     from_: str = Field(alias="from", min_length=1)
     rule: Rule = "tokens"
     p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -88,9 +83,9 @@ class ChoiceConfig(Section):
     experts: Positive | None = None
     parameters: Positive | None = None
     budget: Budget | None = None
-    background: str | None = Field(default=None, min_length=1)
+    background: Annotated[str, Field(min_length=1)] | None = None
     layers: Ids = "all"
-    seed: Count = 0
+    seed: NonNegative = 0
 
     @model_validator(mode="after")
     def _one_size(self) -> ChoiceConfig:
@@ -288,7 +283,7 @@ class TrainConfig(Section):
     save_every: Positive = 50
     keep_checkpoints: Positive = 3
     eval_micro_batch: Size | None = None
-    warmup: Count = 0
+    warmup: NonNegative = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: Strength = 1.0
     max_grad_value: Strength = 0.0
@@ -475,37 +470,3 @@ class RunConfig(Section):
         """Return the run file with every value spelled out; it reads back equal."""
         one_length = {"train": {"steps"}} if self.train.epochs is not None else None
         return yaml.safe_dump(self.model_dump(mode="json", exclude=one_length), sort_keys=False, allow_unicode=True)
-
-
-class ResolvedModelConfig(ModelConfig):
-    base: Storage
-    dtype: Literal["bf16", "fp16", "fp32"]
-
-
-class ResolvedLora(LoraConfig):
-    ids: ExpertIds
-
-
-class ResolvedAdapt(AdaptConfig):
-    experts: ExpertsConfig | None
-    lora: ResolvedLora | None
-
-
-class ResolvedTrain(TrainConfig):
-    router_aux_loss: float
-
-
-class ResolvedConfig(RunConfig):
-    """A run file on its model: no `auto`, and numbers of experts in the place of choices. It is a valid run file."""
-
-    model: ResolvedModelConfig
-    adapt: ResolvedAdapt
-    train: ResolvedTrain
-
-
-S = TypeVar("S", bound=Section)
-
-
-def resolved(kind: type[S], section: Section, **values: Any) -> S:
-    """Return a section as its resolved type, with the values that were open."""
-    return kind.model_construct(section.model_fields_set | values.keys(), **{**dict(section), **values})

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.models.moe import MoeLayer
-from moetune.models.routers import Score, find_logits, logits_module, scores
+from moetune.models.routers import ScoreFunction, apply_score, find_logits, logits_module
 
 
 class DenseWeights:
@@ -32,7 +32,7 @@ class DenseWeights:
         scores: layer index -> the function by which its router turns logits into weights.
     """
 
-    def __init__(self, scores: Mapping[int, Score]) -> None:
+    def __init__(self, scores: Mapping[int, ScoreFunction]) -> None:
         self._scores = scores
         self._logits: dict[int, Tensor] = {}
 
@@ -52,7 +52,7 @@ class DenseWeights:
         """[T, E], 0 for the chosen, whose weights are the router's own; None where gradients are off."""
         if not torch.is_grad_enabled():
             return None
-        scores_TE = scores(self._logits.pop(layer), self._scores[layer])
+        scores_TE = apply_score(self._logits.pop(layer), self._scores[layer])
         with torch.no_grad():
             scale_T1 = weights_TK.sum(-1, keepdim=True) / scores_TE.gather(1, ids_TK).sum(-1, keepdim=True)
         return (scores_TE * scale_T1).scatter(1, ids_TK, 0)

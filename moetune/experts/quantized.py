@@ -1,4 +1,4 @@
-"""Frozen weight matrices, stored small and handed out one at a time, or neighbours together.
+"""Frozen weight matrices in base precision, dequantized one at a time or several neighbours together.
 
 Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blocks of a matrix.
 """
@@ -23,7 +23,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class QuantizedExperts(nn.Module):
-    """E matrices of one shape in base precision. Nothing in it is a Parameter; nothing in it ever trains.
+    """E matrices of one shape in base precision. They are buffers and never train.
 
     Bytes of one matrix of n = R·C weights:
 
@@ -35,14 +35,15 @@ class QuantizedExperts(nn.Module):
     | mxfp4 | 17·⌈n/32⌉ |
     | bf16, fp32 | 2·n, 4·n |
 
-    NF4 and its double quantization are those of QLoRA (arXiv 2305.14314), computed by bitsandbytes one matrix at a
-    time, so a slice equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit. MXFP4 is that of the OCP
-    Microscaling Formats 1.0: 32 weights of 4 bits (E2M1) share a power of two; it is unpacked as transformers does.
-    With `pieces`, the rows of a matrix are divided into so many, and each is packed (NF4) as if it were a matrix.
-    The data are persistent buffers: loaders that fill what is missing leave them alone.
+    NF4 and its double quantization are QLoRA's (arXiv 2305.14314), computed by bitsandbytes matrix by matrix: a slice
+    equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit. In MXFP4 (OCP Microscaling Formats 1.0)
+    32 weights of 4 bits (E2M1) share a power of two; it is dequantized as transformers does. The buffers are
+    persistent, so that loaders which initialize missing tensors leave them alone.
 
-    With a `prefetcher` they stay in pinned host memory whatever the model is moved to; matrices are packed on `device`,
-    and unpacked from the copies that the prefetcher, which is to be told of the layer, has brought there.
+    Args:
+        pieces: into how many the rows of a matrix are divided, each quantized (NF4) as a matrix of its own.
+        prefetcher: keeps the buffers in pinned host memory whatever the model is moved to. Matrices are quantized on
+            `device`, and dequantized from the prefetcher's copies; the layer has to be added to it.
     """
 
     data: Tensor
@@ -69,13 +70,13 @@ class QuantizedExperts(nn.Module):
         self.count, self.shape, self.storage, self.pieces = count, shape, storage, pieces
         self.double_quant = double_quant and storage == "nf4"
         self.prefetcher = prefetcher
-        self._packs_on = torch.device("cpu" if device is None else device)
+        self._quantizes_on = torch.device("cpu" if device is None else device)
         count *= pieces
         weights, blocks = shape[0] * shape[1] // pieces, -(-shape[0] * shape[1] // pieces // BLOCK)
 
         def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
             if self.on_host:
-                self.register_buffer(name, empty_on_host(size, dtype, self._packs_on))
+                self.register_buffer(name, empty_on_host(size, dtype, self._quantizes_on))
             else:
                 self.register_buffer(name, torch.empty(size, dtype=dtype, device=device))
 
@@ -108,18 +109,18 @@ class QuantizedExperts(nn.Module):
 
     @torch.no_grad()
     def quantize_(self, index: int, weight: Tensor) -> None:
-        """Stores `weight` [R, C] as matrix `index`. A meta weight has no values and stores none."""
+        """Store `weight` [R, C] as matrix `index`; ignore a meta tensor."""
         assert weight.shape == self.shape, f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
         if weight.is_meta:
             return
-        weight = weight.to(self._packs_on if self.on_host else self.data.device).contiguous()
+        weight = weight.to(self._quantizes_on if self.on_host else self.data.device).contiguous()
         match self.storage:
             case "nf4":
                 for row, piece in enumerate(weight.chunk(self.pieces), index * self.pieces):
-                    packed, state = bnb.quantize_4bit(
+                    data, state = bnb.quantize_4bit(
                         piece, blocksize=BLOCK, compress_statistics=self.double_quant, quant_type="nf4"
                     )
-                    self.data[row].copy_(packed.view(-1))
+                    self.data[row].copy_(data.view(-1))
                     self.absmax[row].copy_(state.absmax)
                     if self.double_quant:
                         self.nested_absmax[row].copy_(state.state2.absmax)
@@ -127,8 +128,8 @@ class QuantizedExperts(nn.Module):
             case "int8":
                 # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
                 for rows in kernels.int8_slices(self.shape):
-                    packed, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
-                    self.data[index, rows].copy_(packed)
+                    data, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
+                    self.data[index, rows].copy_(data)
                     self.absmax[index, rows].copy_(scale)
             case "mxfp4":
                 _quantize_mxfp4(weight.flatten(), self.data[index], self.scales[index])
@@ -137,7 +138,7 @@ class QuantizedExperts(nn.Module):
 
     @torch.no_grad()
     def put_quantized_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Stores what is packed already as matrix `index`: each piece by the names of the buffers, in their dtypes."""
+        """Store quantized data as matrix `index`: for each piece, its tensors by the names of the buffers."""
         assert len(pieces) == self.pieces
         for number, stored in enumerate(pieces, index * self.pieces):
             for name, tensor in stored.items():
@@ -147,11 +148,11 @@ class QuantizedExperts(nn.Module):
                 row.copy_(tensor)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Matrix `index` [R, C] in `dtype`: a fresh tensor, or the stored one where it has that dtype already."""
+        """Return matrix `index` [R, C] in `dtype`: a new tensor, or the stored one if it has that dtype."""
         return self.matrices(slice(index, index + 1), dtype)[0]
 
     def matrices(self, which: slice, dtype: torch.dtype) -> Tensor:
-        """Neighbouring matrices [n, R, C], as one tensor; each as `matrix` gives it, bit for bit."""
+        """Return neighbouring matrices as one tensor [n, R, C], each bit for bit as `matrix`."""
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
         if self.pieces > 1:
             which = slice(which.start * self.pieces, which.stop * self.pieces)
@@ -183,8 +184,8 @@ class QuantizedExperts(nn.Module):
 
 
 def _quantize_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
-    """Rounds to the nearest, ties to even. The scale of a block is the power of two that brings its largest weight to
-    4 or more and below 8; what then is above 6 becomes 6 (OCP Microscaling Formats 1.0, section 6.3)."""
+    """Round to the nearest, ties to even. A block's scale is the power of two that brings its largest weight into
+    [4, 8); larger results than 6 become 6 (OCP Microscaling Formats 1.0, section 6.3)."""
     levels = weights.new_tensor(_E2M1, dtype=torch.float32)
     middles = (levels[:-1] + levels[1:]) / 2
     middles[1::2] = torch.nextafter(middles[1::2], levels[:-1][1::2])  # up to the even one
@@ -203,10 +204,8 @@ def _quantize_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer whose weight is stored in another precision than it computes in.
-
-    Backward unpacks the weight again instead of keeping the unpacked one alive. For NF4 use bitsandbytes' `Linear4bit`.
-    """
+    """A frozen linear layer in base precision, dequantized for forward and again for backward; for NF4 there is
+    bitsandbytes' `Linear4bit`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage) -> None:
         nn.Module.__init__(self)
@@ -217,14 +216,14 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight as stored [out, in]; libraries that wrap a linear layer ask it for device and dtype."""
+        """The weight as stored [out, in], from which libraries that wrap a linear layer read device and dtype."""
         return self.stack.data[0]
 
     def forward(self, input: Tensor) -> Tensor:
         return _QuantizedMatmul.apply(input, self.stack, self.bias)
 
     def reset_parameters(self) -> None:
-        """Nothing to draw: the weight came packed."""
+        """Do nothing: the weight is quantized already."""
 
 
 class _QuantizedMatmul(torch.autograd.Function):

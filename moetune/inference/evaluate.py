@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.inference.opened import Opened
+from moetune.inference.opened import Opened, open_model
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss
@@ -52,7 +52,10 @@ class Evaluation:
 
 
 def evaluate(
-    opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
+    opened: Opened | Path | str,
+    data: str | None = None,
+    sequence_length: int | None = None,
+    format: str | None = None,
 ) -> Evaluation:
     """Evaluates on a data set, each record in a sequence of its own.
 
@@ -64,6 +67,7 @@ def evaluate(
     Raises:
         UserError: there are no data, or they cannot be used.
     """
+    opened = opened if isinstance(opened, Opened) else open_model(str(opened))
     rows, name = rows_of(opened, data, sequence_length, format)
     loss, tokens = mean_loss(opened.model, rows, pad_token_id(opened.tokenizer))
     if not loss < _MOST_LOSS:

@@ -1,1 +1,1 @@
-"""What a run takes: traced, by closed form, and reported."""
+"""The memory and time of a run, predicted: traced, by closed form, and reported."""

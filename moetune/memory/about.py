@@ -1,4 +1,4 @@
-"""What a run is, in words: what a report says that it predicted."""
+"""A run in words, for the head of a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # what imports this
 
 
 def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
-    """What is predicted, by name."""
+    """Describe a run: (name, words)."""
     config, train = run.config, run.config.train
     base = f"{config.model.base}{', double-quantized' * (config.model.base == 'nf4' and config.model.double_quant)}"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {train.accumulate} micro-batches a step"
@@ -37,7 +37,7 @@ def _dense_gradient(run: ResolvedRun) -> str:
 
 
 def dense_gradient_cost(run: ResolvedRun) -> float:
-    """How many times as many multiplications frozen experts take in a step under `train.dense_router_gradient`.
+    """Factor by which `train.dense_router_gradient` increases the multiplications of frozen experts in a step.
 
     For each token and expert, in matrices of [hidden, intermediate], with w = 2 of them in gate_up (1 without a gate):
     w + 1 in forward; in backward w again (not if rows are kept) and w + 1 for the gradient of what came in. Through all
@@ -54,7 +54,7 @@ def dense_gradient_cost(run: ResolvedRun) -> float:
 
 
 def trains(run: ResolvedRun) -> Iterator[str]:
-    """What trains, part by part."""
+    """Describe the trained parts."""
     adapt, selection = run.config.adapt, run.selection
     if selection.experts:
         count = sum(map(len, selection.experts.values()))

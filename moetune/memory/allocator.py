@@ -1,4 +1,4 @@
-"""What torch's CUDA caching allocator reserves for a sequence of storages: its rules, played without a GPU.
+"""Simulation of torch's CUDA caching allocator: memory reserved for a sequence of storages, without a GPU.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` at their defaults, on one
 stream. docs/concepts/allocator.md tells them in words and lists what is left out.
@@ -17,7 +17,7 @@ Event = tuple[int, int]
 """(id, bytes) when a storage is born; (id, -1) when it dies. A storage of 0 bytes takes nothing."""
 
 WORKSPACES = 2
-"""Of cuBLAS, inside the allocator: one for each thread that multiplies, forward's and backward's."""
+"""cuBLAS workspaces inside the allocator: one for each thread that multiplies, forward's and backward's."""
 
 SMALLEST_BLOCK = 512  # kMinBlockSize
 _LARGEST_SMALL = 1 << 20  # kSmallSize: requests up to here live in the small pool
@@ -31,7 +31,7 @@ _ADDRESSES = 1 << 60
 
 @dataclass(frozen=True)
 class Reserved:
-    """What the allocator did, in bytes.
+    """Result of a simulation, in bytes.
 
     Attributes:
         peak_allocated: the most that blocks in use took, as `torch.cuda.max_memory_allocated` counts.
@@ -49,7 +49,7 @@ class Reserved:
 
 
 def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None = None) -> Reserved:
-    """Plays births and deaths of storages through the allocator.
+    """Simulate births and deaths of storages.
 
     Args:
         events: births and deaths in order. An id may be born again once it has died.
@@ -133,7 +133,7 @@ class _Block:
         self.after: _Block | None = None
 
     def split(self, size: int) -> _Block:
-        """Keeps the first `size` bytes; returns the rest."""
+        """Cut the block to its first `size` bytes and return the rest."""
         rest = _Block(self.address + size, self.size - size, mapped=self.mapped)
         rest.before, rest.after = self, self.after
         if self.after is not None:
@@ -155,20 +155,20 @@ class _Pool(ABC):
         self._free: list[tuple[int, int, _Block]] = []
 
     def best_fit(self, size: int) -> _Block | None:
-        """Takes the smallest free block of at least `size` bytes out of the pool."""
+        """Take the smallest free block of at least `size` bytes out of the pool."""
         index = bisect_left(self._free, (size,))
         return self._free.pop(index)[2] if index < len(self._free) else None
 
     @abstractmethod
     def grow(self, size: int) -> _Block | None:
-        """Takes memory from the card for a block of at least `size` bytes; None if the card has too little left."""
+        """Take memory from the card for a block of at least `size` bytes; None if the card has too little left."""
 
     @abstractmethod
     def give_back(self) -> None:
-        """Returns to the card what no block in use keeps here."""
+        """Return to the card all memory without a block in use."""
 
     def cut(self, block: _Block, size: int) -> _Block:
-        """Puts `block` in use; what it has beyond `size` bytes becomes a free block, unless that is too little."""
+        """Put `block` in use; the rest beyond `size` bytes becomes a free block, unless it is too small."""
         block.in_use = True
         if block.size - size > self._split_above:
             self._add(block.split(size))
@@ -292,7 +292,7 @@ class _ExpandablePool(_Pool):
         raise AssertionError("addresses ran out")
 
     def _map(self, block: _Block, nbytes: int) -> bool:
-        """Puts pages behind at least the first `nbytes` of an unmapped block; False if the card lacks them."""
+        """Map pages behind at least the first `nbytes` of an unmapped block; False if the card lacks them."""
         pages = _round_up(nbytes, self._page)
         if not self._card.take(pages):
             return False

@@ -1,7 +1,7 @@
-"""What is alive on a device at the moment at which it has no more to give: where the run was, and whose memory it is.
+"""Storages alive when a device runs out of memory, and their owners.
 
-On a CPU a tracker with a limit tells; on CUDA the caching allocator, asked before its error is raised: on the way up,
-what was computed with is freed.
+On a CPU they are read from a tracker with a limit; on CUDA from the caching allocator, before its error is raised: the
+operands of the failed operation are freed while the error propagates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True)
 class Refused:
-    """What a device held when it could not give what was asked for.
+    """State of a device when it refused an allocation.
 
     Attributes:
         wanted: bytes that were asked for.
@@ -56,18 +56,18 @@ class Refused:
 
     @property
     def reached(self) -> int:
-        """What would have had to fit."""
+        """Bytes that would have had to fit."""
         return self.allocated + self.wanted
 
     @property
     def lacking(self) -> int:
-        """By how much it did not. Where free memory is in pieces too small, all that was asked for."""
+        """Bytes missing; all of the request where free memory is fragmented."""
         over = self.reached - self.available
         return over if over > 0 else self.wanted
 
 
 def refused_by_tracker(tracker: Tracker) -> Refused | None:
-    """What a tracker with a limit saw when it was reached; None if it was not."""
+    """State of a tracker when its limit was reached; None if it was not."""
     (at, wanted), limit, log = tracker.refused, tracker.limit, tracker.log
     if limit is None or not wanted:
         return None
@@ -81,7 +81,7 @@ def refused_by_tracker(tracker: Tracker) -> Refused | None:
 
 @cache
 def watch_cuda() -> dict[int, Refused]:
-    """From now on, by the number of a device, what its allocator held when it last refused something."""
+    """Record from now on the state of each device, by number, at its last refused allocation."""
     seen: dict[int, Refused] = {}
 
     def note(device: int, wanted: int, total: int, free: int) -> None:
@@ -105,7 +105,7 @@ def watch_cuda() -> dict[int, Refused]:
 
 
 def _tensors() -> Iterator[Tensor]:
-    """The tensors on CUDA that Python knows of. Those of other classes may not say where they are."""
+    """Plain tensors on CUDA that Python refers to."""
     return (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.is_cuda)
 
 
@@ -123,7 +123,7 @@ class Owned(NamedTuple):
 
 
 def owned(refused: Refused, adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> list[Owned]:
-    """All that was alive, by whose it is, the largest first. What is neither model nor optimizer is transient."""
+    """Group live storages by owner, the largest first. Those of neither model nor optimizer are transient."""
     left, found = dict(refused.storages), defaultdict[tuple[PartName, str], list[int]](list)
     for tensor, part, name in _named(adapted, optimizer):
         key = refused.key(tensor)

@@ -1,4 +1,4 @@
-"""The same steps for real, with random weights, on the machine at hand: what a prediction is compared with."""
+"""Measured steps with random weights, for comparison with a prediction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moetune.training.step.batch import Batch
 
 @dataclass(frozen=True)
 class Measured:
-    """What real steps took, in bytes.
+    """Memory of real steps, in bytes.
 
     Attributes:
         tokens_per_second: of all steps but the first, which loads kernels and makes the optimizer's states, where there
@@ -49,12 +49,12 @@ class Measured:
 
     @property
     def host_bytes(self) -> int | None:
-        """The most that was on the host by design; CUDA has no counter of it."""
+        """Peak of host memory used by design; None on CUDA, which has no counter of it."""
         return None if self.trace is None else self.trace.host_peak
 
 
 def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ranks = SINGLE_RANK) -> Measured:
-    """Takes real steps on `device` with random weights and random tokens.
+    """Take real steps on `device` with random weights and random tokens.
 
     Args:
         ranks: of a run of several, all of which measure.

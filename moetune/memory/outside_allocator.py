@@ -1,4 +1,4 @@
-"""What a rank's process takes of its card outside torch's allocator: the CUDA context, and NCCL's buffers."""
+"""Device memory of a process outside torch's allocator: the CUDA context, and NCCL's buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def communicators(parallel: ParallelConfig, channels: int) -> int:
 
 
 def _groups(parallel: ParallelConfig) -> dict[str, frozenset[int]]:
-    """The ranks that the first one talks to, by axis: those that differ from it along this axis alone."""
+    """Ranks that communicate with the first one, by axis: those that differ from it along this axis alone."""
     at = [Coordinates.of(parallel, rank) for rank in range(parallel.ranks)]
     dense: dict[str, Callable[[Coordinates], tuple[int, ...]]] = {
         "all": lambda c: (),

@@ -1,4 +1,4 @@
-"""Where the time of a real step goes, by part, beside what this device can do at most, measured in the same process."""
+"""Time of a real step by part, beside the device's measured limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moetune.adapt.build import build
 from moetune.errors import UserError, one_line
 from moetune.files import write_output
-from moetune.memory.time.counter import Counter, parts_of
+from moetune.memory.time.counter import Counter, work_parts
 from moetune.memory.time.work import Work, is_product, sums
 from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
@@ -33,7 +33,7 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 @dataclass(frozen=True)
 class PartTime:
-    """Of one part of a step: seconds of its products and attention, and of all else; what it did.
+    """One part of a step: seconds of its products and attention, and of all else; its work.
 
     `host` are the seconds that the host took for the same, on a GPU beside it.
     """
@@ -97,7 +97,7 @@ class Profile:
 
 
 class _Ranges(TorchDispatchMode):
-    """Names a range of the profile by the part of each operation, and counts its work."""
+    """Name a range of the profile by the part of each operation, and count its work."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Ranges(TorchDispatchMode):
 
 
 def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
-    """Takes two steps with random weights and profiles a third; writes its trace, which chrome://tracing opens.
+    """Take two steps with random weights and profile a third; write its trace for chrome://tracing.
 
     Raises:
         UserError: as `build`; the file cannot be written.
@@ -129,7 +129,7 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
     steps = Steps(adapted, batch)
     tracker = Tracker(steps.named)
     capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
-    counter = Counter(capability, tracker, parts_of(adapted, steps.named), tracker.log.done)
+    counter = Counter(capability, tracker, work_parts(adapted, steps.named), tracker.log.done)
     ranges = _Ranges(counter)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     wait: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if on_cuda else (lambda: None)

@@ -1,4 +1,4 @@
-"""Which ranks of a run hold as much as another, so that one prediction serves them all."""
+"""Ranks of a run grouped by memory, so that one prediction serves each group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Value = TypeVar("_Value")
 
 
 def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -> dict[int, _Value]:
-    """What `find` finds of each rank, by its number; ranks that hold as much as another share what it found."""
+    """Call `find` once for each kind of rank; return its results by rank."""
     found: dict[Hashable, _Value] = {}
     by_rank = {}
     for rank, kind in enumerate(kinds_of_ranks(run, by_expert=routing != BALANCED)):
@@ -25,8 +25,8 @@ def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -
 
 
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
-    """What a rank's memory depends on, in the order of ranks: how much trains of its experts, and where tensors do not
-    divide evenly, which part of them it has.
+    """Properties that a rank's memory depends on, in the order of ranks: numbers of trained experts, and where tensors
+    do not divide evenly, its shard.
 
     Args:
         by_expert: experts receive unlike numbers of tokens, so it matters which ones a rank holds.

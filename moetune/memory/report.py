@@ -1,4 +1,4 @@
-"""What a prediction says: integer bytes, per rank, with where they come from. Formatting is elsewhere."""
+"""Results of a prediction: integer bytes by rank, with their sources. Formatting is elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evalua
 
 Verdict = Literal["yes", "tight", "no"]
 TIGHT_PERCENT = 2
-"""Of what is required: the largest deviation of predictions seen, 0.5 %, and of what the allocator reserves, 1.5 %."""
+"""Margin: the largest deviation seen of a prediction, 0.5 %, plus that of reserved memory, 1.5 %."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is alive at one moment of the timeline. `label` is empty but where a phase begins."""
+    """Live bytes at one moment of the timeline. `label` is empty but where a phase begins."""
 
     label: str
     parts: Parts
@@ -147,7 +147,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Collective:
-    """What one kind of communication moves in one step, in bytes that leave each rank."""
+    """One kind of communication in a step, in bytes sent by each rank."""
 
     kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast", "point-to-point"]
     axis: str
@@ -158,7 +158,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class LoadPeaks:
-    """The most that reading the weights takes, on the host and on the GPU, before the first step."""
+    """Peaks of host and GPU memory while weights are loaded."""
 
     host: int
     gpu: int
@@ -177,7 +177,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The card that a prediction is compared with. `usable_bytes` is what all of a process may take."""
+    """The card of a prediction. `usable_bytes` is the limit of a whole process."""
 
     name: str
     usable_bytes: int
@@ -206,17 +206,17 @@ class MemoryReport:
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that needs most."""
+        """The rank with the largest process."""
         return max(self.ranks, key=lambda rank: rank.peak_process)
 
     @property
     def peak_process(self) -> int:
-        """The most that any rank's process takes, loading included."""
+        """Peak of any rank's process, loading included."""
         return max(self.fullest.peak_process, self.load.gpu + self.fullest.outside_allocator)
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the card has beyond `required`; negative by what is lacking; None without a card."""
+        """Usable bytes beyond `required`, negative if too few; None without a card."""
         return None if self.gpu is None else self.gpu.usable_bytes - self.required
 
     @property
@@ -226,20 +226,18 @@ class MemoryReport:
 
     @property
     def required(self) -> int:
-        """What the card must have: tensors at the peak, or while weights load, and what stands outside the allocator.
-        Memory that the allocator caches is not among it: on a full card it is given back."""
+        """Bytes that the card must have: tensors at the peak, or while weights load, and memory outside the allocator.
+        The allocator's cache is not included: on a full card it is released."""
         return max(max(rank.peak_allocated for rank in self.ranks), self.load.gpu) + self.fullest.outside_allocator
 
     @property
     def allowance(self) -> int:
-        """What may come on top: the method's own error, and what the allocator cannot give back because it lies between
-        tensors (docs/concepts/allocator.md)."""
+        """Margin for the method's own error and for fragmentation (docs/concepts/allocator.md)."""
         return self.required * TIGHT_PERCENT // 100
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether it fits: `tight` if less is left than `allowance`; None without a card. The same whatever the method,
-        because both count the same tensors."""
+        """Whether it fits: `tight` if less is left than `allowance`; None without a card. The same by both methods."""
         if self.gpu is None:
             return None
         if self.required > self.gpu.usable_bytes:
@@ -251,7 +249,7 @@ class MemoryReport:
         return None if self.verdict is None else self.verdict != "no"
 
     def figures(self) -> dict[str, Any]:
-        """What plans and comparisons print of it."""
+        """Figures for plans and comparisons."""
         return {
             "method": self.method,
             "verdict": self.verdict,

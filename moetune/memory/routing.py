@@ -1,4 +1,4 @@
-"""How many tokens each expert receives: the one thing about a step that a prediction has to assume.
+"""Tokens per expert: the one assumption of a prediction.
 
 Shapes: T tokens, K experts a token, E experts; a layer's experts receive T·K rows in all.
 """
@@ -42,7 +42,7 @@ class Routing:
         return _capped(tokens * top_k, tokens, shares)
 
     def count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        """What a bank is told in place of what the ids say (`ExpertHooks.count_rows`)."""
+        """Replacement of `ExpertHooks.count_rows`, by assumption instead of by ids."""
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 
@@ -52,7 +52,7 @@ _MOST_SKEW = 1_000_000
 
 @dataclass(frozen=True)
 class Replayed(Routing):
-    """What the experts of real steps received, call by call.
+    """Rows that the experts of real steps received, call by call.
 
     Attributes:
         steps: how many steps those are, with all their micro-steps.
@@ -63,7 +63,7 @@ class Replayed(Routing):
     calls: tuple[tuple[int, ...], ...] = ()
 
     def answers(self) -> CountRows:
-        """What answers in place of `ExpertHooks.count_rows`, from the first call on."""
+        """Replacement of `ExpertHooks.count_rows` that returns the recorded calls in order."""
         left = iter(self.calls)
         return lambda layer, ids, num_experts: list(next(left))
 

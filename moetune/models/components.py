@@ -1,7 +1,7 @@
-"""Which component a parameter belongs to, told from where it sits in the module tree.
+"""Component of each parameter, by its place in the module tree.
 
-Routers and experts are found structurally (moe.py) and handed in. Everything else goes by the role its
-modules announce: an `nn.Embedding`, a class that ends in `Norm`, a layer's `self_attn` or `mlp`.
+Routers and experts are found by structure (moe.py). All else goes by the role of the modules around it: an
+`nn.Embedding`, a class that ends in `Norm`, a layer's `self_attn` or `mlp`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ _MLP = re.compile(r"mlp|ffn|feed_?forward|^ff$|^fc\d$|^intermediate$|^output$|sp
 
 
 class Landmarks:
-    """The places in one model that the rules below refer to.
+    """Places in one model that tell a parameter's component.
 
     Args:
-        model: any transformers model, on any device.
-        marked: names of parameters whose component is already known (routers and experts).
+        marked: parameters whose component is known: routers and experts.
     """
 
     def __init__(self, model: PreTrainedModel, marked: Mapping[str, Component] | None = None) -> None:
@@ -48,23 +47,22 @@ class Landmarks:
         self.moe_layers = {self.layer_of(name) for name, part in self.marked.items() if part == "experts"}
 
     def layer_of(self, name: str) -> int | None:
-        """Number of the decoder layer that holds this parameter or module; None outside the main stack."""
+        """Return the decoder layer of a parameter or module; None outside the main stack."""
         for stack in self.main_stacks:
             if name.startswith(stack):
                 return int(name[len(stack) :].partition(".")[0])
         return None
 
     def is_chooser(self, name: str) -> bool:
-        """Whether it lies in an indexer, whose scores are compared only, to choose the keys that a query sees."""
+        """Return whether it lies in an indexer, whose scores only choose the keys of a query, by comparison."""
         return any(type(self.modules[path]).__name__.endswith("Indexer") for path in _ancestors(name))
 
     def component_of(self, name: str) -> Component:
-        """Component of a parameter, by its full name (`model.layers.0.self_attn.q_proj.weight`).
+        """Return the component of a parameter, by its full name (`model.layers.0.self_attn.q_proj.weight`).
 
-        Whatever mixes tokens counts as attention: softmax, linear and state-space attention, convolutions,
-        recurrent blocks. Norms inside attention (q and k norms) and inside the head count as norm. What takes
-        part in the feed-forward of every token of a layer and is no shared expert counts as dense MLP, the
-        projections into and out of a latent expert space included.
+        Whatever mixes tokens is attention: softmax, linear and state-space attention, convolutions, recurrent blocks.
+        Norms inside attention or the head are norm. Feed-forward weights that every token uses and that are no shared
+        expert are dense MLP, projections into and out of a latent expert space included.
         """
         if name in self.marked:
             return self.marked[name]
@@ -83,7 +81,7 @@ class Landmarks:
         return "lm_head" if "lm_head" in name else "other"
 
     def _inside_layer(self, name: str, paths: list[str]) -> Component:
-        """Any name on the way tells a shared expert; else the outermost name with a role decides."""
+        """A shared expert by any name on the path; else by the outermost name with a role."""
         if any(_SHARED.search(path.rpartition(".")[2]) for path in paths):
             return "shared_experts" if self.layer_of(name) in self.moe_layers else "dense_mlp"
         for path in paths:
@@ -99,13 +97,13 @@ class Landmarks:
 
 
 def _ancestors(name: str) -> list[str]:
-    """Paths of the modules around a parameter, outermost first, the root left out."""
+    """Return the paths of the modules around a parameter, outermost first, without the root."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _outer_stacks(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Prefixes (`model.layers.`) of the lists of layers that lie in no other list."""
+    """Return prefixes (`model.layers.`) of the lists of modules that lie in no other list."""
     stacks: list[str] = []
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(stack) for stack in stacks):
@@ -114,9 +112,9 @@ def _outer_stacks(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[list[str], int]:
-    """The decoder's stack, which is the largest, with lists of equal length beside it; and its length.
+    """Return the decoder's stack, the largest, with lists of equal length beside it; and its length.
 
-    Some models keep one list a role (`attentions`, `ffns`) instead of one list of layers.
+    Some models have a list per role (`attentions`, `ffns`) instead of one of layers.
     """
     sizes = {
         stack: sum(parameter.numel() for parameter in modules[stack[:-1]].parameters())
@@ -125,15 +123,6 @@ def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[l
     }
     if not sizes:
         return [], 0
-    largest = max(sizes, key=lambda stack: sizes[stack])
-    length = _length(modules[largest[:-1]])
-    beside = [stack for stack in sizes if _parent(stack) == _parent(largest) and _length(modules[stack[:-1]]) == length]
-    return beside, length
-
-
-def _length(module: nn.Module) -> int:
-    return sum(1 for _ in module.children())
-
-
-def _parent(stack: str) -> str:
-    return stack[:-1].rpartition(".")[0]
+    places = {stack: (stack[:-1].rpartition(".")[0], len([*modules[stack[:-1]].children()])) for stack in sizes}
+    largest = places[max(sizes, key=lambda stack: sizes[stack])]
+    return [stack for stack, place in places.items() if place == largest], largest[1]

@@ -1,15 +1,13 @@
-"""The mixture-of-experts layers of a model: experts, router, top_k.
+"""Layers with routed experts: experts, router, top_k.
 
-transformers marks the stacks of experts that it knows how to run with the decorator
-`use_experts_implementation`; the decorated module carries layout flags. Those flags are the only way experts
-are recognised here: field names in configs vary too much. Experts without the mark are refused, because
-neither their number nor their layout is known.
+transformers decorates stacks of experts with `use_experts_implementation`, which sets layout flags. Experts are
+recognized by these flags alone, because field names in configs vary; experts without them are refused, because neither
+their number nor their layout is known.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -31,14 +29,13 @@ _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "
 class ExpertShape:
     """Size and layout of one layer's experts.
 
-    With E experts, hidden size H and intermediate size I, transformers stores `gate_up_proj [E, 2I, H]`
-    (without a gate `up_proj [E, I, H]`) and `down_proj [E, H, I]`; the last two axes are swapped if
-    `is_transposed`.
+    With E experts, hidden size H and intermediate size I, transformers stores `gate_up_proj [E, 2I, H]` (without a gate
+    `up_proj [E, I, H]`) and `down_proj [E, H, I]`; `is_transposed` swaps the last two axes.
 
     Attributes:
-        has_gate: gate and up projection in one tensor, rather than an up projection alone.
+        has_gate: gate and up projection in one tensor, not an up projection alone.
         has_bias: every projection has a bias row per expert.
-        is_concatenated: gate rows, then up rows; otherwise they alternate (gate 0, up 0, gate 1, up 1, …).
+        is_concatenated: gate rows, then up rows; otherwise they alternate (gate 0, up 0, gate 1, …).
     """
 
     num_experts: int
@@ -51,7 +48,7 @@ class ExpertShape:
 
     @property
     def parameters_per_expert(self) -> int:
-        """Parameters of one expert: its projections and their biases."""
+        """Count the parameters of one expert: its projections and their biases."""
         widened = self.intermediate * (2 if self.has_gate else 1)
         weights = widened * self.hidden + self.hidden * self.intermediate
         return weights + (widened + self.hidden if self.has_bias else 0)
@@ -70,8 +67,7 @@ class MoeLayer:
     """One decoder layer with routed experts. `block`, `experts` and `router` are module paths.
 
     Attributes:
-        index: number of the decoder layer.
-        top_k: experts that one token is sent to; the most, where a router may also send it to none.
+        top_k: experts per token; the most, where a router may also choose none.
     """
 
     index: int
@@ -83,15 +79,15 @@ class MoeLayer:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers marks this module as a stack of routed experts."""
+    """Return whether transformers marks this module as a stack of routed experts."""
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
 def read_shape(experts: nn.Module, where: str) -> ExpertShape:
-    """Reads size and layout off a marked experts module; `where` is its path, for messages.
+    """Read size and layout of a marked module; raise `UserError` if its parameters are not as its flags say.
 
-    Raises:
-        UserError: its parameters are not the projections that its flags announce.
+    Args:
+        where: its path, for messages.
     """
     flags = {flag: bool(getattr(experts, flag)) for flag in _FLAGS if flag != "has_post_expert_norm"}
     down = getattr(experts, "down_proj", None)
@@ -110,15 +106,14 @@ def read_shape(experts: nn.Module, where: str) -> ExpertShape:
 
 
 def expert_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a marked module with one slice per expert (a norm that they share is a submodule)."""
+    """Return the parameters of a marked module with a slice per expert; a norm that they share is a submodule."""
     return dict(experts.named_parameters(recurse=False))
 
 
 def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | None:
-    """Path of the module, beside the experts, that scores them; None if there is none.
+    """Return the path of the module beside the experts that scores them, if there is one.
 
-    It goes by name (`gate`, `router`), then by class (`*Router`), then by shape: a linear with one output an
-    expert.
+    It is found by name (`gate`, `router`), by class (`*Router`), or by shape: a linear with an output per expert.
     """
     children = {
         name: child
@@ -138,7 +133,7 @@ def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | N
 
 
 def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> int | None:
-    """How many experts a token uses: off the router, its block or the config; None if nothing says."""
+    """Return the number of experts per token by the router, its block or the config; None if none of them has it."""
     config = model.config.get_text_config()
     for holder in (model.get_submodule(router), model.get_submodule(block), config):
         for name in _TOP_K_NAMES:
@@ -151,16 +146,16 @@ def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> i
 
 
 def unknown_experts(model: PreTrainedModel) -> str | None:
-    """Describes the first stack of experts that transformers has not marked, or returns None.
+    """Describe the first stack of experts that transformers has not marked, if there is one.
 
-    Told by a module named `experts`, a class named after them, or a 3-D parameter with one slice an expert.
+    It has a module named `experts`, a class named after them, or a 3-D parameter with a slice per expert.
     """
     known = [name for name, module in model.named_modules() if is_experts(module)]
     holders = {name.rpartition(".")[0] for name in known}
     counts = _expert_counts(model.config)
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        if last.startswith("shared") or name in holders or any(_inside(name, path) for path in known):
+        if last.startswith("shared") or name in holders or any(f"{name}.".startswith(f"{path}.") for path in known):
             continue
         named = last in ("expert", "experts") or _EXPERT_CLASS.search(type(module).__name__)
         if named and any(True for _ in module.parameters()):
@@ -171,26 +166,16 @@ def unknown_experts(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _inside(name: str, path: str) -> bool:
-    return name == path or name.startswith(path + ".")
-
-
 def _expert_counts(config: PretrainedConfig) -> set[int]:
-    """Every number above 1 that the config or its text config gives as a count of routed experts."""
-    values = (_field(part, name) for part in _configs(config) for name in _EXPERT_COUNT_NAMES)
+    """Return every number above 1 that the config or its text config has as a count of routed experts."""
+    holders = (config, config.get_text_config())
+    values = (_field(holder, name) for holder in holders for name in _EXPERT_COUNT_NAMES)
     return {value for value in values if isinstance(value, int) and value > 1}
 
 
 def _field(holder: object, name: str) -> object:
-    """An attribute, or None; also where transformers keeps it per layer and refuses to give one value."""
+    """Return an attribute, or None where it is missing or transformers has it per layer only."""
     try:
         return getattr(holder, name, None)
     except RuntimeError:
         return None
-
-
-def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    yield config
-    text = config.get_text_config()
-    if text is not config:
-        yield text

@@ -1,6 +1,6 @@
-"""What a router gives: its logits, and which function of them its weights are.
+"""Routers: where their logits are, and which function of them the weights of chosen experts are.
 
-Shapes: T tokens, K experts a token, E experts, H model dim.
+Shapes: T tokens, K experts per token, E experts, H model dim.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from moetune.models.moe import MoeLayer
 
-Score = Literal["softmax", "sigmoid"]
-"""Of a router's logits, over all experts or of each."""
+ScoreFunction = Literal["softmax", "sigmoid"]
+"""A function of a router's logits, over all experts or of each."""
 
 
 def logits_module(model: nn.Module, path: str, num_experts: int) -> nn.Module:
-    """What gives the logits of the router at a path away (`find_logits`): the linear layer inside the router, if it has
-    one with an output an expert, because Gemma 4's router itself gives probabilities; else the router."""
+    """Return the module whose output holds the router's logits: a linear layer inside it with an output per expert,
+    because Gemma 4's router returns probabilities; else the router."""
     router = model.get_submodule(path)
     inside = (module for module in router.modules() if module is not router and isinstance(module, nn.Linear))
     return next((linear for linear in inside if linear.out_features == num_experts), router)
 
 
 def find_logits(output: Any, num_experts: int) -> Tensor | None:
-    """The first float tensor of a router's output with a value for every expert."""
+    """Return the first float tensor of a router's output with a value for every expert."""
     candidates = output if isinstance(output, (tuple, list)) else (output,)
     for value in candidates:
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == num_experts:
@@ -35,30 +35,30 @@ def find_logits(output: Any, num_experts: int) -> Tensor | None:
     return None
 
 
-def scores(logits_TE: Tensor, score: Score) -> Tensor:
-    """In float32 at least."""
+def apply_score(logits_TE: Tensor, score: ScoreFunction) -> Tensor:
+    """Return scores [T, E], at least in float32."""
     wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return wide.softmax(-1) if score == "softmax" else wide.sigmoid()
 
 
-def known_scores(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, Score]:
-    """`score_of` each layer where it is known, by the layer's index; layers that are alike are asked once."""
-    asked: dict[Hashable, Score | None] = {}
-    found: dict[int, Score] = {}
+def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, ScoreFunction]:
+    """Return layer index -> `score_function`, where it is known; layers that are alike are tried once."""
+    by_kind: dict[Hashable, ScoreFunction | None] = {}
+    found: dict[int, ScoreFunction] = {}
     for layer in layers:
         kind = type(model.get_submodule(layer.block)), layer.shape, layer.top_k
-        if kind not in asked:
-            asked[kind] = score_of(model, layer)
-        if (score := asked[kind]) is not None:
+        if kind not in by_kind:
+            by_kind[kind] = score_function(model, layer)
+        if (score := by_kind[kind]) is not None:
             found[layer.index] = score
     return found
 
 
-def score_of(model: nn.Module, layer: MoeLayer) -> Score | None:
-    """The function of the logits that a chosen expert's weight is proportional to, whatever it is scaled with; None if
-    it is neither, or the router keeps its logits to itself.
+def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
+    """Return the function of the logits that chosen experts' weights are proportional to, if there is one and the
+    router returns its logits.
 
-    A copy of the block is asked, with weights that are drawn, and a recorder in the place of its experts.
+    It is measured: a copy of the block runs with random weights and a recorder in place of its experts.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     logits: list[Tensor | None] = []
@@ -91,7 +91,7 @@ def score_of(model: nn.Module, layer: MoeLayer) -> Score | None:
         return None
     (ids_TK, weights_TK), logits_TE = seen[0], logits[0].reshape(-1, layer.shape.num_experts)
     for score in ("softmax", "sigmoid"):
-        scale_TK = weights_TK / scores(logits_TE, score).gather(1, ids_TK)
+        scale_TK = weights_TK / apply_score(logits_TE, score).gather(1, ids_TK)
         if layer.top_k == 1:
             scale_TK = scale_TK.T  # one choice is in proportion to anything; it has to be over tokens
         if torch.allclose(scale_TK, scale_TK[:, :1].expand_as(scale_TK), rtol=1e-3):
@@ -100,8 +100,7 @@ def score_of(model: nn.Module, layer: MoeLayer) -> Score | None:
 
 
 def correction_bias(model: nn.Module, layer: MoeLayer) -> str | None:
-    """The name of the buffer that is added to the scores [E] of a layer before its experts are chosen; None if there is
-    none, or it is a parameter."""
+    """Return the name of the buffer [E] that is added to a layer's scores to choose experts, if there is one."""
     for name, buffer in model.get_submodule(layer.block).named_buffers():
         if name.rpartition(".")[2] == "e_score_correction_bias" and buffer.numel() == layer.shape.num_experts:
             return f"{layer.block}.{name}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moetune.config.fields import IdsByLayer, IdSet
-from moetune.config.schema import ExpertsConfig, LoraConfig, ResolvedAdapt, ResolvedLora
+from moetune.config.resolved import ResolvedAdapt, ResolvedLora
+from moetune.config.schema import ExpertsConfig, LoraConfig
 from moetune.errors import suggest
 from moetune.models.components import COMPONENTS, Component
 from moetune.models.structure import ModelStructure, ParameterInfo

@@ -1,4 +1,4 @@
-"""Where a model's decoder stack is, and its layers."""
+"""A model's decoder stack and its layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_stack(model: PreTrainedModel) -> nn.Module:
-    """The module whose first output is what the model's logits are computed of."""
+    """Return the module whose first output is the last hidden states."""
     stack = model.get_decoder()
     if isinstance(stack, PreTrainedModel) and stack is not model:
         return stack
@@ -20,12 +20,12 @@ def decoder_stack(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Path -> layer, in the order in which the model calls them."""
+    """Return path -> layer, in the order of calls."""
     return {path: module for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
 
 class _LastReturned:
-    """A forward hook of a layer that is run: notes, and does not keep, what it returns beside the hidden states."""
+    """A forward hook that keeps weak references to what a layer returns beside the hidden states."""
 
     def __init__(self) -> None:
         self.others: tuple[Any, ...] | None = None
@@ -36,8 +36,8 @@ class _LastReturned:
 
 
 class LeftOut(nn.Module):
-    """In place of a layer that is not run: returns its input, and beside it what the last layer returned that was.
-    Whatever else a model asks of the layer, the layer answers."""
+    """Stands in for a layer that does not run: returns its input, and what the last layer that ran returned beside.
+    Other attributes are the layer's."""
 
     def __init__(self, layer: nn.Module, last: _LastReturned) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class LeftOut(nn.Module):
 
 
 def leave_out(model: nn.Module, layers: Collection[int]) -> None:
-    """Lets a model pass these of its decoder layers by."""
+    """Make a model skip these of its decoder layers."""
     last = _LastReturned()
     for number, (path, layer) in enumerate(decoder_layers(model).items()):
         if number in layers:

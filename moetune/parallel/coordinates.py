@@ -1,4 +1,4 @@
-"""Where a rank stands: its coordinates on every axis of `parallel:`, by arithmetic alone."""
+"""Coordinates of a rank on the axes of `parallel:`."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class Coordinates:
 
 
 def data_ranks(parallel: ParallelConfig) -> int:
-    """How many ranks see different data."""
+    """Number of ranks that see different data."""
     return parallel.replicate * parallel.fsdp
 
 
 def expert_shards(parallel: ParallelConfig) -> int:
-    """Ranks that split the same experts between them: those of one replica."""
+    """Number of ranks that shard the same experts: those of one replica."""
     if parallel.ep == 1:
         return parallel.fsdp
     return parallel.fsdp * parallel.tp // gcd(parallel.fsdp * parallel.tp, parallel.ep)
 
 
 def expert_copies(parallel: ParallelConfig) -> int:
-    """How many groups of such ranks hold the same experts."""
+    """Number of groups of such ranks that hold the same experts."""
     if parallel.ep == 1:
         return parallel.replicate * parallel.tp
     return parallel.replicate * parallel.fsdp * parallel.tp // parallel.ep // expert_shards(parallel)

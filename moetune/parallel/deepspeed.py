@@ -1,8 +1,8 @@
-"""DeepSpeed's engine under a run's own steps: ZeRO-1, 2, 3 and ZeRO-Offload. What is not public of it is in
-`compat/deepspeed.py`; nothing else imports deepspeed.
+"""DeepSpeed's engine under a run's own steps: ZeRO-1, 2, 3 and ZeRO-Offload. Only this file and `compat/deepspeed.py`,
+which has its private interfaces, import deepspeed.
 
-DeepSpeed averages gradients over ranks; here a rank's loss is its share of the step's, so gradients are to be summed:
-the loss is multiplied by the number of ranks before it goes backward.
+DeepSpeed averages gradients over ranks. Here a rank's loss is its share of the step's, so gradients have to be summed:
+the loss is multiplied by the number of ranks before backward.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moetune.experts.bank import ExpertBank
 
 
 def is_installed() -> bool:
-    """Whether the package is there."""
+    """Whether the package is installed."""
     return find_spec("deepspeed") is not None
 
 
 def require_deepspeed() -> None:
-    """Raises `UserError` if the package is not installed."""
+    """Raise `UserError` if the package is not installed."""
     if not is_installed():
         raise UserError(
             "parallel.engine: deepspeed needs a package that is not installed: DS_BUILD_OPS=0 pip install "
@@ -37,7 +37,7 @@ def require_deepspeed() -> None:
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Inside, for a trace, this rank asks no other.
+    """Let this rank run without the others, for a trace.
 
     Raises:
         UserError: the package is not installed.
@@ -48,10 +48,10 @@ def without_others() -> Iterator[None]:
 
 
 class Engine:
-    """Trains what requires a gradient in a model, on as many ranks as torch.distributed knows.
+    """Train what requires a gradient in a model, on all ranks of torch.distributed.
 
     Args:
-        optimizer: torch's, over parameters of one dtype. DeepSpeed puts its own flat tensors in their place.
+        optimizer: of torch, over parameters of one dtype. DeepSpeed replaces them by its own flat tensors.
         settings: `deepspeed_json`.
     """
 
@@ -66,44 +66,44 @@ class Engine:
         self.ranks = torch.distributed.get_world_size()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Of one micro-batch; after the `last` of a step the ranks' gradients are reduced."""
+        """Run backward of one micro-batch; after the `last` of a step reduce the ranks' gradients."""
         self.engine.set_gradient_accumulation_boundary(last)
         patches.prepare_backward(self.engine)
-        # A loss that is not finite makes all gradients so, and DeepSpeed leaves those out.
+        # a loss that is not finite makes all gradients so, and DeepSpeed skips such a step
         self.engine.backward(loss * (self.ranks + 0 * loss.detach()), scale_wrt_gas=False)
 
     def norm(self) -> Tensor:
-        """Of all ranks' gradients, before clipping; infinite if one of them is not finite."""
+        """Norm of all ranks' gradients, before clipping; infinite if one of them is not finite."""
         return patches.norm_of_all(self.engine, self.stage)
 
     def step(self) -> None:
-        """Clips and updates."""
+        """Clip and update."""
         self.engine.step()
 
     def forget(self) -> None:
-        """The gradients of this step, one of which is not finite."""
+        """Drop the gradients of a step of which one is not finite."""
         self.engine.step()
         assert not self.engine.was_step_applied()
 
     def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
-        """Inside, the parameter is whole on every rank."""
+        """Hold a parameter whole on every rank."""
         from deepspeed.runtime.zero import GatheredParameters
 
         return GatheredParameters([parameter])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Whole, on every rank, between `backward` and `step`."""
+        """A parameter's whole gradient, between `backward` and `step`; called on every rank."""
         from deepspeed.utils import safe_get_full_grad
 
         return safe_get_full_grad(parameter)
 
     def weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter, and what this rank has of it."""
+        """Each parameter and this rank's part of it."""
         for parameter in self.engine.module.parameters():
             yield parameter, parameter.ds_tensor if self.stage == 3 else parameter
 
     def gradients(self) -> Iterator[Tensor]:
-        """What is kept of them from one micro-step to the next."""
+        """The gradients that are kept from one micro-step to the next."""
         zero = self.engine.optimizer
         if self.stage == 3:
             yield zero.grad_partitions_flat_buffer
@@ -119,8 +119,8 @@ class Engine:
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's states of a parameter and, of one of 16 bits, its float32 copy as `master`: whole, on every
-        rank."""
+        """The optimizer's whole states of a parameter, called on every rank; a 16-bit one has its float32 copy as
+        `master`."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         states = {"master": safe_get_full_fp32_param(parameter)} if parameter.itemsize < 4 else {}
@@ -129,12 +129,12 @@ class Engine:
         return states
 
     def link_states(self) -> None:
-        """Before `states` are asked for."""
+        """Prepare for `states`."""
         if self.stage < 3:
             patches.link_states(self.engine)
 
     def put(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
-        """Takes over what `states` gave."""
+        """Restore what `states` returned."""
         if not states:
             return
         for flat in self.masters:
@@ -153,7 +153,7 @@ class Engine:
 
         if self.stage < 3:
             put_weight, put_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
-        else:  # where ranks do not divide a tensor, DeepSpeed fills up its own parts of it, but not what it is given
+        else:  # DeepSpeed pads its parts of a tensor that ranks do not divide, but not a value that is set
             put_weight, put_state = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
             shard: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
             size, rank = shard.numel(), torch.distributed.get_rank()

@@ -1,4 +1,4 @@
-"""The ranks of a run, seen from one of them: which others there are, and what it has to ask of them."""
+"""One rank's view of the ranks of a run, and its collectives with them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Ranks:
     Attributes:
         parallel: the layout.
         rank: this rank's number.
-        placement: the experts that it holds.
-        dense: the ranks as (replicate, fsdp, tp); None where there is one only.
-        expert: the same ranks as (copy, shard, ep), by whose experts they hold.
-        data: the group of those that see different data and have the same part of every matrix.
+        placement: the experts that this rank holds.
+        dense: mesh (replicate, fsdp, tp); None for a single rank.
+        expert: mesh (copy, shard, ep) of the same ranks, by the experts that they hold.
+        data: group of the ranks that see different data and have the same part of every matrix.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -41,7 +41,7 @@ class Ranks:
 
     @classmethod
     def join(cls, parallel: ParallelConfig, device_type: str) -> Ranks:
-        """The view of this process, which is one of `parallel.ranks` that torch.distributed knows; one is alone."""
+        """Return the view of this process, one of `parallel.ranks` processes of torch.distributed."""
         if parallel.ranks == 1:
             return cls(parallel)
         world = dist.get_world_size()
@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all, to the user and to files."""
+        """Whether this rank writes and prints for all."""
         return self.rank == 0
 
     @property
@@ -81,7 +81,7 @@ class Ranks:
         return data_ranks(self.parallel)
 
     def copies(self, tensor: Tensor, *, of_expert: bool) -> int:
-        """How many ranks hold the same part of a parameter."""
+        """Number of ranks that hold the same part of a parameter."""
         parts = self.parallel.ep if of_expert else 1
         if isinstance(tensor, DTensor):
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
@@ -89,20 +89,20 @@ class Ranks:
         return self.parallel.ranks // parts
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         if not self.is_single:
             dist.all_reduce(tensor)
         return tensor
 
     def total_over_data(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks that see different data, in place."""
+        """Sum over the ranks that see different data, in place."""
         if self.data_size > 1:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
     def axis_of(self, sent: Message) -> str:
-        """The axis of `parallel:` along which a message goes."""
-        # Where axes are the same ranks torch has one group for them; only experts exchange all to all.
+        """Return the axis of `parallel:` along which a message goes."""
+        # axes of the same ranks share a group in torch; only experts communicate all to all
         if sent.kind == "all-to-all":
             return "ep"
         if self.parallel.engine == "deepspeed":  # groups of its own, all of the same ranks
@@ -111,7 +111,7 @@ class Ranks:
 
     @cached_property
     def _axes(self) -> dict[str, str]:
-        """By the names of torch's process groups."""
+        """Name of torch's process group -> axis."""
         if self.dense is None or dist.group.WORLD is None:
             return {}
         groups = {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
@@ -122,11 +122,10 @@ class Ranks:
         return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
     def reduce(self, gradients: Mapping[nn.Parameter, Tensor], experts: Collection[nn.Parameter]) -> None:
-        """Adds up, in place, the gradients of parameters that no engine reduces: those that are whole on this rank.
+        """Sum in place the gradients that no engine reduces: those of parameters that are whole on this rank.
 
         Args:
-            gradients: parameter -> its gradient here.
-            experts: a set of the parameters that belong to experts.
+            experts: the parameters of experts.
         """
         if self.is_single:
             return
@@ -140,12 +139,12 @@ class Ranks:
 
     @staticmethod
     def _is_reduced(parameter: DTensor) -> bool:
-        """Whether FSDP2 shards it, and so adds up its gradients; what is split for tensor parallelism alone is not."""
+        """Whether FSDP2 shards a parameter and reduces its gradients; tensor parallelism alone does not count."""
         names = parameter.device_mesh.mesh_dim_names or ()
         return "fsdp" in names or "shard" in names
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank has to say, in the order of their numbers."""
+        """Return the value of each rank, in order."""
         if self.is_single:
             return [value]
         said: list[Any] = [None] * self.parallel.ranks
@@ -153,7 +152,7 @@ class Ranks:
         return said
 
     def any(self, mine: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether it is true on any rank."""
         return any(self.gather(mine))
 
     def barrier(self) -> None:
@@ -162,11 +161,11 @@ class Ranks:
 
 
 SINGLE_RANK = Ranks()
-"""The one rank of a run that is not shared."""
+"""The rank of a run without others."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, without a copy."""
+    """Return this rank's part of a tensor, without a copy."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             return tensor.to_local()

@@ -57,7 +57,7 @@ def run_text(one: Candidate, file: Path) -> str:
     raw["output"] = f"runs/{file.stem}"
     report = one.report
     assert report.gpu is not None
-    given_up = f"\n# Given up: {'; '.join(one.gives_up)}." if one.gives_up else ""
+    given_up = f"\n# Given up: {'; '.join(one.strategy.gives_up)}." if one.strategy.gives_up else ""
     host = f", and {gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
     ordered = {key: raw[key] for key in _ORDER if key in raw}
     return (

@@ -18,10 +18,6 @@ from moetune.planning.search import Candidate, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 from moetune.run import validation
-from moetune.run.source_quantization import published
-
-SHORTEST = 1024
-"""Default tokens of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def plan(
     *,
     goals: Iterable[Goal] = GOALS,
     count: int = 1,
-    length: int = SHORTEST,
+    length: int = 1024,
     host: int | None = None,
     data: str | None = None,
     tokens: int | None = None,
@@ -120,69 +116,62 @@ def plan(
     """
     source = find_model_source(model)
     eager = {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
-    start = read_run_config(
-        {
-            "model": {"path": model, **eager},
-            "adapt": {},
-            "train": {"sequence_length": length},
-            "hardware": {"gpu": gpu},
-            **({} if data is None else {"data": {"train": data}}),
-        },
-        (),
-        "plan",
-    )
-    search = Search.of(start)
-    base = published(source).base
-    of_goal = {
-        goal: list(strategies(goal, search.structure, count, base)) for goal in goals if search.layers or goal == "lora"
+    raw: dict[str, Any] = {
+        "model": {"path": model, **eager},
+        "adapt": {},
+        "train": {"sequence_length": length},
+        "hardware": {"gpu": gpu},
     }
-    if not of_goal:
+    search = Search.of(read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan"))
+    base = source.quantization.base
+    of_goals = [
+        list(strategies(goal, search.structure, count, base)) for goal in goals if search.layers or goal == "lora"
+    ]
+    if not of_goals:
         raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
     candidates: list[Candidate] = []
-    refused: dict[tuple[Goal, str], list[str]] = {}  # by goal and reason
-    notes: list[str] = []
+    refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
+    late: list[str] = []
     with Workers(search, processes) as workers:
-        found = [one for goal in of_goal for one in _largest(workers, of_goal[goal], host, refused, say)]
+        found = [one for of_goal in of_goals for one in _largest(workers, of_goal, host, refused, say)]
         for one, sure in workers.answers("traced", _ranked(found), lambda one: say(f"tracing: {one.strategy.words}")):
             if isinstance(sure, UserError):
                 raise sure
             if sure is not None:
                 candidates.append(sure if tokens is None else _training_on(sure, tokens))
             else:
-                notes.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
-    notes = [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()] + notes
-    notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
+                late.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
+    notes = [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
+    notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
     miss = None
     if not candidates:
         say("nothing fits: looking for what is nearest")
-        miss = _nearest(search, [one for all_ in of_goal.values() for one in all_])
+        miss = _nearest(search, [one for of_goal in of_goals for one in of_goal])
     return Plan(model, gpu, search.usable, tuple(candidates), miss, tuple(notes), tokens)
 
 
 def _largest(
     workers: Workers,
-    all_: list[Strategy],
+    of_goal: list[Strategy],
     host: int | None,
     refused: dict[tuple[Goal, str], list[str]],
     say: Callable[[str], None],
 ) -> Iterator[Candidate]:
     """Yield the largest run of each strategy for a goal; of the slow strategies only where no other fits."""
-    has_found = False
+    has_found, search = False, workers.search
     for is_slow in (False, True):
-        some = [one for one in all_ if one.is_slow is is_slow and workers.search.may_fit(one)]
+        some = [one for one in of_goal if one.is_slow is is_slow and search.may_fit(one)]
         for strategy, one in workers.answers("largest", some, lambda one: say(f"{one.goal}: {one.words}")):
-            why = ""
-            if isinstance(one, UserError):
-                why = one_line(one)
-            elif one is not None and host is not None and one.report.fullest.host_bytes > host:
-                why = f"wants more than {host:,} bytes of host memory"
-            elif one is not None:
-                has_found = True
-                yield one
-                if workers.search.is_largest(one):  # all other strategies give up more, for nothing
-                    return
-            if why:
+            if one is None:
+                continue
+            why = one_line(one) if isinstance(one, UserError) else f"wants more than {host or 0:,} bytes of host memory"
+            if isinstance(one, UserError) or (host is not None and one.report.fullest.host_bytes > host):
                 refused.setdefault((strategy.goal, why), []).append(strategy.words)
+                continue
+            has_found = True
+            yield one
+            if search.is_largest(one):  # all other strategies give up more, for nothing
+                return
         if has_found:
             return
 
@@ -193,20 +182,20 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
     A candidate that trains no more than one that gives up less, and on no more rows at once, is left out.
     """
 
-    def is_beaten_by(one: Candidate, other: Candidate) -> bool:
-        return (
+    def place(one: Candidate) -> tuple[int, ...]:
+        strategy, rows = one.strategy, one.config.train.micro_batch
+        return GOALS.index(one.goal), strategy.on_host, -one.amount, strategy.order, -rows
+
+    def is_beaten(one: Candidate) -> bool:
+        return any(
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
             and other.amount >= one.amount
             and other.config.train.micro_batch >= one.config.train.micro_batch
+            for other in found
         )
 
-    def place(one: Candidate) -> tuple[int, ...]:
-        strategy = one.strategy
-        rows = one.config.train.micro_batch
-        return GOALS.index(one.goal), strategy.on_host, -one.amount, strategy.order, -rows
-
-    return [one for one in sorted(found, key=place) if not any(is_beaten_by(one, other) for other in found)]
+    return [one for one in sorted(found, key=place) if not is_beaten(one)]
 
 
 def _training_on(one: Candidate, tokens: int) -> Candidate:

@@ -1,15 +1,15 @@
 """The largest run of one strategy that fits: first the most that trains, then the most tokens at once.
 
-A kind of run is recorded in seconds and evaluated in milliseconds (closed_form/), so few kinds are evaluated:
-
-- Strategies that exceed the card by a lower bound, which is arithmetic, are not recorded.
-- One record serves every number of layers (closed_form/depth.py).
-- At a fixed number of experts a layer, memory grows linearly with the layers. It begins higher the more experts a
-  layer has, whose gradients are added up together: a line for some number bounds all larger numbers.
+A kind of run is recorded in seconds and evaluated in milliseconds (closed_form/), so few kinds are evaluated. One
+record serves every number of layers. At a fixed number of experts a layer, memory grows linearly with the layers; it
+begins higher the more experts a layer has, whose gradients are added up together. So the line for one number of experts
+bounds all larger numbers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -63,10 +63,6 @@ class Candidate:
         return self.strategy.goal
 
     @property
-    def gives_up(self) -> tuple[str, ...]:
-        return self.strategy.gives_up
-
-    @property
     def trains(self) -> str:
         return dict(self.report.about)["trains"]
 
@@ -81,7 +77,7 @@ class Candidate:
             "goal": self.goal,
             "run": self.config.model_dump(mode="json", exclude_unset=True),
             "trains": self.trains,
-            "gives_up": list(self.gives_up),
+            "gives_up": list(self.strategy.gives_up),
             **report.figures(),
             "fullest_phase": None if report.moment is None else report.moment.phase,
             "fits": report.fits,
@@ -224,7 +220,8 @@ class Search:
                 reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
-        most = sum(self.bound(strategy, number) <= self.usable for number in range(1, depth * self.experts + 1))
+        numbers = range(1, depth * self.experts + 1)
+        most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
         first = max(1, -(-most // depth))
         for each in (*range(first, self.experts + 1), *range(first - 1, 0, -1)):
             end = min(depth, min((room[fewer] for fewer in room if fewer <= each), default=most) // each)
@@ -264,36 +261,36 @@ class Search:
 
     def _highest_rank(self, strategy: Strategy) -> Candidate | None:
         configs = [self._of_rank(strategy, rank) for rank in RANKS]
-        last, reports = last_that_fits(
-            len(RANKS), lambda number: self.predictor.of(configs[number]), len(RANKS) - 1, margin=self.margin
-        )
-        if last < 0:
-            return None
-        found = Candidate(strategy, configs[last], reports[last], RANKS[last])
-        if last + 1 == len(RANKS):
-            return found
-        return replace(found, next_larger=NextLarger(f"rank {RANKS[last + 1]}", configs[last + 1], reports[last + 1]))
+        last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1)
+        return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
         """Give a run as many rows a micro-batch as fit, and fewer micro-batches a step."""
+        configs = [found.config]
+        for rows in ROWS[1:]:
+            accumulate = max(1, found.config.train.accumulate // rows)
+            configs.append(changed(found.config, {"train.micro_batch": rows, "train.accumulate": accumulate}))
+        # beside whole experts there is seldom room for many rows
+        start = 1 if found.goal == "experts" else len(ROWS) - 1
+        last, report, larger = self._along("micro-batch", ROWS, configs, start, {0: found.report})
+        assert report is not None
+        return replace(found, config=configs[last], report=report, next_larger=found.next_larger or larger)
 
-        def config(number: int) -> RunConfig:
-            if number == 0:
-                return found.config
-            accumulate = max(1, found.config.train.accumulate // ROWS[number])
-            return changed(found.config, {"train.micro_batch": ROWS[number], "train.accumulate": accumulate})
-
+    def _along(
+        self,
+        what: str,
+        sizes: Sequence[int],
+        configs: Sequence[RunConfig],
+        start: int,
+        known: dict[int, MemoryReport] | None = None,
+    ) -> tuple[int, MemoryReport | None, NextLarger | None]:
+        """Return the index of the last run that fits, its report, and the next larger run."""
         last, reports = last_that_fits(
-            len(ROWS),
-            lambda number: self.predictor.of(config(number)),
-            1 if found.goal == "experts" else len(ROWS) - 1,  # beside whole experts there is seldom room for many rows
-            margin=self.margin,
-            known={0: found.report},
+            len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known
         )
-        larger = found.next_larger
-        if larger is None and last + 1 < len(ROWS):
-            larger = NextLarger(f"micro-batch {ROWS[last + 1]}", config(last + 1), reports[last + 1])
-        return replace(found, config=config(last), report=reports[last], next_larger=larger)
+        if last + 1 == len(sizes):
+            return last, reports[last], None
+        return last, reports.get(last), NextLarger(f"{what} {sizes[last + 1]}", configs[last + 1], reports[last + 1])
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:

@@ -42,49 +42,44 @@ class Strategy:
 
 
 _MICRO_STEPS = 8
-_STATES_8BIT = "states in 8 bits, weights rounded stochastically"
-_Choices = tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
+_Choices = list[tuple[dict[str, Any], tuple[str, ...]]]
 """Settings, and what they give up."""
+
+
+def _updates(name: str, master_weights: str | None = None) -> dict[str, Any]:
+    return {"optimizer.name": name} | ({"optimizer.master_weights": master_weights} if master_weights else {})
+
+
+_STATES = "states in 8 bits"
 _OPTIMIZERS: dict[Goal, _Choices] = {
-    "experts": (
-        ({"optimizer.name": "adamw", "optimizer.master_weights": "fp32"}, ()),
-        ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "stochastic"}, (_STATES_8BIT,)),
-        (
-            {"optimizer.name": "lomo", "optimizer.master_weights": "stochastic", "train.accumulate": 1},
-            ("no moments (LOMO is SGD), no accumulation",),
-        ),
-        (
-            {"optimizer.name": "adamw", "optimizer.offload": True},
-            ("speed: gradients leave and weights return every step",),
-        ),
-    ),
-    "lora": (({"optimizer.name": "adamw"}, ()), ({"optimizer.name": "adamw8bit"}, ("states in 8 bits",))),
-    "router": (({"optimizer.name": "adamw"}, ()),),
+    "experts": [
+        (_updates("adamw", "fp32"), ()),
+        (_updates("adamw8bit", "stochastic"), (f"{_STATES}, weights rounded stochastically",)),
+        (_updates("lomo", "stochastic") | {"train.accumulate": 1}, ("no moments (LOMO is SGD), no accumulation",)),
+        (_updates("adamw") | {"optimizer.offload": True}, ("speed: gradients leave and weights return every step",)),
+    ],
+    "lora": [(_updates("adamw"), ()), (_updates("adamw8bit"), (_STATES,))],
+    "router": [(_updates("adamw"), ())],
 }
-_OVER_RANKS: _Choices = (
-    ({"optimizer.name": "adamw", "optimizer.master_weights": "fp32"}, ()),
-    ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "fp32"}, ("states in 8 bits",)),
-    (
-        {"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"},
-        ("states in 8 bits", "updates so small that 16-bit weights round them away"),
-    ),
-)
-"""Optimizers of experts on several cards, which update a shard of a weight (`run.validation.unsharable_optimizers`)."""
-_BASES: _Choices = (
+_OVER_RANKS: _Choices = [
+    (_updates("adamw", "fp32"), ()),
+    (_updates("adamw8bit", "fp32"), (_STATES,)),
+    (_updates("adamw8bit", "none"), (_STATES, "updates so small that 16-bit weights round them away")),
+]
+"""Optimizers of experts on several cards: which update a shard of a weight (`run.validation.unsharable_optimizers`)."""
+_HOST, _SLOWER = {"model.experts_on": "host"}, "speed: experts come from the host"
+_BASES: _Choices = [
     ({"model.base": "bf16"}, ()),
     ({"model.base": "int8"}, ("the base in 8 bits",)),
     ({"model.base": "nf4"}, ("the base in 4 bits",)),
-    ({"model.base": "nf4", "model.experts_on": "host"}, ("the base in 4 bits", "speed: experts come from the host")),
-)
-_AS_PUBLISHED: _Choices = (
-    ({"model.base": "mxfp4"}, ()),
-    ({"model.base": "mxfp4", "model.experts_on": "host"}, ("speed: experts come from the host",)),
-)
+    ({"model.base": "nf4", **_HOST}, ("the base in 4 bits", _SLOWER)),
+]
+_AS_PUBLISHED: _Choices = [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))]
 """Storages of a model that is published in MXFP4: more bits would hold the same weights."""
-_CHECKPOINTING: _Choices = (
+_CHECKPOINTING: _Choices = [
     ({"train.checkpointing": "full"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
-)
+]
 
 
 def strategies(

@@ -52,8 +52,7 @@ class Workers:
     ) -> Iterator[tuple[_Input, Candidate | UserError | None]]:
         """Yield each input with what the method of `Search` returns for it, in order.
 
-        The other processes start when the first input is done, after which the caller may need no more, and with the
-        last one.
+        The other processes begin with the last input, and when the first is done: the caller may then need no more.
 
         Args:
             say: called with each input that this process takes.
@@ -68,19 +67,12 @@ class Workers:
                 there = futures.get(number)
                 if there is None or there.cancel() or isinstance(there.exception(), BrokenProcessPool):
                     say(one)
-                    yield one, _call(self.search, method, one)
+                    yield one, _answer(self._start, method, one, self.search)
                 else:
                     yield one, there.result()
         finally:
             for future in futures.values():
                 future.cancel()
-
-
-def _call(search: Search, method: str, one: Strategy | Candidate) -> Candidate | UserError | None:
-    try:
-        return getattr(search, method)(one)
-    except UserError as error:  # not every model has every strategy
-        return error
 
 
 def _begin() -> None:
@@ -106,5 +98,10 @@ def _search(start: str) -> Search:
     return Search.of(RunConfig.model_validate_json(start))
 
 
-def _answer(start: str, method: str, one: Strategy | Candidate) -> Candidate | UserError | None:
-    return _call(_search(start), method, one)
+def _answer(
+    start: str, method: str, one: Strategy | Candidate, search: Search | None = None
+) -> Candidate | UserError | None:
+    try:
+        return getattr(search or _search(start), method)(one)
+    except UserError as error:  # not every model has every strategy
+        return error

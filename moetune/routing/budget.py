@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from moetune.config.load import load_run_config
 from moetune.config.schema import ChoiceConfig, ExpertsConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
@@ -13,7 +15,7 @@ from moetune.planning.solve import last_that_fits
 from moetune.report.units import gib
 
 
-def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
+def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
     """The run file with `k` in the place of a `budget` of memory; without one, as it is.
 
     As in planning/solve.py: found by closed form, judged by traces. What is evaluated has the first k experts of each
@@ -26,6 +28,7 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     Raises:
         UserError: not one expert a layer fits; or as `resolve` and `predict`.
     """
+    config = run if isinstance(run, RunConfig) else load_run_config(run)
     keys = [key for key in ("experts", "lora") if isinstance(_budget(_choice(config, key)), str)]
     if not keys:
         return config

@@ -32,7 +32,8 @@ from moetune.routing.score import held_out_source, on_one_rank, packs, read_sour
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.training.isolation import refuse_leaky_packing
-from moetune.training.run_folder import DRIFT_FILE, RunFolder
+from moetune.training.run_folder import DRIFT_FILE
+from moetune.training.run_writer import RunWriter
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def write_drift(found: Drift, run: Path) -> None:
         UserError: it cannot be written.
     """
     file = run / DRIFT_FILE
-    RunFolder(run).own(DRIFT_FILE)
+    RunWriter(run).own(DRIFT_FILE)
     try:
         write_whole(file, json.dumps(found.to_json()) + "\n")
     except OSError as error:

@@ -32,6 +32,7 @@ from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import build_noting
+from moetune.config.load import load_run_config
 from moetune.config.schema import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import write_whole
@@ -40,7 +41,8 @@ from moetune.report.console import terminal
 from moetune.report.progress import reading
 from moetune.routing.recorder import Recorder, Sums, documents_of
 from moetune.run import validation
-from moetune.run.resolve import ResolvedRun, raise_problems
+from moetune.run.dtypes import kind_of
+from moetune.run.resolve import AnyRun, ResolvedRun, raise_problems, resolve
 from moetune.run.scores import Scored, Scores, read_scores
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
 from moetune.training.isolation import refuse_leaky_packing
@@ -87,7 +89,7 @@ def on_one_rank(config: RunConfig) -> RunConfig:
 
 
 def score(
-    run: ResolvedRun,
+    run: AnyRun,
     data: Sequence[str],
     tokens: int = TOKENS,
     out: Path | None = None,
@@ -102,7 +104,7 @@ def score(
     """Scores a base on data.
 
     Args:
-        run: of `to_score`, resolved.
+        run: if it is resolved, that of `to_score`.
         data: files or names as under `data.train`; each is one source.
         tokens: of each source, padding left out; whole rows are read until there are as many, in an order that
             `train.seed` draws.
@@ -115,6 +117,9 @@ def score(
             `adapt.start_from` cannot be read, or documents would see each other; the output exists.
     """
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
+    if not isinstance(run, ResolvedRun):
+        config = run if isinstance(run, RunConfig) else load_run_config(run)
+        run = resolve(to_score(config), kind_of(device))
     device = run.device(device)
     config = run.config
     raise_problems(validation.untrainable_settings(config))

@@ -10,15 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moetune.config.fields import IdsByLayer
-from moetune.config.schema import (
-    AdaptConfig,
-    ChoiceConfig,
-    ExpertsConfig,
-    LoraConfig,
-    ResolvedAdapt,
-    ResolvedLora,
-    resolved,
-)
+from moetune.config.resolved import ResolvedAdapt, ResolvedLora, resolved
+from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
 from moetune.errors import UserError
 from moetune.models.moe import MoeLayer
 from moetune.models.structure import ModelStructure

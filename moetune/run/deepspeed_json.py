@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration of a run: made from the run file, under what the user's own JSON file adds.
+"""DeepSpeed's configuration of a run: from the run file, and what the user's own JSON file adds.
 
 Nothing here imports torch or deepspeed, so that a run file is refused before anything is loaded.
 """
@@ -14,9 +14,9 @@ from moetune.errors import UserError
 from moetune.files import expanded
 
 _BUCKET = 2**26
-"""Gradients that are sent at a time. DeepSpeed allocates as many numbers in advance, and by itself 5·10⁸ of them: 2 GB
+"""Gradients that are sent at a time. DeepSpeed allocates as many numbers in advance, and by default 5·10⁸ of them: 2 GB
 in float32, which is much beside a few adapters."""
-_OTHERWISE = {
+_ELSEWHERE = {
     "optimizer": "optimizer: of the run file says it",
     "scheduler": "train.schedule and train.warmup say it",
     "fp16": "DeepSpeed's loss scaling is not used; use model.dtype: bf16 or fp32",
@@ -42,46 +42,43 @@ _OTHERWISE = {
     "zero_optimization.zero_quantized_gradients": "it rounds gradients",
     "zero_optimization.compute_grad_norm": "the norm is logged, and says whether gradients are finite",
 }
-"""What a user's file may not have, and why."""
+"""Keys that a user's file may not have, and why."""
 
 
 def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given.
+    """Return the configuration for `deepspeed.initialize`.
 
     Args:
         config: with `model.dtype` resolved.
-        trained: how many parameters train, if that is known by now.
+        trained: number of parameters that train, if it is known.
 
     Raises:
-        UserError: DeepSpeed cannot do what the run file asks for, or the file of `parallel.deepspeed` cannot be read or
-            says something else than the run file.
+        UserError: DeepSpeed cannot do what the run file asks for; or the file of `parallel.deepspeed` cannot be read,
+            or contradicts the run file.
     """
-    _refuse(config)
+    if problems := _problems(config):
+        raise UserError("\n".join(f"parallel.engine: deepspeed and {problem}" for problem in problems))
     decided, file = _decided(config), config.parallel.deepspeed
     bucket = {"zero_optimization": {"reduce_bucket_size": reduce_bucket(config.parallel, trained)}}
     if file is None:
         return _merge(bucket, decided)
     given = _read(file)
     problems = _conflicts(given, decided)
-    problems += [f"{key}: leave it out; {why}" for key, why in _OTHERWISE.items() if _has(given, key)]
+    problems += [f"{key}: leave it out; {why}" for key, why in _ELSEWHERE.items() if _has(given, key)]
     if problems:
         raise UserError("\n".join(f"parallel.deepspeed: {file!r} has {problem}" for problem in problems))
     return _merge(bucket, _merge(given, decided))
 
 
 def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
-    """How many gradients are sent at a time.
-
-    Raises:
-        UserError: the file of `parallel.deepspeed` cannot be read.
-    """
+    """Return the number of gradients that are sent at a time; raise `UserError` as `read_json`."""
     of_zero = {} if parallel.deepspeed is None else _read(parallel.deepspeed).get("zero_optimization", {})
     said = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
     return min(trained or _BUCKET, _BUCKET) if said == "auto" else int(said)
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:
-    """What follows from the run file. What DeepSpeed would choose itself is written too: it clips at 1 if not told."""
+    """Return what follows from the run file, DeepSpeed's own defaults included: it would clip gradients at 1."""
     train, parallel = config.train, config.parallel
     device = "cpu" if parallel.offload == "optimizer" else "none"
     return {
@@ -97,11 +94,11 @@ def _decided(config: RunConfig) -> dict[str, Any]:
 
 
 def trains_in_bf16(config: RunConfig) -> bool:
-    """Whether what trains is bfloat16; low-rank factors are always float32."""
+    """Return whether trained weights are bfloat16; low-rank factors are always float32."""
     return config.model.dtype == "bf16" and config.adapt.lora is None
 
 
-def _refuse(config: RunConfig) -> None:
+def _problems(config: RunConfig) -> list[str]:
     parallel, model, adapt = config.parallel, config.model, config.adapt
     problems = [
         f"parallel.{axis} {size}: DeepSpeed shares over parallel.fsdp alone; set {axis}: 1, or use engine: fsdp2"
@@ -131,17 +128,10 @@ def _refuse(config: RunConfig) -> None:
         )
     if adapt.lora is not None and adapt.lora.lr_ratio != 1:
         problems.append("adapt.lora.lr_ratio: DeepSpeed has one optimizer for all; set it to 1, or use engine: fsdp2")
-    problems += _of_optimizers(config)
-    if problems:
-        raise UserError("\n".join(f"parallel.engine: deepspeed and {problem}" for problem in problems))
-
-
-def _of_optimizers(config: RunConfig) -> list[str]:
     optimizers = dict.fromkeys(config.optimizers.values())
     if len(optimizers) > 1:
-        return ["optimizer: by part: DeepSpeed has one optimizer for all; give one, or use engine: fsdp2"]
+        return [*problems, "optimizer: by part: DeepSpeed has one optimizer for all; give one, or use engine: fsdp2"]
     (optimizer,) = optimizers
-    problems = []
     if optimizer.name not in ("adamw", "sgd"):
         problems.append(f"optimizer.name {optimizer.name}: its states cannot be cut; use adamw or sgd")
     if optimizer.fused_backward:
@@ -182,7 +172,7 @@ def _has(tree: Any, key: str) -> bool:
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Both, section by section; `over` where they differ."""
+    """Merge section by section; `over` wins."""
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

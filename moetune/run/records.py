@@ -1,7 +1,4 @@
-"""What a run leaves for others to read: `metrics.jsonl`, `memory.json`, `drift.json`.
-
-A line of metrics has more keys than are read here; they stay as they are.
-"""
+"""Files of a run folder that are read back: `metrics.jsonl`, `memory.json`, `drift.json`."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ def _check_load(load: list[float]) -> list[float]:
     return load
 
 
-Load = dict[Amount, Annotated[list[float], Field(min_length=1), AfterValidator(_check_load)]]
-"""By layer, the tokens that each expert received."""
+ExpertLoad = dict[Amount, Annotated[list[float], Field(min_length=1), AfterValidator(_check_load)]]
+"""Layer index -> tokens that each expert received."""
 _Loss = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
 
 class MetricsLine(TypedDict, total=False):
-    """One line of `metrics.jsonl`: of a logged step, or of an evaluation, which has `eval_loss`."""
+    """One line of `metrics.jsonl`, of a logged step or of an evaluation; further keys are kept."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -60,7 +57,7 @@ class MemoryFile(TypedDict):
     steps: Amount
     predicted: _Predicted
     measured: _Measured
-    expert_load: Load
+    expert_load: ExpertLoad
 
 
 class _LayerDrift(TypedDict):
@@ -72,7 +69,7 @@ class _LayerDrift(TypedDict):
 
 
 class DriftFile(TypedDict):
-    """`drift.json`, as far as a page shows it."""
+    """`drift.json`, as far as it is shown on a page."""
 
     step: Amount
     tokens: Amount
@@ -80,15 +77,15 @@ class DriftFile(TypedDict):
 
 
 class _OfLoad(TypedDict):
-    expert_load: Annotated[Load, Field(min_length=1)]
+    expert_load: Annotated[ExpertLoad, Field(min_length=1)]
 
 
 def read_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
-    """By layer, the tokens that each expert received: `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, as
-    `train` leaves it in `memory.json`.
+    """Return layer index -> tokens that each expert received, of `{"expert_load": {"<layer>": [tokens, ...]}}`, which
+    `memory.json` holds.
 
     Raises:
-        UserError: the file, which `what` names in the message, does not hold that.
+        UserError: the file, named by the key or option `what`, does not hold that.
     """
     remedy = "it holds {'expert_load': {layer: [tokens of each expert]}}"
     found = read_json(file, _OfLoad, f"{what} {str(file)!r}", remedy)
@@ -96,14 +93,14 @@ def read_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
 
 
 def read_metrics(file: Path) -> list[MetricsLine]:
-    """Reads `metrics.jsonl`; raises `UserError` as `parse_metrics`, and if it cannot be read."""
+    """Read `metrics.jsonl`; raise `UserError` as `parse_metrics`, or if it cannot be read."""
     with reading(repr(str(file))):
         text = file.read_bytes()
     return parse_metrics(text, file)
 
 
 def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
-    """The lines of `metrics.jsonl`, but a last one that a kill cut short.
+    """Return the lines of `metrics.jsonl`, without a last one that a kill cut short.
 
     Raises:
         UserError: another line is not what a run writes.

@@ -1,6 +1,6 @@
-"""What a data set does to a model's routers, as `moetune score` recorded it: the file `scores.json`.
+"""`scores.json`: statistics of a model's routing on data sets, as `moetune score` records them.
 
-Shapes, of one layer: E experts, K of them a token, T tokens.
+Shapes, of one layer: E experts, K of them per token, T tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from moetune.files import expanded
 from moetune.models.structure import ModelStructure
 
 SCHEMA: Literal[1] = 1
-Scope = str
-SCOPES: tuple[Scope, ...] = ("loss", "all")
-"""Tokens that carry loss: whose next token is one that trains. And all, padding left out."""
+SCOPES = ("loss", "all")
+"""Tokens that carry loss, whose next token trains; and all, without padding."""
 
 
 class Statistics(BaseModel):
-    """Of one layer over the tokens of one scope; lists have a value for each of E experts.
+    """Statistics of one layer over the tokens of one scope; lists have a value per expert.
 
     Attributes:
         count: T.
         tokens: tokens that were routed to the expert.
-        share: its part of the layer's routed tokens, which sum to 1, and `interval`, 95 % of it, by bootstrap over
-            documents.
-        weight_sum, weight_mean: of its gate weights, as the experts are given them; the mean over its tokens.
-        probability: mean over all T of the router's softmax; null where the router keeps its logits to itself.
-        entropy: mean over all T of that softmax's entropy, in nats.
+        share: its part of the layer's routed tokens; shares sum to 1.
+        interval: 95 % interval of the share, by bootstrap over documents.
+        weight_sum, weight_mean: sum and mean of its gate weights over its tokens.
+        probability: mean of the router's softmax over all T; null where the router does not return its logits.
+        entropy: mean entropy of that softmax, in nats.
         reap: mean over its tokens of gate weight × ‖expert output‖₂ (REAP, arXiv 2510.13999).
-        pairs: row e has how often e was chosen together with e + 1, e + 2, …
+        pairs: row e has the number of tokens with both e and e + 1, e + 2, …
         unused: experts without a token.
     """
 
@@ -55,7 +54,7 @@ class Statistics(BaseModel):
 
 
 class LayerScores(BaseModel):
-    """Of one layer, in both scopes."""
+    """Statistics of one layer, in both scopes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,9 +76,9 @@ class Scored(BaseModel):
     """One data set that was scored.
 
     Attributes:
-        digest: SHA-256 of the ids, labels and positions of the rows that were scored.
-        tokens, loss_tokens: padding left out; those that carry loss.
-        layers: its own statistics, where there are several data sets.
+        digest: SHA-256 of the ids, labels and positions of its rows.
+        tokens, loss_tokens: without padding; those that carry loss.
+        layers: its own statistics, if there are several data sets.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,8 +96,8 @@ class Scores(BaseModel):
 
     Attributes:
         base: digest of the checkpoint's files; null for random weights.
-        run: what of the run file decides about the result: the model, and how rows are made of data.
-        expert_load: of all tokens, by layer: what `predict --routing` and `parallel.load` read.
+        run: the settings of the run file that the result depends on: the model, and how rows are made of data.
+        expert_load: layer index -> tokens per expert, for `predict --routing` and `parallel.load`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,24 +113,17 @@ class Scores(BaseModel):
     layers: dict[int, LayerScores]
 
     def to_text(self) -> str:
-        """JSON, a line for each list."""
+        """Return JSON with a line for each list."""
         return _lines(self.model_dump(mode="json", by_alias=True)) + "\n"
 
 
 def read_scores(file: str | Path, where: str) -> Scores:
-    """Reads what `moetune score` wrote.
-
-    Args:
-        where: what names the file, for messages.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else.
-    """
+    """Read scores; raise `UserError`, with the key or option `where`, if the file holds something else."""
     return read_json(expanded(file), Scores, f"{where}: {str(file)!r}", "give what moetune score writes")
 
 
 def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:
-    """Raises `UserError` unless the scores are of a model with these layers and experts."""
+    """Raise `UserError` unless the scores are of a model with these layers and experts."""
     found = {index: layer.num_experts for index, layer in scores.layers.items()}
     expected = {layer.index: layer.shape.num_experts for layer in structure.moe_layers}
     for index in sorted(found.keys() | expected.keys()):
@@ -143,8 +135,7 @@ def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) ->
 
 
 def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) -> None:
-    """Raise `UserError` unless the scores are of the checkpoint whose files have the digest `base`; None is for random
-    weights."""
+    """Raise `UserError` unless the scores are of the checkpoint with the digest `base`, None for random weights."""
     if scores.base != base:
         there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))
         raise UserError(
@@ -154,7 +145,7 @@ def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) 
 
 
 def _lines(value: Any, indent: str = "") -> str:
-    """JSON with objects spread over lines and lists on one each."""
+    """Return JSON with objects over several lines and lists on one."""
     if not isinstance(value, Mapping) or not value:
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             return "[" + ", ".join(_lines(item, indent) for item in value) + "]"

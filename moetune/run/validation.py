@@ -12,14 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from moetune.config.schema import ModelConfig, OptimizerConfig, ResolvedModelConfig, RunConfig
+from moetune.config.resolved import ResolvedModelConfig
+from moetune.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
+from moetune.models.source_quantization import SourceQuantization
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
 from moetune.run.linears import read_directly
 from moetune.run.resolved import ResolvedRun, raise_problems
-from moetune.run.source_quantization import SourceQuantization
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
@@ -28,9 +29,7 @@ _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_fl
 def problems_of(run: ResolvedRun) -> Iterator[str]:
     """Yield what the model, the optimizers or the ranks of a run cannot do."""
     yield from unsupported_experts(run.model.plain, run.structure)
-    yield from _lora_problems(run)
-    yield from _losses_without_routers(run)
-    yield from _unsupported_checkpointing(run)
+    yield from _model_problems(run)
     yield from _float16_problems(run)
     yield from unsharable_optimizers(run.config)
     yield from indivisible_sizes(run)
@@ -91,9 +90,10 @@ def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> It
             return
 
 
-def _lora_problems(run: ResolvedRun) -> Iterator[str]:
-    selection = run.selection
-    inert = [path for path in selection.lora_linears if read_directly(run.model.plain, path)]
+def _model_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield LoRA, router losses and checkpointing that the model cannot have."""
+    selection, train, plain = run.selection, run.config.train, run.model.plain
+    inert = [path for path in selection.lora_linears if read_directly(plain, path)]
     if inert:
         yield (
             f"adapt.lora: the model reads the weight of {', '.join(inert)} without calling the layer, so LoRA there "
@@ -104,14 +104,15 @@ def _lora_problems(run: ResolvedRun) -> Iterator[str]:
             "adapt.lora.dropout: PEFT has none for the factors of experts; set it to 0, or leave experts out of "
             "adapt.lora.targets"
         )
-
-
-def _losses_without_routers(run: ResolvedRun) -> Iterator[str]:
-    train, structure = run.config.train, run.structure
-    if (train.router_aux_loss or train.router_z_loss) and not structure.moe_layers:
+    if (train.router_aux_loss or train.router_z_loss) and not run.structure.moe_layers:
         yield (
-            f"train.router_aux_loss / router_z_loss: {structure.model_type!r} is a dense model without routers; set "
-            "both to 0"
+            f"train.router_aux_loss / router_z_loss: {run.structure.model_type!r} is a dense model without routers; "
+            "set both to 0"
+        )
+    if train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
+        yield (
+            f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "
+            "train.checkpointing: none"
         )
 
 
@@ -149,15 +150,6 @@ def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
         )
 
 
-def _unsupported_checkpointing(run: ResolvedRun) -> Iterator[str]:
-    plain = run.model.plain
-    if run.config.train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
-        yield (
-            f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "
-            "train.checkpointing: none"
-        )
-
-
 # --- Optimizers ---------------------------------------------------------------------------------------------------
 
 
@@ -177,18 +169,15 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
     plain = run.model.plain
     if plain.dtype != torch.float16:
         return
-    kept = {name for name, parameter in plain.named_parameters() if parameter.dtype != torch.float16}
-    told = set()
+    in_float32 = {name for name, parameter in plain.named_parameters() if parameter.dtype != torch.float16}
+    reported = set()
     for name, part in run.parts.items():
         optimizer = run.optimizers.get(part)
-        if optimizer is None or optimizer in told or part == "lora" or name.replace(".base_layer.", ".") in kept:
+        if optimizer is None or optimizer in reported or part == "lora" or optimizer.offload:
             continue
-        if (
-            optimizer.master_weights == "none"
-            and not optimizer.offload
-            and optimizer.name not in ("lomo", "adalomo", "adafactor")
-        ):
-            told.add(optimizer)
+        is_safe = optimizer.master_weights != "none" or optimizer.name in ("lomo", "adalomo", "adafactor")
+        if not is_safe and name.replace(".base_layer.", ".") not in in_float32:
+            reported.add(optimizer)
             yield (
                 f"model.dtype: fp16 and {optimizer.name} on {name}: set optimizer.master_weights: fp32, use lomo, "
                 "adalomo or adafactor, which compute in float32, or set model.dtype: bf16"
@@ -196,7 +185,7 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
-    """Yield why optimizers cannot update a part of a weight, or before gradients are reduced over ranks."""
+    """Yield why optimizers cannot update a rank's share of a weight, or need gradients of one rank."""
     if config.parallel.ranks == 1 or config.parallel.engine == "deepspeed":
         return
     problems = []

@@ -24,8 +24,8 @@ from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
 from moetune.training.loop import Loop
+from moetune.training.metrics import Pace
 from moetune.training.optim.values import generator_states, set_generator_states
-from moetune.training.pace import Pace
 
 MEASURED_STEPS = 2
 """Optimizer states appear in the first step; the second is like all that follow."""
@@ -63,7 +63,7 @@ class MemoryRecord:
             set_generator_states(drawn, self.device)
 
     def step_begins(self) -> None:
-        """Begins to measure; again where the step begins anew as one of another run file."""
+        """Begin to measure; anew where the step restarts with a smaller micro-batch."""
         if self._measured is None and self._rows != self.loop.micro_batch:
             if self._rows:
                 self._tracking.close()
@@ -74,7 +74,7 @@ class MemoryRecord:
             self._begin()
 
     def refused(self) -> Refused | None:
-        """Ends the measurement. What the device held when it last had no more to give; None if that is not known."""
+        """End the measurement; return the state of the device at its last refused allocation, None if unknown."""
         self._tracking.close()
         return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
 
@@ -102,7 +102,7 @@ class MemoryRecord:
             self.finish()
 
     def finish(self) -> None:
-        """Ends the measurement and writes what there is. Called again, it writes the tokens received since."""
+        """End the measurement and write it. Called again, write the tokens received since."""
         self._tracking.close()
         if not self._steps:
             return
@@ -137,23 +137,23 @@ class Predicted(NamedTuple):
 def predicted(
     run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: Routing = BALANCED
 ) -> Predicted:
-    """One prediction: by a trace on a card, where it counts operations too, and of recorded load, for which a closed
-    form has a bound; else on a CPU by closed form, or by a trace if there is none. One of several ranks cannot record
-    a step while it runs: it knows what was recorded before (`record_ahead`).
+    """Make one prediction: on a card by a trace, which counts operations too; else by closed form, or by a trace if
+    there is none. What was recorded for a closed form serves every routing. One of several ranks cannot record a step
+    while it runs: it reads what was recorded before (`record_ahead`).
 
     Args:
         card: whose kernels run, and whose workspaces are allocated; None for the CPU's.
         routing: what the experts receive.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-    if not ranks.is_single or (card is None and not routing.load):
+    if not ranks.is_single or card is None or routing.load:
         try:
             found = ClosedForm(run, ranks.rank, card).at(run.config, routing, may_record=ranks.is_single)
-            return Predicted(None if found is None else found.parts.total + workspaces)
+            return Predicted(None if found is None else found.parts().total + workspaces)
         except Exception:
             if not ranks.is_single:
                 raise
     traced = trace(run, routing, gpu=card)
     time = None if card is None else time_of(run.config, traced, card)
     pace = Pace() if time is None else Pace(round(time.flops), round(time.limit))
-    return Predicted(traced.parts(traced.peak).total + workspaces, pace)
+    return Predicted(traced.parts().total + workspaces, pace)

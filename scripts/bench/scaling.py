@@ -137,7 +137,7 @@ def row_of(model: str, adapt: str, gpus: int, name: str) -> Row:
     sizes, base = layouts(gpus)[name]
     run = resolve(config_of(model, adapt, sizes, base, gpus), "cuda")
     traced, parallel = trace(run, gpu=find_gpu(MACHINES[0].gpu)), run.config.parallel
-    peak = traced.parts(traced.peak).total
+    peak = traced.parts().total
     sent = dict.fromkeys(("gathers", "exchange", "sums"), 0)
     seconds, rates = dict[str, float | None](), dict[str, float | None]()
     for collective in traced.collectives:

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 
-from moetune.cli.main import app
+from moetune.cli.main import _EXAMPLES, app
 from moetune.config.load import load_run_config
 from moetune.config.recipes import recipes
 from moetune.run.resolve import resolve
@@ -148,3 +148,10 @@ def test_configs_are_the_recipes() -> None:
     assert texts["configs"] == texts["recipes"]
     for text in texts["configs"].values():
         assert len(yaml.safe_load(text)) >= 5
+
+
+def test_whole_numbers_have_bounds() -> None:
+    for command in _EXAMPLES:
+        for name, hint in get_type_hints(command, include_extras=True).items():
+            if get_origin(hint) is Annotated and int in (hint.__origin__, *get_args(hint.__origin__)):
+                assert hint.__metadata__[0].max, f"{command.__name__} {name}"

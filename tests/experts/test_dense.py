@@ -24,7 +24,7 @@ from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.measure import measure as measure_run
 from moetune.memory.trace import trace
 from moetune.models.catalog import find_model, model_names
-from moetune.models.routers import find_logits, known_scores
+from moetune.models.routers import find_logits, score_functions
 from moetune.models.structure import meta_model, read_structure
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
@@ -141,7 +141,7 @@ def test_the_score_is_known_of_every_catalog_architecture_but_one() -> None:
     for model_type in sorted(types):
         model = meta_model(toy_config(model_type))
         layers = read_structure(model).moe_layers
-        if len(known_scores(model, layers)) < len(layers):
+        if len(score_functions(model, layers)) < len(layers):
             unknown.add(model_type)
     assert unknown <= {"phimoe"}, unknown
 
@@ -165,8 +165,8 @@ def test_it_takes_what_is_predicted(tmp_path: Path) -> None:
 def test_its_closed_form_follows_from_its_trace(tmp_path: Path) -> None:
     config = dense_run(tmp_path)
     traced = trace(config)
-    found = ClosedForm(resolve(config, "cuda")).at(config).parts.total
-    assert found == pytest.approx(traced.parts(traced.peak).total, rel=1e-4)
+    found = ClosedForm(resolve(config, "cuda")).at(config).parts().total
+    assert found == pytest.approx(traced.parts().total, rel=1e-4)
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "none"])

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 
 from moetune.adapt.start_from.delta import check_delta
 from moetune.adapt.start_from.peft_adapter import check_peft
-from moetune.adapt.weights.quantized_base import check_manifest
+from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.config import load as run_file
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
@@ -25,6 +26,7 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.models.hub.delta_folder import read_delta
 from moetune.models.hub.tensor_files import read_checkpoint
+from moetune.models.source_quantization import read_quantized_manifest
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.records import read_load
 from moetune.run.resolve import resolve
@@ -32,7 +34,8 @@ from moetune.training import checkpoint as checkpoints
 from moetune.training import same_run, trainer_state
 from moetune.training.manifest import damage, write_manifest
 from moetune.training.optim.optimizers import make_optimizer
-from moetune.training.run_folder import RunFolder, step_of
+from moetune.training.run_folder import step_of
+from moetune.training.run_writer import RunWriter
 from tests import small
 from tests.fuzz.damage import answer, cases, damaged, damaged_json, damaged_yaml, garbled_bytes, write
 from tests.resolved import build, train, write_packed_base
@@ -70,7 +73,7 @@ def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_run(path: Path, written: Written) -> None:
     """All that resuming and exporting read of a run folder before a step is taken."""
-    folder, adapted = RunFolder(path), written["adapted"]
+    folder, adapted = RunWriter(path), written["adapted"]
     folder.metrics()
     newest = folder.check(written["config"].model_copy(update={"output": str(path)}), "auto", overwrite=False)
     folder.base()
@@ -79,7 +82,7 @@ def read_run(path: Path, written: Written) -> None:
     folder.inputs(newest)
     load_run_config(path / "run.yaml")
     trainer_state.check_checkpoint(newest)
-    with trainer_state.whole(str(newest)):
+    with trainer_state.refusing_damage(newest):
         checkpoints.read_trained(newest, adapted)
         trainer_state.read_load(newest, adapted)
         checkpoints.read_optimizer(newest, adapted, written["optimizer"])
@@ -145,9 +148,12 @@ def test_runs_go_on_or_say_why_not(pytestconfig: pytest.Config, written: Written
 
 def readers(written: Written) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
     """A file, and what reads the folder that it is in."""
-    folder, config = written["folder"], written["config"]
-    packed = config.model.model_copy(update={"path": str(folder / "packed"), "dtype": "fp32"})
-    selection = written["resolved"].selection
+    folder = written["folder"]
+
+    def quantized_base(path: Path) -> None:
+        run = written["resolved"]
+        source = replace(run.model.source, folder=str(path), quantized_base=read_quantized_manifest(path))
+        check_quantized_base(replace(run, model=replace(run.model, source=source)))
 
     def deepspeed(path: Path) -> Any:
         parallel = {"engine": "deepspeed", "zero": 2, "deepspeed": str(path / "ds.json")}
@@ -155,7 +161,7 @@ def readers(written: Written) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
 
     write(folder / "ds" / "ds.json", json.dumps({"zero_optimization": {"overlap_comm": True}, "x": [1]}).encode())
     return {
-        "packed": (Path("packed/packed.json"), lambda path: check_manifest(path, packed, selection)),
+        "packed": (Path("packed/packed.json"), quantized_base),
         "delta": (Path("delta/manifest.json"), lambda path: check_delta(written["of_experts"], read_delta(path))),
         "tensors": (
             Path("delta/delta.safetensors"),

@@ -26,54 +26,28 @@ def in_mib(result: Reserved) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "allocated", "reserved"),
+    ("expandable", "nbytes", "allocated", "reserved"),
     [
-        (1, 512, 2 * MIB),  # rounded to 512 bytes, in a segment of 2 MiB
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),  # the largest small request
-        (MIB + 1, MIB + 512, 20 * MIB),  # the smallest large one
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB - 1, 10 * MIB, 10 * MIB),  # rounds to 10 MiB, which has a segment of its own
-        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),  # 2 MiB - 512 left over: cut off
-        (11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB left over is not cut off: it counts as allocated
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # 512 bytes more are
-        (30 * MIB, 30 * MIB, 30 * MIB),
+        (False, 1, 512, 2 * MIB),  # rounded to 512 bytes, in a segment of 2 MiB
+        (False, 513, 1024, 2 * MIB),
+        (False, MIB, MIB, 2 * MIB),  # the largest small request
+        (False, MIB + 1, MIB + 512, 20 * MIB),  # the smallest large one
+        (False, 10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (False, 10 * MIB - 1, 10 * MIB, 10 * MIB),  # rounds to 10 MiB, which has a segment of its own
+        (False, 10 * MIB + 1, 10 * MIB + 512, 12 * MIB),  # 2 MiB - 512 left over: cut off
+        (False, 11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB left over is not cut off: it counts as allocated
+        (False, 11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # 512 bytes more are
+        (False, 30 * MIB, 30 * MIB, 30 * MIB),
+        (True, 1, 512, 2 * MIB),
+        (True, MIB, MIB, 2 * MIB),
+        (True, MIB + 1, MIB + 512, 20 * MIB),
+        (True, 11 * MIB, 11 * MIB, 20 * MIB),  # any rest is cut off
+        (True, 20 * MIB, 20 * MIB, 20 * MIB),
+        (True, 20 * MIB + 1, 20 * MIB + 512, 40 * MIB),
     ],
 )
-def test_one_storage(nbytes: int, allocated: int, reserved: int) -> None:
-    assert simulate([(0, nbytes)], expandable=False) == Reserved(allocated, reserved, reserved, 0, True)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 20 * MIB),
-        (11 * MIB, 11 * MIB, 20 * MIB),  # any rest is cut off
-        (20 * MIB, 20 * MIB, 20 * MIB),
-        (20 * MIB + 1, 20 * MIB + 512, 40 * MIB),
-    ],
-)
-def test_one_storage_in_expandable_segments(nbytes: int, allocated: int, reserved: int) -> None:
-    assert simulate([(0, nbytes)], expandable=True) == Reserved(allocated, reserved, reserved, 0, True)
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_nothing_takes_nothing(expandable: bool) -> None:
-    assert play((0, 0), (0, -1), expandable=expandable) == Reserved(0, 0, 0, 0, True)
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_two_of_1_mib_share_a_segment_of_2(expandable: bool) -> None:
-    assert in_mib(play((0, 1), (1, 1), expandable=expandable)) == (2, 2)
-    assert in_mib(play((0, 1), (1, 1), (2, 1), expandable=expandable)) == (3, 4)
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_pools_do_not_share(expandable: bool) -> None:
-    assert in_mib(play((0, 8), (0, -1), (1, 1), expandable=expandable)) == (8, 22)
+def test_one_storage(expandable: bool, nbytes: int, allocated: int, reserved: int) -> None:
+    assert simulate([(0, nbytes)], expandable=expandable) == Reserved(allocated, reserved, reserved, 0, True)
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -81,32 +55,6 @@ def test_an_id_may_live_twice_but_not_at_once(expandable: bool) -> None:
     assert in_mib(play((0, 20), (0, -1), (0, 20), expandable=expandable)) == (20, 20)
     with pytest.raises(AssertionError, match="storage 0 is born twice"):
         play((0, 20), (0, 20), expandable=expandable)
-
-
-def test_best_fit_takes_the_smallest_segment_that_suffices() -> None:
-    # Had the 12 MiB gone into the segment of 14, the 14 MiB would need a third one.
-    assert in_mib(play((0, 14), (1, 12), (0, -1), (1, -1), (2, 12), (3, 14))) == (26, 26)
-
-
-def test_freed_neighbours_merge() -> None:
-    both = [(0, 9), (1, 9), (0, -1), (1, -1), (2, 20)]
-    assert in_mib(play(*both)) == (20, 20)
-    assert in_mib(play(*both, expandable=True)) == (20, 20)
-    # With one of them in use there are 9 and 2 MiB, apart.
-    assert in_mib(play((0, 9), (1, 9), (0, -1), (2, 20))) == (29, 40)
-
-
-def test_neighbours_merge_in_any_order() -> None:
-    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
-        births, deaths = [(key, 6) for key in range(3)], [(key, -1) for key in order]
-        for expandable in (False, True):
-            assert in_mib(play(*births, *deaths, (3, 20), expandable=expandable)) == (20, 20)
-
-
-def test_segments_of_their_own_never_merge() -> None:
-    separate = [(0, 20), (1, 20), (0, -1), (1, -1), (2, 40)]
-    assert in_mib(play(*separate)) == (40, 80)
-    assert in_mib(play(*separate, expandable=True)) == (40, 40)
 
 
 def test_a_full_card_gets_unused_segments_back() -> None:
@@ -133,16 +81,6 @@ def test_the_same_trace_again_may_need_more_in_plain_segments() -> None:
     once = [(0, 1.5), (1, 18), (2, 10), (0, -1), (1, -1), (2, -1)]
     assert play(*once).peak_reserved == 30 * MIB
     assert play(*once, *once).peak_reserved == 40 * MIB
-
-
-def test_the_free_end_of_an_expandable_segment_is_used_when_it_grows() -> None:
-    assert in_mib(play((0, 15), (1, 25), expandable=True)) == (40, 40)
-
-
-def test_the_end_of_an_expandable_segment_is_used_last() -> None:
-    # 8 free, 8 in use, 4 free at the end. 4 MiB go to the 8, though the 4 would do: the end could still grow.
-    # So 5 MiB find 4 and 4, and a page is added.
-    assert in_mib(play((0, 8), (1, 8), (0, -1), (2, 4), (3, 5), expandable=True)) == (17, 40)
 
 
 def test_a_full_card_gets_whole_free_pages_back() -> None:

@@ -51,17 +51,8 @@ def test_active_leaves_out_the_experts_a_token_does_not_use() -> None:
 def test_dense_model() -> None:
     parameters = count_of("llama")
     assert parameters.active_per_token == parameters.total
-    assert (
-        parameters.per_expert,
-        parameters.num_experts,
-        parameters.top_k,
-        parameters.num_moe_layers,
-    ) == (
-        None,
-        None,
-        None,
-        0,
-    )
+    assert (parameters.per_expert, parameters.num_experts, parameters.top_k) == (None, None, None)
+    assert parameters.num_moe_layers == 0
     assert all(layer.num_experts is None and layer.active == layer.total for layer in parameters.layers)
 
 

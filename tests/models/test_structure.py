@@ -1,4 +1,4 @@
-"""Parts read off single models whose numbers are known."""
+"""The structure of single models whose numbers are known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moetune.models.structure import ModelStructure, meta_model, read_structure
 from tests.toys import EXPERTS, HIDDEN, LAYERS, TOP_K, toy_config, toy_model
 
 
-def anatomy_of(model_type: str, **overrides: object) -> ModelStructure:
+def structure_of(model_type: str, **overrides: object) -> ModelStructure:
     return read_structure(meta_model(toy_config(model_type, **overrides)))
 
 
@@ -24,16 +24,12 @@ def components_of(structure: ModelStructure) -> dict[str, str]:
     return {part.name: part.component for part in structure.parameters}
 
 
-def test_mixtral_parts_have_the_expected_paths_and_places() -> None:
-    structure = anatomy_of("mixtral")
+def test_paths_and_places_of_mixtral() -> None:
+    structure = structure_of("mixtral")
     first = structure.moe_layers[0]
-    assert (first.index, first.block, first.experts, first.router, first.top_k) == (
-        0,
-        "model.layers.0.mlp",
-        "model.layers.0.mlp.experts",
-        "model.layers.0.mlp.gate",
-        TOP_K,
-    )
+    block = "model.layers.0.mlp"
+    assert (first.index, first.block, first.experts) == (0, block, f"{block}.experts")
+    assert (first.router, first.top_k) == (f"{block}.gate", TOP_K)
     assert first.shape == ExpertShape(EXPERTS, HIDDEN, 48, True, False, False, True)
     assert (structure.num_layers, len(structure.moe_layers)) == (LAYERS, LAYERS)
     places = {part.name: (part.component, part.layer) for part in structure.parameters}
@@ -47,7 +43,7 @@ def test_mixtral_parts_have_the_expected_paths_and_places() -> None:
 
 
 def test_linears_give_size_and_place_and_leave_the_router_out_where_it_is_no_linear() -> None:
-    structure = anatomy_of("mixtral")
+    structure = structure_of("mixtral")
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     expected = {f"model.layers.{layer}.self_attn.{name}" for layer in range(LAYERS) for name in names}
     assert set(structure.linears()) == expected | {"lm_head"}
@@ -56,8 +52,8 @@ def test_linears_give_size_and_place_and_leave_the_router_out_where_it_is_no_lin
     assert structure.linears("experts") == {}
 
 
-def test_parts_are_the_same_on_meta_and_on_a_real_model() -> None:
-    assert read_structure(toy_model("qwen2_moe")) == anatomy_of("qwen2_moe")
+def test_the_structure_is_the_same_on_meta_and_on_a_real_model() -> None:
+    assert read_structure(toy_model("qwen2_moe")) == structure_of("qwen2_moe")
 
 
 @pytest.mark.parametrize(
@@ -65,15 +61,12 @@ def test_parts_are_the_same_on_meta_and_on_a_real_model() -> None:
     [
         ("gpt_oss", {"is_transposed": True, "is_concatenated": False, "has_bias": True, "has_gate": True}),
         ("aria_text", {"is_transposed": True, "is_concatenated": True, "has_bias": False, "has_gate": True}),
-        (
-            "nemotron_h",
-            {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": False},
-        ),
+        ("nemotron_h", {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": False}),
         ("mixtral", {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}),
     ],
 )
 def test_layout_flags(model_type: str, expected: dict[str, bool]) -> None:
-    shape = dataclasses.asdict(anatomy_of(model_type).moe_layers[0].shape)
+    shape = dataclasses.asdict(structure_of(model_type).moe_layers[0].shape)
     assert {name: shape[name] for name in expected} == expected
 
 
@@ -85,14 +78,14 @@ def test_parameters_per_expert_without_gate_and_with_bias() -> None:
 
 
 def test_shared_experts_and_their_gate_are_shared_experts() -> None:
-    parts = components_of(anatomy_of("qwen2_moe"))
+    parts = components_of(structure_of("qwen2_moe"))
     assert parts["model.layers.0.mlp.shared_expert.up_proj.weight"] == "shared_experts"
     assert parts["model.layers.0.mlp.shared_expert_gate.weight"] == "shared_experts"
     assert parts["model.layers.0.mlp.gate.weight"] == "router"
 
 
 def test_first_dense_layer_of_deepseek_is_dense_mlp_and_not_a_moe_layer() -> None:
-    structure = anatomy_of("deepseek_v3")
+    structure = structure_of("deepseek_v3")
     assert [layer.index for layer in structure.moe_layers] == [1, 2, 3]
     parts = components_of(structure)
     assert parts["model.layers.0.mlp.up_proj.weight"] == "dense_mlp"
@@ -101,12 +94,12 @@ def test_first_dense_layer_of_deepseek_is_dense_mlp_and_not_a_moe_layer() -> Non
 
 def test_shared_mlp_of_a_layer_without_experts_is_dense_mlp() -> None:
     shared = "model.layers.0.shared_mlp.input_linear.weight"
-    assert components_of(anatomy_of("granitemoehybrid"))[shared] == "shared_experts"
-    assert components_of(anatomy_of("granitemoehybrid", num_local_experts=0))[shared] == "dense_mlp"
+    assert components_of(structure_of("granitemoehybrid"))[shared] == "shared_experts"
+    assert components_of(structure_of("granitemoehybrid", num_local_experts=0))[shared] == "dense_mlp"
 
 
 def test_mixer_slot_of_nemotron_goes_by_what_sits_in_it() -> None:
-    structure = anatomy_of("nemotron_h")
+    structure = structure_of("nemotron_h")
     assert [layer.index for layer in structure.moe_layers] == [1, 4]
     assert [
         part.component for part in structure.parameters if part.layer == 0 and part.name.endswith("in_proj.weight")
@@ -115,35 +108,29 @@ def test_mixer_slot_of_nemotron_goes_by_what_sits_in_it() -> None:
 
 
 def test_tied_weights_count_once_under_the_first_name() -> None:
-    structure = anatomy_of("mixtral", tie_word_embeddings=True)
+    structure = structure_of("mixtral", tie_word_embeddings=True)
     assert dict(structure.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert structure.parameters_of("lm_head") == ()
-    untied = anatomy_of("mixtral", tie_word_embeddings=False)
+    untied = structure_of("mixtral", tie_word_embeddings=False)
     head = sum(part.numel for part in untied.parameters_of("lm_head"))
     assert sum(part.numel for part in untied.parameters) == sum(part.numel for part in structure.parameters) + head
 
 
 def test_vision_tower_is_other() -> None:
-    parts = components_of(anatomy_of("gemma3"))
+    parts = components_of(structure_of("gemma3"))
     assert {component for name, component in parts.items() if "vision_tower" in name} == {"other"}
 
 
 def test_dense_model_has_no_moe_layers() -> None:
-    structure = anatomy_of("llama")
+    structure = structure_of("llama")
     assert structure.moe_layers == ()
-    assert {part.component for part in structure.parameters} == {
-        "embedding",
-        "attention",
-        "dense_mlp",
-        "norm",
-        "lm_head",
-    }
-    assert set(COMPONENTS) >= {part.component for part in structure.parameters}
+    found = set(components_of(structure).values())
+    assert found == {"embedding", "attention", "dense_mlp", "norm", "lm_head"} <= set(COMPONENTS)
 
 
 def test_missing_top_k_is_refused() -> None:
     with pytest.raises(UserError, match="how many experts a token uses"):
-        anatomy_of("deepseek_v2", num_experts_per_tok=None)
+        structure_of("deepseek_v2", num_experts_per_tok=None)
 
 
 def test_experts_without_the_mark_are_refused_by_parameter_shape_alone() -> None:

@@ -1,4 +1,4 @@
-"""Products of several experts at once: rows that are sorted by expert, each expert's times a matrix of its own.
+"""Grouped GEMM: rows sorted by expert, those of each expert times a matrix of its own.
 
 Shapes: C experts of a group, N their rows together, p and q features.
 """
@@ -26,11 +26,11 @@ class GroupedGemm:
     ends: Tensor | None = None
 
     def mm(self, a_Np: Tensor, b_Cpq: Tensor) -> Tensor:
-        """Each expert's rows times its matrix: [N, q], a fresh tensor."""
+        """Each expert's rows times its matrix: [N, q], a new tensor."""
         return product_of_groups(a_Np, b_Cpq, self.ends, self.counts)
 
     def outer(self, a_Np: Tensor, b_Nq: Tensor) -> Tensor:
-        """Of each expert aᵀ·b over its rows: [C, p, q], zeros for one without rows."""
+        """aᵀ·b over the rows of each expert: [C, p, q], zeros for one without rows."""
         return product_of_groups(a_Np.T, b_Nq, self.ends, self.counts)
 
     def linear(self, x_Np: Tensor, weights_Cqp: Tensor, bias_Cq: Tensor | None) -> Tensor:
@@ -53,21 +53,20 @@ class GroupedGemm:
         return vectors_Cq.index_select(0, torch.searchsorted(self.ends, numbers_N, right=True, out_int32=True))
 
 
-# torch's own operator has no kernel for fake tensors but in bfloat16, and where it runs as a loop the host waits for
-# the ends, which are known here.
+# torch's own operator has no fake kernel except in bfloat16, and where it runs as a loop the host waits for the ends,
+# which are known here.
 library = torch.library.Library("moetune", "FRAGMENT")
 library.define("grouped_mm(Tensor a, Tensor b, Tensor ends, int[] counts) -> Tensor")
 
 
 def product_of_groups(a: Tensor, b: Tensor, ends: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """a [N, p] times b [C, p, q] is [N, q]; a [p, N] times b [N, q] is [C, p, q]. Without ends there is one expert."""
+    """a [N, p] · b [C, p, q] -> [N, q]; a [p, N] · b [N, q] -> [C, p, q]. Without ends there is one expert."""
     if ends is not None:
         return torch.ops.moetune.grouped_mm(a, b, ends, counts)
     return a @ b[0] if b.dim() == 3 else (a @ b)[None]
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
-    """a [N, p] times b [C, p, q] is [N, q]; a [p, N] times b [N, q] is [C, p, q]."""
     if a.is_cuda:
         as_one = runs_as_one(torch.cuda.get_device_capability(a.device), a, b)
     else:  # torch's is the loop below, in C++
@@ -89,12 +88,12 @@ def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def runs_as_one(capability: tuple[int, int], a: Tensor, b: Tensor) -> bool:
-    """Whether such a card has a kernel for all groups together, which takes bfloat16 whose rows begin at 16 bytes."""
+    """Whether a card has a kernel for all groups together: for bfloat16 with rows aligned to 16 bytes."""
     return a.dtype == torch.bfloat16 and capability[0] in (9, 10) and _is_aligned(a, b)
 
 
 def _is_aligned(a: Tensor, b: Tensor) -> bool:
-    """Whether rows begin at 16 bytes, those of the product too."""
+    """Whether rows, and those of the product, are aligned to 16 bytes."""
     per_16 = 16 // b.itemsize
     layouts = ((sorted(matrix.stride()[-2:]), matrix.storage_offset()) for matrix in (a, b))
     return b.shape[-1] % per_16 == 0 and all(

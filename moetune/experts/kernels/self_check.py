@@ -1,4 +1,4 @@
-"""Whether the bank's kernels give on this machine what torch's own operations give."""
+"""Comparison of the experts' kernels with torch's operations on this machine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moetune.experts.quantized import QuantizedExperts
 
 TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 5, 192, 144, 12
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Of the largest number of a result; torch rounds more often in 16 bits. What is unpacked is equal bit for bit."""
+"""Relative to the largest number of a result; torch rounds more often in 16 bits. Dequantization is exact."""
 
 
 def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, tokens: int = 80) -> list[str]:
-    """The operators whose kernel in `module` gives something else than torch's operations, with how far it is off."""
+    """Return the operators whose kernel in `module` differs from torch's operations, and by how much."""
     found = []
     with torch.no_grad():
         for name, args in _calls(device, dtype, tokens):
-            one, other = (_results(run, args) for run in (getattr(module, name), kernels.TWINS[name]))
+            one, other = (_results(run, args) for run in (getattr(module, name), kernels.REFERENCES[name]))
             off = float(
                 torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max()
             )  # NaN, if one is
@@ -33,7 +33,7 @@ def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, toke
 
 
 def _results(run: Callable[..., Any], args: list[Any]) -> list[Tensor]:
-    """What it returns, and what it makes of its tensors."""
+    """Its result, and its arguments as it leaves them."""
     copies = [arg.clone(memory_format=torch.preserve_format) if torch.is_tensor(arg) else arg for arg in args]
     return [tensor for tensor in (run(*copies), *copies) if torch.is_tensor(tensor)]
 
@@ -44,7 +44,7 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tuple[str, list[Any]]]:
-    """Each operator with its arguments, of experts of which one has no rows, and of one expert alone."""
+    """Each operator with arguments, for several experts of which one has no rows, and for one expert alone."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -1,1 +1,1 @@
-"""What a run takes as a function of its sizes, derived from records of the trainer's own step."""
+"""Memory of a run as a function of its sizes, derived from records of the trainer's own step."""

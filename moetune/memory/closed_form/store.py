@@ -1,42 +1,39 @@
-"""What was recorded of a kind of run, in memory and on disk: arrays as NumPy files, all else as JSON. Nothing in a file
-executes when it is read.
+"""Records of a kind of run, in memory and on disk, as compressed JSON. Nothing in a file executes.
 
-They lie in `$MOETUNE_CACHE`, or `$XDG_CACHE_HOME/moetune`, or `~/.cache/moetune`; a file that cannot be read or written
+Files are in `$MOETUNE_CACHE`, or `$XDG_CACHE_HOME/moetune`, or `~/.cache/moetune`; one that cannot be read or written
 is as if there were none. Names carry a digest of the run's kind, of the versions of what made the record, and of
 moetune's own source, so that an old one is never found.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import io
 import json
 import os
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from moetune.documents import parse_json
 from moetune.errors import UserError
 from moetune.files import check_path, write_whole
-from moetune.memory.closed_form.formula import Events
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
-from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.alike import Shortened
-from moetune.memory.trace.log import Block, Cut, Log, Mark
+from moetune.memory.trace.repeat import Events
 
 _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 
 @dataclass(frozen=True)
-class KnownTail:
-    """Of a model's tail what decides how the loss divides its tokens, as `Tail` has it, and whether it trains."""
+class KnownHead:
+    """Properties of an LM head that decide how the loss divides its tokens, and whether it trains."""
 
     vocabulary: int
     width: int
@@ -46,23 +43,23 @@ class KnownTail:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of one rank of a kind of run: the model's tail, the peaks before the first step, and steps by their shapes."""
+    """Records of one rank of a kind of run: the model's LM head, and steps by their shapes."""
 
-    tail: KnownTail
-    load: LoadPeaks
+    head: KnownHead
     records: dict[Shape, Record] = field(default_factory=dict)
-    _events: dict[Hashable, Events] = field(default_factory=dict)
+    _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
-    def events(self, shape: Shape, short: Shortened) -> Events:
-        """Of the record of that shape, repeated for these layers."""
+    def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
+        """Of the record of that shape the events of these layers, and [storages] the decoder layer at work when each
+        storage is born; -1 outside of layers."""
         key = shape, short.kept, short.units
         if key not in self._events:
-            self._events[key] = Events.of(self.records[shape], short)
+            self._events[key] = self.records[shape].repeated(short)
         return self._events[key]
 
 
 def key_of(kind: dict[str, Any], rank: int) -> str:
-    """Names records of one rank of a kind of run."""
+    """The name of the records of one rank of a kind of run."""
     whole = {"kind": kind, "rank": rank, "versions": {name: version(name) for name in _MADE_BY}, "source": _source()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -77,7 +74,7 @@ def _source() -> str:
 
 
 def folder() -> Path:
-    """Where records lie."""
+    """The folder of all records."""
     own = os.environ.get("MOETUNE_CACHE")
     try:
         if own:
@@ -87,89 +84,32 @@ def folder() -> Path:
         raise UserError(f"MOETUNE_CACHE: {own!r} cannot be a path: {error}; set it to a folder") from None
 
 
+@cache
+def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]:
+    """A file's content: its key, the LM head, the records."""
+    return TypeAdapter(tuple[str, KnownHead, list[tuple[Shape, Record]]])
+
+
 def read(key: str) -> Recorded | None:
-    """What there is under a name, if anything."""
-    file = folder() / f"{key}.npz"
+    """Read a file; None if there is none that is whole."""
     try:
-        with np.load(file, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in found.files}
-        said = parse_json(str(arrays.pop("said")).encode(), dict[str, Any], key)
-        if said["key"] != key:  # another's, under its name
-            return None
-        records = {
-            _shape(one["shape"]): _record(one, {n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)})
-            for p, one in said["records"].items()
-        }
-        return Recorded(KnownTail(**said["tail"]), LoadPeaks(**said["load"]), records)
+        own, head, records = _content().validate_json(gzip.decompress(_file(key).read_bytes()))
+    except UserError:
+        raise
     except Exception:  # whatever is wrong with it: it is made again
         return None
+    return Recorded(head, dict(records)) if own == key else None  # else it is another's, under this name
 
 
 def write(key: str, recorded: Recorded) -> None:
-    """Keeps it all under that name, whole or not at all."""
-    said: dict[str, Any] = {"key": key, "tail": asdict(recorded.tail), "load": asdict(recorded.load), "records": {}}
-    arrays: dict[str, np.ndarray] = {}
-    for number, (shape, record) in enumerate(recorded.records.items()):
-        prefix = f"{number}."
-        log, kinds = record.log, [_kind(block) for block in record.log.blocks]
-        named = list(dict.fromkeys(kinds))
-        numbers = {kind: number for number, kind in enumerate(named)}
-        said["records"][prefix] = {
-            "shape": asdict(shape),
-            "powers": record.powers,
-            "groups": record.groups,
-            "named": named,
-            "marks": [[mark.at, mark.step, mark.micro_step, mark.phase, mark.module] for mark in log.marks],
-        }
-        written = {name: getattr(record, name) for name in _RECORD} | {
-            "bytes": [block.bytes for block in log.blocks],
-            "owners": [_NONE if block.layer is None else block.layer for block in log.blocks],
-            "kinds": [numbers[kind] for kind in kinds],
-            "entries": log.entries,
-            "cuts": np.reshape(log.cuts, (-1, 3)),
-        }
-        arrays |= {f"{prefix}{name}": np.asarray(array, dtype=np.int64) for name, array in written.items()}
+    """Keep it all under that name, whole or not at all."""
+    content = _content().dump_json((key, recorded.head, list(recorded.records.items())))
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        np.savez(content, said=np.array(json.dumps(said)), **arrays)  # type: ignore[arg-type]
-        write_whole(folder() / f"{key}.npz", content.getvalue())
+        write_whole(_file(key), gzip.compress(content, 1))
     except OSError:
         return  # it is made again next time
 
 
-_RECORD = ("coefficients", "monomials", "experts", "layers", "places")
-_NONE = -2
-"""In place of a layer's number: none; -1 is `log.OUTSIDE`."""
-
-
-def _kind(block: Block) -> tuple[Any, ...]:
-    """All but the bytes, the place and the layer."""
-    return block.part, block.phase, block.module, block.op, block.on_host, block.fetched, block.managed
-
-
-def _record(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Record:
-    lists = {name: arrays[name].tolist() for name in ("bytes", "owners", "kinds", "entries", "cuts")}
-    blocks = []
-    for size, owner, kind in zip(lists["bytes"], lists["owners"], lists["kinds"], strict=True):
-        part, phase, module, op, on_host, fetched, managed = said["named"][kind]
-        layer = None if owner == _NONE else owner
-        more = {"on_host": on_host, "fetched": fetched, "managed": managed, "layer": layer}
-        blocks.append(Block(size, part, phase, module, op, 0, **more))
-    for at, entry in enumerate(lists["entries"]):
-        if entry >= 0:
-            blocks[entry].born = at
-        else:
-            blocks[~entry].died = at
-    cuts = [Cut(at, layer, bool(backward)) for at, layer, backward in lists["cuts"]]
-    return Record(
-        Log(blocks, lists["entries"], [Mark(*mark) for mark in said["marks"]], cuts),
-        **{name: arrays[name] for name in _RECORD},
-        powers=tuple(tuple((name, exponent) for name, exponent in power) for power in said["powers"]),
-        groups=tuple(tuple(group) for group in said["groups"]),
-    )
-
-
-def _shape(said: dict[str, Any]) -> Shape:
-    idle = tuple(tuple(numbers) for numbers in said["idle"])
-    return Shape(**said | {"idle": idle, "longer": tuple(said["longer"])})
+def _file(key: str) -> Path:
+    return folder() / f"{key}.json.gz"

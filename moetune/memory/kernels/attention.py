@@ -34,7 +34,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def attention_of(capability: Capability) -> Iterator[None]:
-    """Inside, `scaled_dot_product_attention` is what it is on a GPU of this compute capability.
+    """Replace `scaled_dot_product_attention` by that of a GPU of this compute capability.
 
     The function itself is replaced: a TorchFunctionMode is off while `Tensor.backward` runs, recomputation included.
     """

@@ -1,1 +1,1 @@
-"""How long a step takes: what its operations do, counted while it is traced, and what a card makes of that."""
+"""Time of a step: the work of its operations, counted while it is traced, and a roofline of the card."""

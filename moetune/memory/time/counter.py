@@ -1,4 +1,4 @@
-"""Notes what each operation of a traced step does, and to which part of the model that belongs."""
+"""Counts the work of each operation of a traced step, by part of the model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from moetune.memory.time.work import Done, Work, WorkPart, part_of, size_of, wor
 
 
 class Where(Protocol):
-    """Who follows a step: where it is, and what it knows of tensors."""
+    """Follows a step: its phase, and its tensors (`trace/tracker.py`)."""
 
     phase: Any
     step: int
     micro_step: int
     module: str
 
-    def place(self) -> int:
-        """The place in its log."""
+    def place(self) -> int: ...
 
     def is_host(self, tensor: Tensor) -> bool: ...
 
-    def trains(self, tensor: Tensor) -> bool:
-        """Whether it is a weight that trains."""
+    def trains(self, tensor: Tensor) -> bool: ...
 
     def block_of(self, tensor: Tensor) -> int | None: ...
 
@@ -43,7 +41,7 @@ class Counter:
         self.capability, self.where, self.parts, self.done = capability, where, parts, done
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """What an operation does, on the tensors that it was given and has returned."""
+        """Count an operation, given its arguments and outputs."""
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None
         for work, tensor, own in works(func, args, kwargs, out, self.capability):
@@ -58,13 +56,13 @@ class Counter:
                 self.note(work, part or own, tensor)
 
     def part(self, func: Any = None) -> WorkPart:
-        """The part that runs now; an operation may say by itself that it is another one's."""
+        """Part of an operation: its own, or else that of the module that runs."""
         if self.where.phase == "optimizer":
             return "optimizer"
         return part_of(func) or self.parts.get(self.where.module, "rest")
 
     def note(self, work: Work, part: WorkPart | None = None, of: Tensor | None = None) -> None:
-        """Work that is done now; by default of the part whose module runs."""
+        """Note work that is done now; by default of the part whose module runs."""
         where = self.where
         if where.phase in ("load", "evaluation"):
             return
@@ -74,7 +72,7 @@ class Counter:
         self.done.append(Done(where.place(), where.step, None if once else where.micro_step, part, work, block))
 
 
-def parts_of(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
+def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
     """Module path -> its part, by what its parameters are; of what holds several, by the first of these that it holds:
     attention, experts, a plain MLP. A decoder layer itself adds residuals, and what stands outside of all is the
     loss."""

@@ -1,4 +1,4 @@
-"""The speed of a run that has been."""
+"""Measured speed of a finished run."""
 
 from __future__ import annotations
 

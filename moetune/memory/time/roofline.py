@@ -1,4 +1,4 @@
-"""From what a step does to how long a card takes: a roofline, between a fast and a slow end.
+"""Time of a step on a card from its work: a roofline, between a fast and a slow end.
 
     t(part)  = max(F16 / (P16·p) + F32 / (P32·p), Bp / (M·m)) + B / (M·m) + C / (L·l)
     t(host)  = launches · a + synchronizations · s
@@ -22,7 +22,7 @@ from moetune.models.catalog.gpus import Gpu
 
 @dataclass(frozen=True)
 class Factor:
-    """What is reached of a limit, or seconds that something takes: at the fast end and at the slow one."""
+    """Share of a limit that is reached, or seconds of an event: at the fast end and at the slow one."""
 
     fast: float
     slow: float
@@ -69,7 +69,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Duration:
-    """How long a step takes.
+    """Time of a step.
 
     Attributes:
         tokens: of a step, of all ranks.
@@ -122,7 +122,7 @@ class Duration:
 
 
 def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterable[int] = ()) -> Duration | None:
-    """How long a card takes for the work of a step; None if nobody knows how fast it is, or nothing was counted.
+    """Time of a step's work on a card; None if its speed is not known, or nothing was counted.
 
     Args:
         tokens: of the step, of all ranks.

@@ -1,4 +1,4 @@
-"""What an operation does on a GPU: floating point operations, bytes, kernel launches. Counted as it is dispatched.
+"""Work of an operation on a GPU: floating point operations, bytes, kernel launches. Counted as it is dispatched.
 
 Floating point operations are those of products and attention, by the formulas of `torch.utils.flop_counter`; causal
 attention computes half of its pairs. Bytes are what an operation reads and writes once, caches left out: its inputs,
@@ -43,7 +43,7 @@ _GEMM_4BIT = torch.ops.bitsandbytes.gemm_4bit.default
 
 @dataclass(frozen=True)
 class Work:
-    """What operations do together.
+    """Sum of the work of operations.
 
     Attributes:
         flops: of products in 16 bits; `flops32` of those in float32, which tensor cores leave alone.
@@ -75,13 +75,13 @@ class Work:
 
 
 READ = Work(synchronizations=1, copies=1)
-"""The host asks for a number and waits for it."""
+"""The host reads a number from the device."""
 COUNTING = Work(launches=3) + READ
 """The tokens of each expert are counted and read (`experts/context.py: read_rows`), which a trace assumes instead."""
 
 
 class Done(NamedTuple):
-    """What one operation did: its place in the log, its step, and the block that says of which layer it is.
+    """Work of one operation: its place in the log, its step, and the block whose layer it belongs to.
 
     `micro_step` is None of what a step does once. It is done `times` times.
     """
@@ -96,7 +96,7 @@ class Done(NamedTuple):
 
 
 def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
-    """Of one step, by part.
+    """Sum the work of one step by part.
 
     Args:
         done: of that step.
@@ -121,7 +121,7 @@ class Share(NamedTuple):
 
 
 def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Iterator[Share]:
-    """What an operation does; where it updates the tensors of lists together, a share for each."""
+    """Work of an operation; one that updates lists of tensors has a share for each."""
     if _does_nothing(func):
         return
     if func in _PER_TENSOR:
@@ -145,7 +145,7 @@ def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -
 
 
 def part_of(func: Any) -> WorkPart | None:
-    """The part that an operation belongs to by itself, whatever runs."""
+    """Part of an operation whatever module runs; None if it depends on that."""
     return "dequantization" if func is not None and func._opname.startswith("dequantize") else None
 
 
@@ -383,4 +383,4 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "_varlen_attn_backward": 3,
     "_scaled_dot_product_flash_attention_backward": 3,
 }
-"""By name, where it is not one: as counted of torch 2.11 for CUDA 13, operation by operation."""
+"""Launches by name, where not one: as counted of torch 2.11 for CUDA 13, operation by operation."""

@@ -51,7 +51,7 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Leaves out what other layers can stand for."""
+    """Leave out layers that others can stand for."""
     kinds = kinds_of(run, ranks.coordinates.ep)
     kept, units = groups(kinds)
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
@@ -63,7 +63,7 @@ def unshortened(run: ResolvedRun) -> Shortened:
 
 
 def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
-    """Which layers to run, by the kind of each, and what they stand for."""
+    """Choose the layers to run, by the kind of each, and what they stand for."""
     kept: list[int] = []
     units: list[Unit] = []
     at = 0
@@ -84,7 +84,7 @@ def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
 
 
 def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
-    """How often the group of `size` kinds at this place stands there one after the other."""
+    """Number of consecutive repetitions of the group of `size` kinds at this place."""
     times, group = 1, kinds[at : at + size]
     while kinds[at + times * size : at + (times + 1) * size] == group:
         times += 1
@@ -92,7 +92,7 @@ def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
 
 
 def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
-    """By decoder layer, what its memory depends on, on one of the `ep` ranks."""
+    """Properties that a decoder layer's memory depends on, by layer, on one of the `ep` ranks."""
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     checkpointing = run.config.train.checkpointing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,11 @@ from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
 from moetune.experts.context import CountRows
 from moetune.memory.routing import Routing
-from moetune.memory.time.counter import Counter, parts_of
 from moetune.memory.time.work import COUNTING, READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
-from moetune.memory.trace.log import OUTSIDE, Log, Trace
-from moetune.memory.trace.repeat import repeat
+from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.views import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.distribute import reshard
@@ -42,7 +41,7 @@ STEPS = 2
 
 
 def vocabulary_of(adapted: Adapted) -> int:
-    """How many tokens the model knows."""
+    """Size of the vocabulary."""
     embeddings: Any = adapted.model.get_input_embeddings()
     return embeddings.num_embeddings
 
@@ -55,8 +54,11 @@ def evaluated_rows(config: RunConfig) -> int:
 
 
 def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], Batch]:
-    """Makes batches of so many rows as the run's data would give them, `train.sequence_length` tokens long by
-    default."""
+    """Return a function that makes batches of so many rows as the run's data would give them.
+
+    Args:
+        length: tokens of a row; by default `train.sequence_length`.
+    """
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
     packing, tokens = config.data is None or config.data.packing, length or config.train.sequence_length
     by_border = wants_cu_seqlens(adapted.model)
@@ -70,7 +72,7 @@ def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], B
 
 @dataclass(frozen=True)
 class Feed:
-    """What steps are fed with.
+    """Input of a step.
 
     Attributes:
         batch_of: a batch of so many rows.
@@ -147,13 +149,13 @@ class Steps(Watched):
         tracking: bool = True,
         short: Shortened | None = None,
     ) -> Trace:
-        """Takes the steps, each of so many micro-steps, or the `first` one of fewer.
+        """Take the steps, each of so many micro-steps, or the `first` one of fewer.
 
         Args:
             tracking: without it only phases and modules are noted.
             short: what the layers of a shortened model stand for.
         """
-        with self._following(tracker, tracking), self._counting_work(tracker):
+        with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
                 tracker.step = step
                 self._step(tracker, self.feed, first if first and step == 0 else micro_steps)
@@ -161,12 +163,9 @@ class Steps(Watched):
             self._evaluate(tracker, self.feed)
         self.watch.remove()
         tracker.stop()
-        left_out = self.config.train.accumulate - micro_steps
-        log = tracker.log if short is None else repeat(tracker.log, short)
-        begin = 0
-        if first:  # it takes no more than the last one, which has more micro-steps, and states beside it
-            begin = next(mark.at for mark in log.marks if mark.step == steps - 1)
-        return Trace.of(log, begin, self.adapted.ranks.axis_of, left_out)
+        # A first step of fewer micro-steps takes no more than the last one, which has states beside it.
+        left_out, axis_of = self.config.train.accumulate - micro_steps, self.adapted.ranks.axis_of
+        return Trace.of(tracker.log, axis_of, short=short, left_out=left_out, last_step=bool(first))
 
     def one(self, tracker: Tracker, micro_steps: int) -> None:
         """One step, of which phases and modules are noted."""
@@ -175,7 +174,7 @@ class Steps(Watched):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Lets every optimizer make its states, by an update with gradients that nothing was computed for."""
+        """Create the states of every optimizer, by an update with uninitialized gradients."""
         for updater in self.optimizer.updaters:
             _give_gradients(updater)
             updater.step()
@@ -184,7 +183,7 @@ class Steps(Watched):
         self.optimizer.zero_grad()
 
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
-        """One step, fed with what it need not be fed with; states must be there.
+        """Take one step of the given input; optimizer states must exist.
 
         Args:
             begun: of its micro-steps so many are not taken: the gradients that they leave are there.
@@ -199,27 +198,22 @@ class Steps(Watched):
         return tracker.log
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
-        """Inside, experts receive what is assumed."""
+        """Let experts receive the assumed rows inside."""
         count_rows = routing.count_rows if isinstance(routing, Routing) else routing
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
-    @contextmanager
-    def _counting_work(self, tracker: Tracker) -> Iterator[None]:
-        """Inside, what operations do on the GPU is counted, and what a trace assumes instead of asking for it."""
-        if self.gpu is None:
-            yield
-            return
-        parts, hooks = parts_of(self.adapted, self.named), self.adapted.expert_context.hooks
-        counter = tracker.counter = Counter(self.gpu.capability, tracker, parts, tracker.log.done)
+    def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
+        """Count the work of counting experts' rows inside, which a trace assumes instead."""
+        counter, hooks = tracker.counter, self.adapted.expert_context.hooks
+        if counter is None:
+            return nullcontext()
         assumed = hooks.count_rows
 
         def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
             counter.note(COUNTING)
             return assumed(layer, ids, num_experts)
 
-        with hooks.using(count_rows=count_rows):
-            yield
-        tracker.counter = None
+        return hooks.using(count_rows=count_rows)
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
@@ -304,12 +298,12 @@ class Steps(Watched):
 
 
 def _on_host(updater: Updater) -> tuple[Tensor, ...]:
-    """What an updater has on the host of a gradient."""
+    """An updater's host copies of a gradient."""
     return (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
 
 
 def _give_gradients(updater: Updater) -> None:
-    """Gradients that nothing was computed for, where the updater has them."""
+    """Give the updater's parameters uninitialized gradients."""
     for parameter in updater.parameters:
         parameter.grad = torch.empty_like(parameter)
         if isinstance(updater, HostUpdater):

@@ -1,4 +1,4 @@
-"""Which storages are alive, and when: the one instrument for real tensors and for fake ones.
+"""Lifetimes of storages, of real tensors and of fake ones.
 
 A storage is born when an operation first returns a tensor on it, and dies when nothing refers to it any more. What a
 kernel allocates and frees inside itself is not seen; of CUDA kernels it is known (kernels/workspace.py).
@@ -10,10 +10,9 @@ tensor. The log has what happens without the mode.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,39 +21,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moetune.compat.torch import noting_resizes, unguarded
+from moetune.adapt.attention import Capability
+from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
-from moetune.memory.kernels.workspace import Workspace
+from moetune.memory.kernels import workspace
 from moetune.memory.report import PartName, Phase
 from moetune.memory.time.counter import Counter
+from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, message
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
-
 _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten.copy_.default
 _ADD = torch.ops.aten.add.Tensor
-_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
-"""Functions between an operation and who asked for it, under one mode or several."""
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """A gradient that autograd has just added up.
-
-    Attributes:
-        block: its number.
-        storage: the id of its storage.
-        onto: the block of the gradient that it was added onto.
-    """
+    """A gradient that autograd has just added up: its block and the id of its storage, and the block of the gradient
+    that it was added onto."""
 
     block: int
     storage: int
@@ -69,14 +61,6 @@ def _is_whole(tensor: Tensor) -> bool:
     return all(stride for _, stride in sizes) and tensor.numel() == 1 + sum((n - 1) * stride for n, stride in sizes)
 
 
-def _asked_by_autograd() -> bool:
-    """Whether an operation under a dispatch mode was asked for by autograd's engine, not by Python code."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
-        frame = frame.f_back
-    return frame.f_code is _engine_run_backward.__code__
-
-
 @unguarded
 class Tracker(TorchDispatchMode):
     """Follows every storage between `with tracker:` and its end.
@@ -85,15 +69,23 @@ class Tracker(TorchDispatchMode):
         modules: module -> path, of the modules that a moment is named by; deeper ones count as part of these.
         limit: bytes of the device, as if it had no more; None for any. An operation whose result is beyond them raises
             torch's own `OutOfMemoryError`.
+        capability: of the GPU whose kernels' workspaces are noted; None for the CPU's.
+        parts: module path -> part of a step, to count the work of that GPU.
 
     Attributes:
         log: all that was noted.
-        workspace: notes what a GPU's kernels take inside themselves.
-        counter: notes what they do.
+        counter: counts the GPU's work, if there are `parts`.
         refused: the place in the log at which the last result was beyond the limit, and its bytes.
     """
 
-    def __init__(self, modules: dict[nn.Module, str], limit: int | None = None) -> None:
+    def __init__(
+        self,
+        modules: dict[nn.Module, str],
+        limit: int | None = None,
+        *,
+        capability: Capability | None = None,
+        parts: Mapping[str, WorkPart] | None = None,
+    ) -> None:
         super().__init__()
         self.limit, self.refused = limit, (0, 0)
         self._bytes = 0  # that are alive on the device
@@ -108,13 +100,13 @@ class Tracker(TorchDispatchMode):
         self._knows_host = False  # whether any block is the host's
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
-        self.workspace: Workspace | None = None
-        self.counter: Counter | None = None
+        self._capability = capability
+        self.counter = None if capability is None or parts is None else Counter(capability, self, parts, self.log.done)
 
     # --- What is alive ------------------------------------------------------------------------------------------
 
     def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
-        """Follows the storage of a tensor from now on, if it has one and is not followed yet."""
+        """Follow the storage of a tensor from now on, if it has one and is not followed yet."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):
@@ -124,7 +116,7 @@ class Tracker(TorchDispatchMode):
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
-        """Takes over what the storage of a followed tensor is marked as: the host's, or a copy of such a one."""
+        """Note whether a followed storage is marked as host memory, or as a copy of it."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)
@@ -136,7 +128,7 @@ class Tracker(TorchDispatchMode):
                 block.part = self.log.blocks[self._alive[id(source)]].part  # a copy is what its original is
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
-        """Notes that `size` bytes are alive from now on; returns the number of their block."""
+        """Note a birth of `size` bytes; return the number of their block."""
         born = len(self.log.entries)
         if self.limit is not None and not on_host and self._bytes + size > self.limit:
             self.refused = born, size
@@ -148,7 +140,7 @@ class Tracker(TorchDispatchMode):
         return len(self.log.blocks) - 1
 
     def death(self, number: int) -> None:
-        """Notes that a block is gone."""
+        """Note the death of a block."""
         if self._sum is not None and self._sum.onto == number and self.log.entries[-1] == self._sum.block:
             self._was_in_place(self._sum)
             return
@@ -161,7 +153,7 @@ class Tracker(TorchDispatchMode):
         self._bytes -= 0 if block.on_host else block.bytes
 
     def _was_in_place(self, added: _Sum) -> None:
-        """Takes back the birth of a sum: what it was added onto went with it, so autograd held that alone."""
+        """Undo the birth of a sum: its operand died with it, so without this mode autograd adds in place."""
         self.log.entries.pop()
         self._take_off_device(self.log.blocks.pop())
         self._alive[added.storage] = added.onto
@@ -169,7 +161,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive on the device at once."""
+        """Peak of live bytes on the device."""
         alive = peak = 0
         for entry in self.log.entries:
             block = self.log.blocks[entry if entry >= 0 else ~entry]
@@ -183,27 +175,27 @@ class Tracker(TorchDispatchMode):
         self.death(self._alive.pop(key))
 
     def stop(self) -> None:
-        """What dies from now on is not noted: the steps are over."""
+        """Stop following: later deaths are not noted."""
         self._references.clear()
         self._alive.clear()
 
     def tag(self, tensors: Iterable[Tensor | None], part: PartName) -> None:
-        """Says what these tensors are, from their birth on."""
+        """Set the part of these tensors, from their birth on."""
         for tensor in tensors:
             if tensor is not None and (number := self.block_of(tensor)) is not None:
                 self.log.blocks[number].part = part
                 self.read_marks(tensor)
 
-    def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None) -> None:
-        """Says of which decoder layer a tensor is, whenever it was born, and what it is called."""
+    def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None, *, in_bank: bool = False) -> None:
+        """Note the decoder layer of a tensor, whenever it was born, and its label."""
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
-            block.layer = layer
+            block.layer, block.in_bank = layer, block.in_bank or in_bank
             if label is not None:
                 block.module, block.op = "", label
 
     def moved_to_host(self, tensor: Tensor, *, managed: bool = False) -> None:
-        """Says that a tensor is on the host, which counts apart.
+        """Note that a tensor is on the host, which counts apart.
 
         Args:
             managed: whether the driver may have it on either side.
@@ -218,7 +210,7 @@ class Tracker(TorchDispatchMode):
         return self._alive.get(id(tensor.untyped_storage()))
 
     def place(self) -> int:
-        """Where the log is."""
+        """The length of the log."""
         return len(self.log.entries)
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -230,13 +222,13 @@ class Tracker(TorchDispatchMode):
         return (number := self.block_of(tensor)) is not None and self.log.blocks[number].part == "trainable_weights"
 
     def saved_since(self, born: int) -> None:
-        """Says that what was born since then and is still alive was kept for backward."""
+        """Mark storages born since then and still alive as saved for backward."""
         for block in self.log.blocks[bisect_left(self.log.blocks, born, key=lambda block: block.born) :]:
             if block.died is None and block.part == "transient_peak":
                 block.part = "saved_activations"
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Notes that a storage was given or has lost its bytes, as FSDP2's gathered weights do."""
+        """Note that a storage was allocated or freed in place, as FSDP2's gathered weights are."""
         key = id(storage)
         if key in self._alive:
             self.death(self._alive.pop(key))
@@ -262,13 +254,13 @@ class Tracker(TorchDispatchMode):
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
-        kwargs, workspace = kwargs or {}, self.workspace
-        inside = [] if workspace is None else workspace.before(func, args, kwargs)
+        kwargs, capability = kwargs or {}, self._capability
+        inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
         out = func(*args, **kwargs)
         born = len(self.log.blocks)
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)
-            if func is _ADD and self.phase == "backward" and _is_whole(args[0]) and _asked_by_autograd():
+            if func is _ADD and self.phase == "backward" and _is_whole(args[0]) and called_by_autograd():
                 onto = self.block_of(args[0])
                 self._sum = None if onto is None else _Sum(born, id(out.untyped_storage()), onto)
         elif out is not None:
@@ -283,29 +275,36 @@ class Tracker(TorchDispatchMode):
                 block.on_host = True
         if self.counter is not None:
             self.counter.count(func, args, kwargs, out)
-        if workspace is not None:
-            workspace.after(func, args, out, inside)
+        if capability is not None:
+            for number in reversed([*inside, *self._births(func, workspace.after(func, capability, args))]):
+                self.death(number)
+            for output in workspace.HOST_OUTPUTS.get(func, ()):
+                self.moved_to_host(out[output])
         return out
 
+    def _births(self, func: Any, sizes: Iterable[int]) -> list[int]:
+        """Note the workspaces inside a kernel."""
+        return [self.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]
+
     def _on_host(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operation's tensors are all the host's: it runs there, then, and its results are there."""
+        """Whether all tensors of an operation are on the host: then it runs there."""
         numbers = [self.block_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return bool(numbers) and all(number is not None and self.log.blocks[number].on_host for number in numbers)
 
     # --- When: phases and modules -------------------------------------------------------------------------------
 
     def enter(self, phase: Phase, module: str = "") -> None:
-        """Begins a phase, or the part of one that belongs to a module."""
+        """Begin a phase, or the part of one that belongs to a module."""
         if (phase, module) != (self.phase, self.module):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
     def enter_experts(self, experts: Sequence[int]) -> None:
-        """Says whose rows are computed next."""
+        """Set the experts whose rows are computed next."""
         self.experts = tuple(experts)
 
     def cut(self, layer: int, *, backward: bool) -> None:
-        """Notes that a layer's forward ends here, or its backward begins."""
+        """Note that a layer's forward ends here, or its backward begins."""
         if backward or self.phase in ("forward", "evaluation"):  # not where it runs again
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 

@@ -1,7 +1,7 @@
-"""Known models as data files: read without torch, without transformers and without a network.
+"""Known models as data files, read without torch, transformers or a network.
 
-Each `models/<name>.json` holds a model's `config.json` and its published parameter count with the source of
-that count. `docs/reference/catalog.md` lists the models and describes the format.
+Each `models/<name>.json` holds a model's `config.json` and its published parameter count with its source
+(docs/reference/catalog.md).
 """
 
 import json
@@ -18,17 +18,14 @@ class CatalogModel:
     """One entry of the catalog.
 
     Attributes:
-        name: The catalog name, lower case, such as `mixtral-8x7b`.
-        hub_id: The model's repository on the Hugging Face hub; None if it has none.
-        license: The license of the weights.
-        config: The model's `config.json`. Build it with
-            `AutoConfig.for_model(config["model_type"], **the_other_keys)`.
-        published: `total`, the exact parameter count as an int, and `source`, where that figure is from.
-            Optional: `note`; `buffers`, elements that `total` counts though they are buffers in transformers,
-            by buffer name; `hub_metadata`, a larger `total` that the hub displays, with the parts that
-            transformers does not build in `not_built`.
-        folder: A local folder with config, tokenizer and weights as a hub repository has them; None if the
-            weights are not shipped.
+        name: in lower case, such as `mixtral-8x7b`.
+        hub_id: repository on the Hugging Face hub, if there is one.
+        license: of the weights.
+        config: the model's `config.json`.
+        published: `total`, the exact parameter count, and its `source`. Optional: `note`; `buffers`, elements that
+            `total` counts though they are buffers in transformers, by buffer name; `hub_metadata`, a larger `total`
+            that the hub displays, with the parts that transformers does not build in `not_built`.
+        folder: a local folder as a hub repository, if config, tokenizer and weights are shipped.
     """
 
     name: str
@@ -40,24 +37,16 @@ class CatalogModel:
 
 
 def model_names() -> list[str]:
-    """Return the names of all models in the catalog, sorted."""
+    """Return the names of all models, sorted."""
     return sorted(path.stem for path in _MODELS.glob("*.json"))
 
 
 def find_model(name: str) -> CatalogModel | None:
-    """Look a model up by its catalog name or its hub id; case does not matter.
-
-    Args:
-        name: For example `mixtral-8x7b` or `mistralai/Mixtral-8x7B-v0.1`.
-
-    Returns:
-        The model, or None if the catalog does not have it.
-    """
+    """Return a model by its catalog name or hub id, in any case; None if the catalog does not have it."""
     wanted = name.lower()
-    names = model_names()
-    if wanted in names:
+    if wanted in model_names():
         return _read(wanted)
-    models = map(_read, names)
+    models = map(_read, model_names())
     return next((model for model in models if model.hub_id and model.hub_id.lower() == wanted), None)
 
 
@@ -75,6 +64,5 @@ def _read(name: str) -> CatalogModel:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(data, dict), f"{path} does not hold a JSON object"
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return data

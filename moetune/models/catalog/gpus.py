@@ -1,6 +1,6 @@
-"""GPUs as data: how much a process may take, what it loses to CUDA, how fast the card is. Read without torch.
+"""GPUs as data: memory, what CUDA takes of it, and speed. Read without torch.
 
-`gpus.yaml` holds the figures, each with its source; docs/reference/gpus.md shows them.
+`gpus.yaml` holds the figures, each with its source (docs/reference/gpus.md).
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, where it is from, and whether we measured it ourselves."""
+    """A number, its source, and whether this project measured it."""
 
     value: int
     source: str
     measured_here: bool = False
 
 
+_RATES = {"bandwidth": 10**9, "bf16": 10**12, "fp16": 10**12, "fp32": 10**12, "host_link": 10**9, "interconnect": 10**9}
+"""Units of speeds in `gpus.yaml`."""
 PCIE_CHANNELS = Figure(2, "estimate: as many as NCCL's log has between two cards in PCIe slots")
 
 
@@ -72,26 +74,23 @@ class Gpu:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Where each figure of memory is from that we have not measured: "context of NVIDIA L40S: <source>"."""
+        """Sources of the figures of memory that are not measured here: "context of NVIDIA L40S: <source>"."""
         figures = {"memory": self.memory, "context": self.context, "cuBLAS workspace": self.cublas_workspace}
-        return tuple(
-            f"{what} of {self.full_name}: {figure.source}"
-            for what, figure in figures.items()
-            if not figure.measured_here
-        )
+        assumed = {what: figure for what, figure in figures.items() if not figure.measured_here}
+        return tuple(f"{what} of {self.full_name}: {figure.source}" for what, figure in assumed.items())
 
 
 def gpu_names() -> list[str]:
-    """Returns the names of all GPUs in the catalog, sorted."""
+    """Return the names of all GPUs, sorted."""
     return sorted(_gpus())
 
 
 def find_gpu(name: str) -> Gpu:
-    """Looks a GPU up by name, or makes one of a size.
+    """Return a GPU by name, or an Ada card of a size.
 
     Args:
-        name: a catalog name, an alias or torch's name of a card, whatever the case (`l40s`, `4090`, `NVIDIA L40S`); or
-            a size with its unit (`44GiB`, `48 GB`, `45056MiB`), which stands for an Ada card with that much memory.
+        name: a catalog name, an alias or torch's name of a card, in any case (`l40s`, `4090`, `NVIDIA L40S`); or a size
+            with its unit (`44GiB`, `48 GB`, `45056MiB`).
 
     Raises:
         UserError: neither a known GPU nor a size above zero.
@@ -123,7 +122,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def alike_in_size(card: Gpu) -> tuple[str, ...]:
-    """Catalog names of cards with that much memory, a tenth more or less: of what is sold the driver keeps some."""
+    """Return catalog names of cards with as much memory, within a tenth: the driver keeps some of what is sold."""
     size = card.memory.value
     return tuple(name for name, other in _gpus().items() if 0.9 * size <= other.memory.value <= 1.1 * size)
 
@@ -134,6 +133,7 @@ def _of_size(name: str, size: int) -> Gpu:
     def assumed(figure: Figure) -> Figure:
         return Figure(figure.value, f"assumed as on {model.full_name}")
 
+    unknown: dict[str, Any] = dict.fromkeys(_RATES)
     return replace(
         model,
         name=name,
@@ -141,12 +141,8 @@ def _of_size(name: str, size: int) -> Gpu:
         memory=Figure(size, "the size given: all of it is taken to be usable"),
         context=assumed(model.context),
         cublas_workspace=assumed(model.cublas_workspace),
-        bandwidth=None,
-        bf16=None,
-        fp32=None,
-        host_link=None,
-        interconnect=None,
         channels=PCIE_CHANNELS,
+        **unknown,
     )
 
 
@@ -161,7 +157,7 @@ def _gpus() -> Mapping[str, Gpu]:
 
 @cache
 def _names() -> Mapping[str, str]:
-    """Every spelling that finds a GPU -> its catalog name."""
+    """Return every spelling of a GPU -> its catalog name."""
     names: dict[str, str] = {}
     for name, entry in _entries().items():
         for spelling in {name, _spelling(entry["full_name"]), *entry.get("aliases", ())}:
@@ -186,13 +182,8 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
         memory=_size(entry["memory"]),
         context=_size(entry["context"]),
         cublas_workspace=_size(entry["cublas_workspace"]),
-        bandwidth=_rate(entry.get("bandwidth"), 10**9),
-        bf16=_rate(entry.get("bf16"), 10**12),
-        fp16=_rate(entry.get("fp16"), 10**12),
-        fp32=_rate(entry.get("fp32"), 10**12),
-        host_link=_rate(entry.get("host_link"), 10**9),
-        interconnect=_rate(entry.get("interconnect"), 10**9),
         channels=Figure(**entry["channels"]) if "channels" in entry else PCIE_CHANNELS,
+        **{name: _rate(entry[name], unit) for name, unit in _RATES.items() if name in entry},
     )
 
 
@@ -202,5 +193,5 @@ def _size(entry: dict[str, Any]) -> Figure:
     return Figure(**{**entry, "value": size})
 
 
-def _rate(entry: dict[str, Any] | None, unit: int) -> Figure | None:
-    return None if entry is None else Figure(**{**entry, "value": int(Decimal(str(entry["value"])) * unit)})
+def _rate(entry: dict[str, Any], unit: int) -> Figure:
+    return Figure(**{**entry, "value": int(Decimal(str(entry["value"])) * unit)})

@@ -1,12 +1,11 @@
-"""LOMO, AdaLomo, Adafactor: updates so small in memory that they can run inside the backward pass.
+"""LOMO, AdaLomo and Adafactor: updates that take so little memory that they can run in the backward pass.
 
     LOMO     w ← (1 - η·λ)·w - η·g                                         arXiv 2306.09782, algorithm 1
     AdaLomo  û = g / √v, v factored by rows and columns                    arXiv 2310.10195, algorithm 1
              w ← (1 - η'·λ)·w - η'·û / max(1, RMS(û) / d),   η' = η · max(ε, RMS(w))
     Adafactor the same with min(η, 1/√t) for η                             arXiv 1804.04235, algorithm 4
 
-They compute in float32, whatever the weights are, and round once. What is fused here is the arithmetic: float32 copies
-exist for a block of a matrix at a time. When they run is the business of training/step/fused.py.
+All compute in float32 and round once, whatever the weights are; float32 copies exist for a block of a matrix at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +22,19 @@ BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
 
 
 class ScalingOptimizer(torch.optim.Optimizer, ABC):
-    """One whose `step` multiplies gradients itself, in float32."""
+    """An optimizer whose `step` multiplies gradients by a scale, in float32."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
+        """Update with gradients times `scale`."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, scale)
 
     @abstractmethod
-    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        """One update with gradients times `scale`."""
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
+        """Update one parameter."""
 
 
 class Lomo(ScalingOptimizer):
@@ -36,27 +43,21 @@ class Lomo(ScalingOptimizer):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            lr, decay = group["lr"], group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                for where in _blocks(parameter):
-                    weight, step = parameter[where].float(), parameter.grad[where].float()
-                    if scale != 1.0:
-                        step = step * scale
-                    if decay:
-                        step = step.add(weight, alpha=decay)
-                    parameter[where] = weight.add(step, alpha=-lr)
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
+        for where in _blocks(parameter):
+            weight, step = parameter[where].float(), grad[where].float()
+            if scale != 1.0:
+                step = step * scale
+            if group["weight_decay"]:
+                step = step.add(weight, alpha=group["weight_decay"])
+            parameter[where] = weight.add(step, alpha=-group["lr"])
 
 
 class AdaLomo(ScalingOptimizer):
-    """Each matrix has its own step size, from the mean squares of its gradient's rows and columns.
+    """Scales each element's update by mean squares of its gradient's row and column.
 
-    A tensor of more dimensions is a stack of matrices, each by itself. State of a matrix [R, C]: R + C float32 numbers;
-    of a vector one for each element.
+    A tensor of more than two dimensions is a stack of matrices, each updated by itself. State of a matrix [R, C]:
+    R + C float32 numbers; of a vector one for each element.
 
     Args:
         decay_rate: v's decay at step t is 1 - t^-decay_rate.
@@ -75,13 +76,6 @@ class AdaLomo(ScalingOptimizer):
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate, "threshold": threshold}
         super().__init__(params, defaults | {"eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # which casts states to the dtype of the weights; these are float32
@@ -130,7 +124,7 @@ class AdaLomo(ScalingOptimizer):
             _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
-        """η of a step."""
+        """Return η of a step."""
         return group["lr"]
 
 
@@ -146,7 +140,7 @@ def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -
 
 
 def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, group: dict[str, Any]) -> None:
-    """Grouped update normalization and the step, block by block; `update` gives û of some rows, as often as asked."""
+    """Normalize the update by its RMS and take the step, block by block; `update` returns û of some rows."""
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
     of_weight = torch.stack([weight[where].float().square().sum() for where in blocks]).sum()
@@ -160,6 +154,6 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Slices of the first axis with at most `BLOCK` elements each, but one row at least."""
+    """Return slices of the first axis, each of at most `BLOCK` elements but of at least one row."""
     rows = max(1, BLOCK * len(weight) // max(1, weight.numel()))
     return (slice(start, start + rows) for start in range(0, len(weight), rows))

@@ -80,7 +80,7 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
             found = depths.at(run, rank)
             assert recorded - before == (layers == 5)
             own = ClosedForm(run, rank).at(run.config)
-            assert (found.parts, found.peak.host, found.load) == (own.parts, own.peak.host, own.load)
+            assert (found.parts(), found.host_peak, found.load) == (own.parts(), own.host_peak, own.load)
 
 
 @pytest.mark.full
@@ -92,4 +92,4 @@ def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path) -> None:
         run = resolve(
             toy_run(toy, "mixtral", {"experts": {"layers": f"0-{layers - 1}", "ids": [1]}}, model=PRETRAINED), "cuda"
         )
-        assert depths.at(run).parts == ClosedForm(run).at(run.config).parts
+        assert depths.at(run).parts() == ClosedForm(run).at(run.config).parts()

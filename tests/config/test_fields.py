@@ -1,0 +1,93 @@
+"""Values of a run file: lists of layers and experts, sizes of memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moetune.config.fields import parse_ids
+from moetune.config.schema import ChoiceConfig, TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        ("all", "all"),
+        ("none", "none"),
+        (3, (3,)),
+        ("0-5,8", (0, 1, 2, 3, 4, 5, 8)),
+        (" 2 - 3 , 1 ", (1, 2, 3)),
+        ([4, "0-1", 1], (0, 1, 4)),
+    ],
+)
+def test_ids(written: object, ids: object) -> None:
+    assert parse_ids(written) == ids
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("0-", "'0-' is not a number or a range"),
+        ("5-2", 'runs backwards; write "2-5"'),
+        (-1, "'-1' is not a number"),
+        ([], "the list is empty; write none"),
+        (True, "True is not a list of numbers"),
+        (1.5, "1.5 is not a list of numbers"),
+        ([[1]], "is not a number or a range"),
+        ("everything", "'everything' is not a number"),
+    ],
+)
+def test_wrong_ids(written: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_ids(written)
+
+
+@given(st.sets(st.integers(0, 99), min_size=1))
+def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
+    runs = [list(run) for _, run in itertools.groupby(sorted(ids), key=lambda i: i - sorted(ids).index(i))]
+    assert parse_ids(",".join(f"{run[0]}-{run[-1]}" for run in runs)) == tuple(sorted(ids))
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "kept"),
+    [
+        *(("loss_memory", size, size) for size in ("256MiB", "1 GB", "none", "0.5GiB")),
+        *(("expert_memory", size, size) for size in ("auto", "0", "64MiB")),
+        ("expert_memory", 0, "0"),
+        *(("router_aux_loss", coefficient, coefficient) for coefficient in ("auto", 0, 0.01)),
+    ],
+)
+def test_sizes_and_coefficients_stay_as_they_are_written(key: str, written: object, kept: object) -> None:
+    config = TrainConfig.model_validate({key: written})
+    assert getattr(config, key) == kept
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "message"),
+    [
+        ("loss_memory", [0, 256, "256", "0MiB", "-1GiB", "all", None], "neither a size above zero nor none"),
+        ("expert_memory", [False, 256, "256", "-1GiB", "all", None], "neither a size nor 0 nor auto"),
+        ("router_aux_loss", [True, -1, 1e7, "none", None], "neither a number from 0 to 1e6 nor auto"),
+    ],
+)
+def test_wrong_sizes_and_coefficients(key: str, wrong: list[object], message: str) -> None:
+    for written in wrong:
+        with pytest.raises(ValueError, match=message):
+            TrainConfig.model_validate({key: written})
+
+
+def test_bytes_of_the_loss() -> None:
+    sizes = {"256MiB": 2**28, "1 GB": 10**9, "none": None, "0.5GiB": 2**29}
+    assert {written: TrainConfig(loss_memory=written).loss_bytes for written in sizes} == sizes
+
+
+@pytest.mark.parametrize("budget", [0.25, "44GiB"])
+def test_a_budget_is_memory_or_a_share(budget: object) -> None:
+    assert ChoiceConfig.model_validate({"from": "scores.json", "budget": budget}).budget == budget
+    for wrong in (0, 1, 1.5, -0.5, True, "0.25", "none", "0GiB"):
+        with pytest.raises(ValueError, match="neither memory, such as 44GiB, nor a share"):
+            ChoiceConfig.model_validate({"from": "scores.json", "budget": wrong})

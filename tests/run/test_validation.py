@@ -1,0 +1,125 @@
+"""Refusals of a run file, all at once and before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from moetune.errors import UserError
+from moetune.memory.measure import measure
+from moetune.run import validation
+from moetune.run.resolve import examine, resolve
+from moetune.watch.train import train
+from tests import small
+from tests.run.test_resolve import EVERYTHING, config_of
+from tests.toys import toy_config
+
+
+def test_every_problem_is_told_at_once(small_model: Path) -> None:
+    config = config_of(
+        small_model,
+        {"router": "9", "lora": EVERYTHING["lora"]},
+        model={"base": "fp32", "dtype": "bf16"},
+        optimizer={"name": "adafactor"},
+        parallel={"fsdp": 3, "ep": 3, "load": "missing.json"},
+        hardware={"count": 3},
+    )
+    with pytest.raises(UserError) as error:
+        resolve(config, "cuda")
+    problems = str(error.value).splitlines()
+    beginnings = (
+        "model.base: fp32",
+        "adapt.router: layer 9",
+        "optimizer: over several ranks adafactor",
+        "parallel.ep: 3",
+    )
+    assert len(problems) == len(beginnings)
+    assert all(any(problem.startswith(beginning) for problem in problems) for beginning in beginnings)
+    assert list(examine(config, "cuda").problems) == problems
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a base in other bits": ({"model": {"base": "bf16", "dtype": "fp16"}}, r"model\.base: bf16 does not go with"),
+    "float16 without float32 updates": (
+        {"model": {"dtype": "fp16"}, "optimizer": {"name": "sgd"}},
+        r"model\.dtype: fp16 and sgd on model\.layers\.0\.mlp\.gate\.weight",
+    ),
+    "a part without an optimizer": ({"optimizer": {"experts": {"name": "sgd"}}}, r"optimizer\.router is missing"),
+    "a part that does not train": (
+        {"optimizer": {"router": {}, "lora": {}}},
+        r"optimizer\.lora: adapt: chooses nothing of that part",
+    ),
+    "more stages than layers": (
+        {"parallel": {"pp": 3}, "hardware": {"count": 3}},
+        r"parallel\.pp: 3 stages and only 2",
+    ),
+    "heads that do not divide": ({"parallel": {"tp": 3}, "hardware": {"count": 3}}, r"parallel\.tp: 3 ranks cannot"),
+    "packed attention that shall be split": (
+        {"parallel": {"tp": 2}, "hardware": {"count": 2}},
+        r"parallel\.tp: .*q_proj is packed",
+    ),
+    "a load that is not there": (
+        {"parallel": {"fsdp": 2, "ep": 2, "load": "missing.json"}, "hardware": {"count": 2}},
+        r"parallel\.load 'missing\.json'",
+    ),
+    "deepspeed and its own": (
+        {"parallel": {"engine": "deepspeed", "fsdp": 2, "zero": 3}, "hardware": {"count": 2}},
+        r"parallel\.engine: deepspeed and parallel\.zero 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, small_model: Path) -> None:
+    sections, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        resolve(config_of(small_model, **sections), "cuda")
+
+
+def test_router_losses_of_a_dense_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="'llama' is a dense model without routers"):
+        resolve(config_of(tmp_path, {"also": ["norm"]}, train={"router_z_loss": 0.1}), "cuda")
+
+
+def test_a_checkpoint_in_a_format_that_is_not_read_is_refused_unless_its_weights_are_drawn(tmp_path: Path) -> None:
+    config = toy_config("mixtral").to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"already quantized \(gptq\).* or a bf16 checkpoint"):
+        resolve(config_of(tmp_path, {"router": "all"}), "cuda")
+    drawn = resolve(config_of(tmp_path, {"router": "all"}, model={"weights": "random"}), "cuda")
+    assert drawn.config.model.base == "nf4"
+    with pytest.raises(UserError, match="already quantized"):
+        resolve(config_of(tmp_path, {"router": "all"}), "cuda", like=drawn)
+
+
+FLASH: dict[str, Any] = {"model": {"attention": "flash_attention_2"}}
+
+
+def test_attention_without_its_package_is_refused_with_all_else(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a run takes place, before a weight is read; a prediction is for another machine."""
+    config = small.run_config(
+        small_model,
+        tmp_path / "none.jsonl",
+        tmp_path / "run",
+        model={**FLASH["model"], "base": "bf16", "dtype": "fp16"},
+    )
+    with pytest.raises(UserError) as error:
+        train(examine(config, "cpu"), dry_run=True)
+    for problem in ("flash_attention_2 needs a CUDA GPU", "model.base: bf16 does not go with", "none.jsonl"):
+        assert problem in str(error.value)
+    run = resolve(config_of(small_model, **FLASH), "cpu")
+    with pytest.raises(UserError, match="flash_attention_2 needs a CUDA GPU"):
+        measure(run, "cpu", 1)
+    monkeypatch.setattr(validation, "is_flash_attn_2_available", lambda: False)
+    (problem,) = validation.missing_packages(run.config, "cuda")
+    assert "needs the package flash-attn, which is not installed" in problem
+    monkeypatch.setattr(validation, "is_flash_attn_2_available", lambda: True)
+    assert not list(validation.missing_packages(run.config, "cuda"))
