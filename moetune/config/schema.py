@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -369,6 +370,12 @@ class DataConfig(Section):
         return self.eval is not None or self.validation is not None
 
 
+def data_sets(written: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
+    """Return the name and the weight of each data set under `data.train` or `data.eval`."""
+    several = (written,) if isinstance(written, str) else written or ()
+    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
+
+
 class ParallelConfig(Section):
     """The ranks of a run: `replicate · fsdp · tp · pp` of them.
 
@@ -438,6 +445,11 @@ class RunConfig(Section):
         if "count" in given or "parallel" not in info.data:
             return hardware
         return HardwareConfig.model_construct(given, gpu=hardware.gpu, count=info.data["parallel"].ranks)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row may hold several documents; a run file without data is assumed to."""
+        return self.data is None or self.data.packing
 
     @property
     def optimizers(self) -> dict[Part, OptimizerConfig]:
