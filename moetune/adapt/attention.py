@@ -1,9 +1,9 @@
 """Which attention a model runs; packed documents through variable-length attention, which needs no mask of S².
 
 With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention keeps them apart by a mask
-[B, 1, S, S]. On a GPU torch has a kernel (`torch.nn.attention.varlen`, flash attention) that is told where documents
-begin instead. It gives the same values, so it is what `sdpa` means there. Borders come with the batch (`cu_seqlens`),
-under the names that transformers gives them (FlashAttentionKwargs), and reach each layer's attention as keywords.
+[B, 1, S, S]. On a GPU torch has a kernel (`torch.nn.attention.varlen`, flash attention) that takes the offsets of the
+documents (`cu_seqlens`) instead. It gives the same values, so it is what `sdpa` means there. The offsets come with the
+batch, named as in transformers' FlashAttentionKwargs, and reach each layer's attention as keywords.
 
 Shapes: B rows of S tokens, T = B·S; h heads, h_kv of keys and values; d of queries and keys, d_v of values.
 """
@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moetune.compat.transformers import never_ask_for_the_length
+from moetune.compat.transformers import attention_of, fix_rotary_length, has_flash_interface, set_attention
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
@@ -57,31 +57,31 @@ def attention_for(
 def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
     """Whether every layer of a model, on the meta device, can keep documents apart by their cu_seqlens, on this GPU.
 
-    Its attention has to be transformers' interface, without what the kernel does not do: sinks, soft-capping, sparse
-    choices, dropout, heads of more than 256, or heads that need more shared memory than the card has.
+    The kernel has no sinks, soft-capping, sparse choices, dropout, heads of more than 256, or heads that need more
+    shared memory than the card has.
     """
     return (
         capability >= (8, 0)
         and plain.dtype in (torch.float16, torch.bfloat16)
-        and plain._supports_flash_attn
-        and plain._supports_attention_backend
-        and plain._compatible_flash_implementations is None  # sinks, which need a kernel of their own
-        and (size := _told_as_masked(plain)) <= 256
+        and has_flash_interface(plain)
+        and (size := _largest_head(plain)) <= 256
         and not (has_little_shared_memory(capability) and 192 < size <= 224)
     )
 
 
-_ASKED = "asked"
-"""The name of an attention that computes nothing, and is given a mask."""
+_PROBE = "probe"
+"""The name of an attention that computes nothing, and gets a mask."""
 _NO = 1 << 30
 """A size of heads that no kernel has."""
 _SINKS_AND_CAPS = ("s_aux", "softcap", "dropout", "indices")
 
 
-def _told_as_masked(plain: PreTrainedModel) -> int:
-    """The largest size of heads, if each layer's attention gets cu_seqlens and the window that its mask has; else one
-    that no kernel has. A copy without storage is asked, which hands every mask on as the function that it is of."""
-    model = copy.deepcopy(plain).train()  # dropout is told in training only
+def _largest_head(plain: PreTrainedModel) -> int:
+    """The largest size of heads, if every attention gets cu_seqlens and the window that its mask has; else `_NO`.
+
+    A copy on the meta device is run, whose masks are noted by the function that they are made of.
+    """
+    model = copy.deepcopy(plain).train()  # dropout is passed in training only
     windows: dict[int, int | None] = {}
     calls: list[tuple[nn.Module, int, bool]] = []
 
@@ -91,19 +91,19 @@ def _told_as_masked(plain: PreTrainedModel) -> int:
         windows[id(made)] = _window_of(mask_function)
         return made
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any, **told: Any) -> Any:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any, **passed: Any) -> Any:
         window = windows.get(id(given))
-        is_told = "cu_seq_lens_q" in told and window is not None and window == (told.get("sliding_window") or 0)
-        calls.append((module, query.shape[-1], is_told and not any(told.get(name) for name in _SINKS_AND_CAPS)))
+        fits = "cu_seq_lens_q" in passed and window is not None and window == (passed.get("sliding_window") or 0)
+        calls.append((module, query.shape[-1], fits and not any(passed.get(name) for name in _SINKS_AND_CAPS)))
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     keep: list[Tensor] = []
-    AttentionInterface.register(_ASKED, attention)
-    AttentionMaskInterface.register(_ASKED, mask)
+    AttentionInterface.register(_PROBE, attention)
+    AttentionMaskInterface.register(_PROBE, mask)
     for module in model.modules():
-        never_ask_for_the_length(module)
+        fix_rotary_length(module)
         if isinstance(getattr(module, "config", None), PretrainedConfig):
-            module.config._attn_implementation = _ASKED
+            set_attention(module.config, _PROBE)
     for path in [path for path, module in model.named_modules() if is_experts(module)]:
         model.set_submodule(path, _NoExperts())
     ran: list[nn.Module] = []
@@ -115,11 +115,11 @@ def _told_as_masked(plain: PreTrainedModel) -> int:
             decoder_stack(model)(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **cu_seqlens([_ROW])
             )
-    except Exception:  # code that asks for values, which a copy without storage does not have
+    except Exception:  # code that needs values, which a copy without storage does not have
         return _NO
-    asked = {module for module, _, _ in calls}
-    told = all(is_told for _, _, is_told in calls) and all(asked & {*layer.modules()} for layer in ran)
-    return max((size for _, size, _ in calls), default=_NO) if told else _NO
+    called = {module for module, _, _ in calls}
+    all_fit = all(fits for _, _, fits in calls) and all(called & {*layer.modules()} for layer in ran)
+    return max((size for _, size, _ in calls), default=_NO) if all_fit else _NO
 
 
 _ROW = 8
@@ -145,16 +145,16 @@ def has_little_shared_memory(capability: Capability) -> bool:
     return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
-# --- Borders ------------------------------------------------------------------------------------------------------
+# --- Offsets ------------------------------------------------------------------------------------------------------
 
 
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
     """Whether packed documents have to be told apart by `cu_seqlens`, because there is no mask."""
-    return model.config.get_text_config()._attn_implementation in (VARLEN, "flash_attention_2")
+    return attention_of(model) in (VARLEN, "flash_attention_2")
 
 
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
-    """What attention is told of documents that lie one after the other.
+    """The keywords by which attention keeps documents apart that lie one after the other.
 
     Args:
         lengths: of every document of a batch, row by row; they sum to T.

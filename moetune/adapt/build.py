@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 from transformers.integrations.neftune import activate_neftune
-from transformers.utils import logging as transformers_logging
 
 from moetune.adapt.attention import Capability, attention_for
-from moetune.adapt.checkpointing import enable_checkpointing, keep_choices
+from moetune.adapt.checkpointing import checkpoint_layers
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
-from moetune.adapt.pack import (
-    Fill,
-    fill_bank,
-    has_values,
-    make_bank,
-    make_expert_context,
-    quantize_linear,
-    refuse_misplaced,
-    refuse_unquantized,
-)
-from moetune.adapt.weights import quantized_base
-from moetune.adapt.weights.lazy_tensor import lazy_tensors
-from moetune.adapt.weights.materialize import realize
-from moetune.adapt.weights.quantized_base import is_quantized_base
-from moetune.adapt.weights.quantizer import MoetuneConfig
+from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
+from moetune.adapt.weights.checkpoint import read_checkpoint
+from moetune.adapt.weights.quantized_base import read_quantized_base
+from moetune.adapt.weights.random import fill_randomly
+from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.transformers import set_attention
 from moetune.config.schema import Part
-from moetune.documents import read_json
-from moetune.errors import UserError, reading
 from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
-from moetune.models.hub.names import find_homes
-from moetune.models.hub.quantized import open_checkpoint
-from moetune.models.hub.snapshot import download
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE
+from moetune.experts.host import ExpertPrefetcher
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
+from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.dtypes import kind_of
-from moetune.run.placement import Placement
-from moetune.run.resolve import AnyRun, ResolvedModel, ResolvedRun, resolve
-
-WEIGHTS = ("F64", "F32", "F16", "BF16")
-"""Types of tensors that are weights, when nothing says that they are quantized."""
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 
 @dataclass(frozen=True)
@@ -109,62 +88,49 @@ def build(
     ranks: Ranks = SINGLE_RANK,
     capability: Capability | None = None,
 ) -> Adapted:
-    """Builds the adapted model on `device`, or the part of it that one of several ranks holds.
+    """Build the adapted model on `device`, or the part of it that one of several ranks holds.
 
     On `meta` it has every parameter and buffer of the trained model and no storage: counting uses that. There it is not
     distributed yet (`distribute`).
 
     Args:
-        on_read: is told, again and again, which share of a checkpoint has been read.
+        on_read: called again and again with the share of a checkpoint that has been read.
         ranks: the ranks of the run, as this one sees them.
         capability: on meta, of the GPU that the model stands for; None for a CPU.
 
     Raises:
-        UserError: the weights cannot be read, or an expert that should be packed is not.
+        UserError: the weights cannot be read, or an expert that should be quantized is not.
     """
     device = torch.device(device)
     run = resolve(run, kind_of(device))
     config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    attention = attention_for(config, run.model.plain, device, capability)
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
+    model = copy.deepcopy(run.model.plain)
+    set_attention(model.config, attention_for(config, run.model.plain, device, capability))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
-    context = make_expert_context(
-        config.model,
-        selection,
-        ranks,
-        device,
-        keep_rows=config.train.checkpointing == "none",
-        expert_memory=run.expert_memory,
-        split_gate_up=run.model.gate_up_apart,
-        dense=dense,
-    )
+    context = _context(run, ranks, device, dense)
 
     set_seed(config.train.seed)
-    is_read = device.type != "meta" and config.model.weights == "pretrained"
-    if is_read and not is_quantized_base(run.model.source.folder):
-        packing = MoetuneConfig(
-            config.model.base,
-            config.model.double_quant,
-            config.model.experts_on,
-            selection,
-            on_read,
-            placement=ranks.placement,
-            structure=structure,
-            context=context,
-        )
-        model = load_pretrained(run.model, packing, device)
-        model.config._attn_implementation = attention
+    target = LoadTarget(
+        model,
+        structure,
+        selection,
+        config.model,
+        run.quantized_linears,
+        device,
+        context=context,
+        placement=ranks.placement,
+        on_read=on_read,
+    )
+    if device.type == "meta" or config.model.weights == "random":
+        fill_randomly(target)
+    elif run.model.source.quantized_base is not None:
+        read_quantized_base(target, run, ranks)
     else:
-        model = copy.deepcopy(run.model.plain)
-        model.config._attn_implementation = attention
-        if is_read:
-            quantized_base.read(model, run, device, on_read, ranks, context)
-        else:
-            fill = has_values if device.type == "meta" else partial(realize, model, device=device)
-            _pack(model, run, device, fill, ranks.placement, context)
+        read_checkpoint(target, run.model)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
     fuse_norms(model)
@@ -181,10 +147,7 @@ def build(
         model.get_submodule(layer.experts).requires_grad_()
     refuse_unquantized(model, run)
     refuse_misplaced(model, config.model, device)
-    if config.train.checkpointing in ("full", "offload"):
-        enable_checkpointing(model, offload_to=device if config.train.checkpointing == "offload" else None)
-    else:
-        keep_choices(model)
+    checkpoint_layers(model, config.train.checkpointing, device)
     for layer in structure.moe_layers:
         if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
             path, _, key = name.rpartition(".")
@@ -195,136 +158,18 @@ def build(
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what packing took
+        torch.cuda.empty_cache()  # of what quantizing took
     if device.type != "meta":
         distribute(model, structure, ranks)
     return Adapted(run, model, ranks, context)
 
 
-def _pack(
-    model: PreTrainedModel,
-    run: ResolvedRun,
-    device: torch.device,
-    fill: Fill,
-    placement: Placement,
-    context: ExpertContext,
-) -> None:
-    """Packs what is to be packed and gives the rest its values, module by module.
-
-    All banks are there first, as where a checkpoint is read: what is on its way comes behind them and leaves no holes.
-    """
-    banks = []
-    for layer in run.structure.moe_layers:
-        experts = model.get_submodule(layer.experts)
-        banks.append(make_bank(experts, layer, run.selection, run.config.model, run.dtype, device, placement, context))
-    for layer, bank in zip(run.structure.moe_layers, banks, strict=True):
-        fill_bank(model, layer, bank, fill)
-    for path in run.quantized_linears:
-        quantize_linear(model, path, run.config.model, run.dtype, device, fill)
-    embedding = model.get_input_embeddings()
-    for path, module in list(model.named_modules()):
-        fill(path)
-        if module is embedding:
-            model.tie_weights()  # a head that is this table is not drawn for itself
-
-
-def load_pretrained(model: ResolvedModel, packing: MoetuneConfig, device: torch.device) -> PreTrainedModel:
-    """Reads a checkpoint, packing what is to be packed as it comes (quantizer.py)."""
-    folder = checked_folder(model)
-    tensors = lazy_tensors(model, packing.selection, folder, device) if model.published.method else None
-    built = from_pretrained(
-        type(model.plain),
-        model,
-        folder,
-        tensors,
-        config=model.settings,
-        dtype=model.dtype,
-        quantization_config=packing,
-        device_map={"": device},
-    )
-    if tensors is not None and (folder / "generation_config.json").is_file():  # transformers was given no folder
-        with reading(repr(str(folder / "generation_config.json"))):
-            built.generation_config = GenerationConfig.from_pretrained(str(folder))
-    built.hf_quantizer.remove_quantization_config(built)  # to other trainers it is a model like any other
-    return built
-
-
-def checked_folder(model: ResolvedModel) -> Path:
-    """The folder of a model's weights, whose headers fit the model: what is wrong is known before any is read.
-
-    Raises:
-        UserError: they cannot be had, an index cannot be used, or a weight is no floating-point number.
-    """
-    source = model.source
-    if source.folder is None:
-        raise UserError(f"model {source.name!r} has no weights to load; use model.weights=random")
-    folder = Path(source.folder) if Path(source.folder).is_dir() else download(source.folder)
-    stored = open_checkpoint(folder)
-    index = folder / INDEX_FILE
-    indexed = not (folder / SINGLE_FILE).is_file()
-    if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes there
-        raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
-    state, homes = model.plain.state_dict(), find_homes(model.plain, stored)
-    wrong = []
-    for name, home in homes.items():
-        if (there := state.get(name)) is None:
-            continue
-        keys = home.every_key()
-        if there.is_floating_point():
-            wrong += [f"{k} is of type {stored[k].dtype}, no weight" for k in keys if stored[k].dtype not in WEIGHTS]
-        # Each expert's tensors are checked when they are read.
-        if len(keys) == 1 and (found := stored[keys[0]]).numel != there.numel():
-            wrong.append(f"{name} is {[*found.shape]}, not {[*there.shape]}")
-    refuse_misfit(wrong, f"the weights in {source.folder!r}", source.name)
-    described, held = (
-        sum(part.numel for part in model.structure.parameters),
-        sum(tensor.numel for tensor in stored.values()),
-    )
-    if described > 2 * held:
-        raise UserError(
-            f"the weights in {source.folder!r} do not fit {source.name!r}: config.json describes {described:,} "
-            f"parameters, and there are {held:,}"
-        )
-    return folder
-
-
-def from_pretrained(kind: Any, model: ResolvedModel, folder: Path, state_dict: Any = None, **how: Any) -> Any:
-    """A model as transformers loads it, from tensors or a folder that was checked; every tensor has its place, and
-    every place a tensor.
-
-    Raises:
-        UserError: it cannot be loaded, or one has not.
-    """
-    with reading(f"the weights of {model.source.name!r} in {str(folder)!r}"), no_progress_bars():
-        built, info = kind.from_pretrained(
-            str(folder) if state_dict is None else None,
-            state_dict=state_dict,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-            **how,
-        )
-    wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
-    wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
-    refuse_misfit(wrong, f"the weights in {model.source.folder!r}", model.source.name)
-    return built
-
-
-def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
-    """Raise `UserError` naming what of some tensors does not fit a model, if anything does not."""
-    if wrong:
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise UserError(f"{what} do not fit {model!r}: {'; '.join([*wrong][:10])}{more}")
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Without those of transformers; ours shows the same."""
-    were_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_on:
-            transformers_logging.enable_progress_bar()
+def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:
+    """What the banks of a model share with what is around them."""
+    selection, dispatcher = run.selection, None
+    if ranks.expert is not None and ranks.dense is not None:
+        trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
+        dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
+    prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
+    keep_rows = run.config.train.checkpointing == "none"
+    return ExpertContext(run.expert_memory, keep_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)

@@ -17,40 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 
-from moetune.compat.transformers import checkpoint_layers_by
+from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import AsyncCopy, CopyStream
 
 aten = torch.ops.aten
 
 
-def enable_checkpointing(model: PreTrainedModel, offload_to: torch.device | None = None) -> None:
-    """Checkpoints every decoder layer: what is kept of one is its input and its router's choices.
+def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) -> None:
+    """Checkpoint every decoder layer, as `train.checkpointing` says: what is kept of one is its input and its router's
+    choices.
+
+    Whoever switches checkpointing on later gets the same kind.
 
     Args:
-        offload_to: the device of a model whose layers' inputs shall wait on the host for backward.
+        how: `none`, `full`, or `offload`, by which the layers' inputs wait on the host for backward.
+        device: the model's.
     """
-    keep_choices(model, offload_to)
-    model.activation_checkpointing_enable()
-
-
-def keep_choices(model: PreTrainedModel, offload_to: torch.device | None = None) -> None:
-    """Whoever switches checkpointing on from now, gets the kind that keeps choices: trainers do so by their own
-    settings, and TRL's switches it off and on around a reference model."""
-    switch = model._set_gradient_checkpointing
     contexts = RoutersOf(model).contexts
-    keeping = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-
-    def switch_keeping(enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
-        switch(enable=enable, gradient_checkpointing_func=keeping, every_n_layers=every_n_layers)
-        if offload_to is not None:
-            checkpoint_layers_by(model, InputsOnHost(offload_to, contexts).checkpoint)
-
-    model._set_gradient_checkpointing = switch_keeping  # type: ignore[method-assign]
+    keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
+    checkpoint_by(model, InputsOnHost(device, contexts).checkpoint if how == "offload" else keeping)
+    if how != "none":
+        model.activation_checkpointing_enable()
 
 
 class RoutersOf:
@@ -58,18 +49,18 @@ class RoutersOf:
     do. Elsewhere no dispatch mode is on, because one costs microseconds for every operation."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._call: _Call | None = None
+        self.call: _Call | None = None
         self.banks = {path: module for path, module in model.named_modules() if isinstance(module, ExpertBank)}
         for path, bank in self.banks.items():
             block = model.get_submodule(path.rpartition(".")[0])
-            block.register_forward_pre_hook(lambda *_: self._call and self._call.begin())
-            bank.register_forward_pre_hook(lambda *_: self._call and self._call.end())
+            block.register_forward_pre_hook(lambda *_: self.call and self.call.begin())
+            bank.register_forward_pre_hook(lambda *_: self.call and self.call.end())
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts for the forward and the recomputation of one checkpointed call."""
         kept: list[Tensor] = []
         rows: list[list[int]] = []
-        return _Call(self, _Record(kept), rows), _Call(self, _Replay(kept), rows)
+        return _Call(self, _Choices(kept, again=False), rows), _Call(self, _Choices(kept, again=True), rows)
 
 
 class _Call:
@@ -77,14 +68,14 @@ class _Call:
 
     Args:
         mode: is on while the routers of this call work.
-        rows: that each expert receives, of each bank of the call; counted the first time, known again.
+        rows: rows of each expert, for each bank of the call; counted the first time, known again.
     """
 
-    def __init__(self, routers: RoutersOf, mode: _Record | _Replay, rows: list[list[int]]) -> None:
+    def __init__(self, routers: RoutersOf, mode: _Choices, rows: list[list[int]]) -> None:
         self._routers, self._mode, self._rows, self._is_on = routers, mode, rows, False
 
     def __enter__(self) -> None:
-        self._outer, self._routers._call = self._routers._call, self
+        self._outer, self._routers.call = self._routers.call, self
         self._mode.restart()
         self._stack = ExitStack()
         hooks = next((bank.hooks for bank in self._routers.banks.values()), None)
@@ -92,7 +83,7 @@ class _Call:
             known, count = iter(self._rows), hooks.count_rows
 
             def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-                if isinstance(self._mode, _Replay):
+                if self._mode.again:
                     return next(known)
                 self._rows.append(count(layer, ids, num_experts))
                 return self._rows[-1]
@@ -102,7 +93,7 @@ class _Call:
     def __exit__(self, *exception: Any) -> None:
         self.end()
         self._stack.close()
-        self._routers._call = self._outer
+        self._routers.call = self._outer
 
     def begin(self) -> None:
         if not self._is_on:
@@ -115,39 +106,28 @@ class _Call:
             self._is_on = False
 
 
-class _Record(TorchDispatchMode):
-    """Keeps the indices of every choice: `topk`, and `max` along a dimension, are how routers choose."""
+class _Choices(TorchDispatchMode):
+    """Keeps the indices of every choice, or answers it with the kept ones and the values that stand there now: `topk`,
+    and `max` along a dimension, are how routers choose."""
 
-    def __init__(self, kept: list[Tensor]) -> None:
+    def __init__(self, kept: list[Tensor], *, again: bool) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.again = kept, again
 
     def restart(self) -> None:
-        """A call begins."""
-        self.kept.clear()
+        """Begin a call: anew each time, because a graph that is kept is recomputed at every backward."""
+        if self.again:
+            self.left = iter(self.kept)
+        else:
+            self.kept.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _REPLAY and self.again:
+            return _REPLAY[func](next(self.left), *args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func in _REPLAY:
             self.kept.append(out[1])
         return out
-
-
-class _Replay(TorchDispatchMode):
-    """Answers every choice with the kept indices, and the values that stand there now."""
-
-    def __init__(self, kept: list[Tensor]) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def restart(self) -> None:
-        """A call begins: anew each time, because a graph that is kept is recomputed at every backward."""
-        self.left = iter(self.kept)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _REPLAY:
-            return _REPLAY[func](next(self.left), *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def _replay_topk(

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted, build
 from moetune.compat.torch import add_missing_fakes
-from moetune.compat.transformers import never_ask_for_the_length
+from moetune.compat.transformers import fix_rotary_length
 from moetune.experts.host import mark_on_host
 from moetune.experts.quantized import BLOCK, NESTED_BLOCK, QuantizedExperts
 from moetune.parallel.distribute import distribute
@@ -42,7 +42,7 @@ def build_fake(
         for module in adapted.model.modules():
             if isinstance(module, Linear4bit):
                 module.weight = _packed(module.weight, run.config.model.double_quant)
-            never_ask_for_the_length(module)
+            fix_rotary_length(module)
         memo: dict[Tensor, Tensor] = {}
         for module in adapted.model.modules():
             tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers

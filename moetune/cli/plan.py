@@ -84,7 +84,7 @@ def plan(
             print(json.dumps(solved.to_json(), indent=2))
         else:
             _print_solved(solved, terminal())
-        if solved.at is None:
+        if solved.report is None:
             raise typer.Exit(1)
         return
 
@@ -173,15 +173,15 @@ def _print_solved(solved: Solved, console: Console) -> None:
         return f"needs {gib(report.required)}, {gib(abs(left))} {'left' if left >= 0 else 'too much'}"
 
     axis = solved.axis
-    if solved.at is None:
-        assert solved.over is not None
-        line = f"no {axis.key} fits: even {axis.name(solved.beyond)} {said(solved.over)}"
+    if solved.report is None:
+        assert solved.next_report is not None
+        line = f"no {axis.key} fits: even {axis.name(solved.next_value)} {said(solved.next_report)}"
         console.print(line, style="bold red", highlight=False)
         return
-    style = "bold green" if solved.at.verdict == "yes" else "bold yellow"
-    console.print(f"{axis.key}: {axis.name(solved.value)} {said(solved.at)}", style=style, highlight=False)
-    if solved.over is None:
+    style = "bold green" if solved.report.verdict == "yes" else "bold yellow"
+    console.print(f"{axis.key}: {axis.name(solved.value)} {said(solved.report)}", style=style, highlight=False)
+    if solved.next_report is None:
         console.print("there is no value beyond it", highlight=False)
     else:
-        console.print(f"one further, {axis.name(solved.beyond)}, {said(solved.over)}", highlight=False)
+        console.print(f"one further, {axis.name(solved.next_value)}, {said(solved.next_report)}", highlight=False)
     console.print(f"--set {solved.settings[0]}", highlight=False)

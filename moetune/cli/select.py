@@ -62,7 +62,7 @@ def select(
     import json
 
     with heavy_imports():
-        from moetune.adapt.weights.base import folder_of, noting_base
+        from moetune.adapt.weights.base import noting_base
         from moetune.config.schema import ChoiceConfig
         from moetune.report.console import terminal
         from moetune.routing.budget import within_budget
@@ -80,8 +80,8 @@ def select(
         raise UserError(f"--budget {budget}: give --run RUN.yaml, whose memory it is")
     config = with_choice(None if run is None else read_run(run, set_), read.model, choice, part)
     resolved = resolve(within_budget(config), this_device())
-    folder = folder_of(resolved.model.source) if run is not None and config.model.weights == "pretrained" else None
-    if folder is not None:
+    is_read = run is not None and config.model.weights == "pretrained"
+    if is_read and resolved.model.source.local_folder() is not None:
         with noting_base(resolved.model) as noted:
             base = noted()
         resolved.refuse_other_scores(None if base is None else base.fingerprint.content)

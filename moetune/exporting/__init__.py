@@ -1,1 +1,1 @@
-"""What leaves a run: a delta, a merged checkpoint, a PEFT adapter."""
+"""What was trained, in the formats of other programs."""

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moetune.adapt.weights.base import checkpoint_of, folder_of
-from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_manifest
 from moetune.exporting.merged import copy_checkpoint
@@ -18,7 +16,7 @@ from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.models.hub.quantized import open_checkpoint
 from moetune.models.hub.tensor_files import Stored, read_checkpoint
 from moetune.models.source import find_model_source
-from moetune.run.source_quantization import read_quantized_manifest
+from moetune.models.source_quantization import read_quantized_manifest
 
 
 @dataclass(frozen=True)
@@ -122,12 +120,11 @@ def _find_base(to: str) -> tuple[Path, str]:
     base = expanded(to)
     if not base.is_dir():
         source = find_model_source(to)
-        if folder_of(source) is None:
+        if source.local_folder() is None:
             raise UserError(f"--to {to!r}: its weights are not on this machine; download it first, or give a folder")
-        return checkpoint_of(source), source.name
-    if is_quantized_base(str(base)):
+        return source.checkpoint(), source.name
+    if (manifest := read_quantized_manifest(base)) is not None:
         raise UserError(
-            f"--to {to!r} is a quantized base; give the checkpoint that it was made from: "
-            f"{str(read_quantized_manifest(base).source)!r}"
+            f"--to {to!r} is a quantized base; give the checkpoint that it was made from: {str(manifest.source)!r}"
         )
     return base, base.resolve().name

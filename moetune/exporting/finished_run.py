@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from moetune.adapt.build import WEIGHTS, Adapted, build
-from moetune.adapt.weights.base import checkpoint_of, folder_of, refuse_changed_base
+from moetune.adapt.build import Adapted, build
+from moetune.adapt.weights.base import refuse_changed_base
+from moetune.adapt.weights.checkpoint import WEIGHTS
 from moetune.config.load import load_run_config
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
@@ -124,7 +125,7 @@ def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
     """
     noted = folder.inputs()
     where = f"the run in {str(folder.path)!r} is of another model"
-    return [] if noted is None else noted.refuse_other_model(*beside_weights(folder_of(model.source)), where)
+    return [] if noted is None else noted.refuse_other_model(*beside_weights(model.source.local_folder()), where)
 
 
 @torch.no_grad()
@@ -149,7 +150,7 @@ def base_folder(run: FinishedRun) -> Path:
             f"{run} began with random weights (model.weights: random): no checkpoint holds them, so there is no base "
             "to export for"
         )
-    folder = checkpoint_of(run.adapted.run.model.source)
+    folder = run.adapted.run.model.source.checkpoint()
     if run.base is not None:
         difference = run.base.fingerprint.difference_of_tensors(headers(folder))
         if difference is not None:

@@ -39,7 +39,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
             changed.add(key)
     notes: tuple[str, ...] = ()
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
-        method = run.adapted.run.model.published.method
+        method = run.adapted.run.model.source.quantization.method
         notes = (f"the base is published quantized ({method}); all weights are in 16 bits here",)
     write_manifest(out, about(run) | {"format": "merged", "base": of_base.to_json()})
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)

@@ -30,16 +30,14 @@ from moetune.adapt.start_from.peft_layout import (
     plain_number,
     rows_of_parts,
 )
-from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.config.schema import LoraConfig
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
-from moetune.models.hub.names import find_homes
+from moetune.models.hub.names import key_mappings
 from moetune.models.hub.quantized import open_checkpoint
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
-from moetune.run.source_quantization import read_quantized_manifest
 
 _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 """Names of linear layers that PEFT, on a model with experts, takes for the experts of transformers 4."""
@@ -96,9 +94,8 @@ def _refuse_changed_base(run: FinishedRun) -> None:
     if run.base is None:
         return
     source = run.adapted.run.model.source
-    if is_quantized_base(source.folder):
-        manifest = read_quantized_manifest(Path(str(source.folder)))
-        confirmed_base(run, Path(str(source.folder)), manifest.packed.fingerprint)
+    if (manifest := source.quantized_base) is not None:
+        confirmed_base(run, Path(str(source.folder)), manifest.fingerprint)
         if not manifest.source.is_dir():
             return
     confirmed_base(run, base_folder(run))
@@ -189,14 +186,14 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
     frozen = {tied.get(name, name) for name in shapes} - values.keys()
     if frozen:
         stored = open_checkpoint(base_folder(run))
-        homes = find_homes(plain, stored)
+        homes = key_mappings(plain, stored)
         for name in sorted(frozen):
             if name not in homes:
                 raise UserError(
                     f"PEFT saves modules whole, and the base checkpoint has no {name}, which is frozen beside what "
                     "trained; use --format delta"
                 )
-            values[name] = homes[name].to_model({key: stored[key].rows() for key in homes[name].every_key()})
+            values[name] = homes[name].to_model(lambda key: stored[key].rows())
     return {name: values[tied.get(name, name)].reshape(shape) for name, shape in shapes.items()}
 
 

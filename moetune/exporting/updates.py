@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moetune.adapt.pack import out_in
+from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank, ExpertLora
 from moetune.exporting.finished_run import FinishedRun
-from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.names import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import Held, Stored
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
@@ -91,9 +91,16 @@ def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLo
 
 
 def _expert_with_lora(
-    layer: MoeLayer, stack: str, A: Trained, B: Trained, parts: tuple[slice, ...], scale: float,
-    old: Tensor | None, start: int, stop: int,
-) -> Tensor:  # fmt: skip
+    layer: MoeLayer,
+    stack: str,
+    A: Trained,
+    B: Trained,
+    parts: tuple[slice, ...],
+    scale: float,
+    old: Tensor | None,
+    start: int,
+    stop: int,
+) -> Tensor:
     assert old is not None
     weight = out_in(layer, stack, old[0])
     for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):
@@ -107,7 +114,7 @@ def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored
     Raises:
         UserError: the checkpoint has no tensors for one.
     """
-    mappings, found = find_homes(run.adapted.run.model.plain, base), []
+    mappings, found = key_mappings(run.adapted.run.model.plain, base), []
     for one in chosen:
         tied = (name for name, first in run.adapted.structure.tied.items() if first == one.parameter)
         there = [mappings[name] for name in (one.parameter, *tied) if name in mappings]
@@ -136,7 +143,7 @@ def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) ->
         if not mapping.has_experts_apart:
             first, last = update.expert, update.expert + 1
     if update.is_added:
-        old = mapping.to_model({key: base[key].rows(first, last) for key in mapping.every_key()}).float()
+        old = mapping.to_model(lambda key: base[key].rows(first, last)).float()
         if tuple(old.shape) != shape:
             raise UserError(f"{update.parameter} is {[*old.shape]} in the base checkpoint, not {[*shape]}")
     new = update.rows(old, 0, shape[0])

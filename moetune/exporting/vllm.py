@@ -21,14 +21,14 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor
 
-from moetune.adapt.pack import out_in
 from moetune.adapt.start_from.peft_layout import lora_layers, lora_of, lora_stacks, plain_number, split_experts
+from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
 from moetune.exporting.peft import joined_factors, write_adapter
 from moetune.models.hub.fingerprint import headers
-from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.names import KeyMapping, key_mappings
 from moetune.models.hub.quantized import weights_of
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
@@ -51,7 +51,7 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
         raise UserError(f"{run} trains {what} beside LoRA, and vLLM's adapters hold factors only; use --format merged")
     folder = base_folder(run)
     confirmed_base(run, folder)
-    mappings = find_homes(adapted.run.model.plain, weights_of(headers(folder)))
+    mappings = key_mappings(adapted.run.model.plain, weights_of(headers(folder)))
     trained = {name: stored.rows().float() for name, stored in run.trained.items()}
     factors: dict[str, Factors] = {}
     for layer in lora_layers(adapted):

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peft import PeftModel, get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moetune.adapt.build import Adapted, build, checked_folder, from_pretrained, refuse_misfit
+from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.peft_adapter import read_adapter
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
+from moetune.adapt.weights.checkpoint import refuse_misfit
+from moetune.adapt.weights.stock import load_stock
 from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
@@ -27,9 +29,8 @@ from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base
 from moetune.models.source import ModelSource, find_model_source
 from moetune.run import validation
-from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
+from moetune.run.dtypes import DeviceType, dtype_on, this_device
 from moetune.run.resolve import resolve, resolve_model
-from moetune.run.source_quantization import published
 from moetune.training.data.load import chat_template, tokenizer_of
 from moetune.training.run_folder import RUN_FILE
 
@@ -103,7 +104,7 @@ def open_model(
     dtype = dtype or dtype_on(device)
     if stock:
         return Opened(what, "checkpoint", _stock(what, device, dtype), source.folder)
-    as_it_is = base is None and published(source).base is None
+    as_it_is = base is None and source.quantization.base is None
     settings = {"path": what, "base": dtype if as_it_is else base or "auto", "dtype": dtype}
     model = ModelConfig.model_validate(settings | _attention(source))
     run = RunConfig(model=model, adapt=AdaptConfig(also=("norm",)))
@@ -154,7 +155,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
     try:
         plain: Any = _stock(base, device, dtype or dtype_on(device))
     except UserError as error:
-        if published(source).method != "bitsandbytes":
+        if source.quantization.method != "bitsandbytes":
             raise
         raise UserError(
             f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
@@ -176,9 +177,4 @@ def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
     """A checkpoint as transformers alone reads it, checked as one that is trained."""
     source = find_model_source(what)
     model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype} | _attention(source)), device)
-    if source.folder is None:
-        raise UserError(f"model {what!r} has no weights that could be loaded")
-    loaded: Any = from_pretrained(
-        AutoModelForCausalLM, model, checked_folder(model), dtype=DTYPES[dtype], device_map={"": device}
-    )
-    return loaded.eval()
+    return load_stock(model, device).eval()

@@ -1,4 +1,4 @@
-"""From what a user calls a model (`model.path`) to its configuration and the place of its weights."""
+"""A model's source: from its name (`model.path`) to its configuration, its weights, and how they are stored."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -16,6 +17,13 @@ from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.models.catalog import CatalogModel, find_model, model_names
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
+from moetune.models.hub.snapshot import download, downloaded
+from moetune.models.source_quantization import (
+    QuantizedManifest,
+    SourceQuantization,
+    quantization_of,
+    read_quantized_manifest,
+)
 from moetune.models.structure import require_causal_lm
 
 _MOST_LAYERS = 1000
@@ -30,30 +38,68 @@ class ModelSource:
         name: catalog name, folder name or hub id.
         folder: where `from_pretrained` can load weights and tokenizer from: a local folder or a hub id. None
             for a catalog model that is published nowhere.
+        quantization: how its weights are stored there.
+        quantized_base: the manifest of a folder that `moetune quantize` wrote; None for a checkpoint.
     """
 
     name: str
     config: PretrainedConfig
     folder: str | None
+    quantization: SourceQuantization
+    quantized_base: QuantizedManifest | None = None
+
+    def local_folder(self) -> Path | None:
+        """The folder of the weights on this machine; None if they are not here."""
+        if self.folder is None:
+            return None
+        return Path(self.folder) if Path(self.folder).is_dir() else downloaded(self.folder)
+
+    def weights(self) -> Path:
+        """The folder of the weights, downloaded if need be.
+
+        Raises:
+            UserError: the model has none, or they cannot be downloaded.
+        """
+        if self.folder is None:
+            raise UserError(f"model {self.name!r} has no weights to load; use model.weights=random")
+        return Path(self.folder) if Path(self.folder).is_dir() else download(self.folder)
+
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint as it is published: of a quantized base, the one that was quantized.
+
+        Raises:
+            UserError: it cannot be had.
+        """
+        if self.quantized_base is None:
+            return self.weights()
+        original = self.quantized_base.source
+        if not original.is_dir():
+            raise UserError(
+                f"model.path: {self.folder!r} is a quantized base; an export needs the checkpoint that was quantized, "
+                f"and {str(original)!r} is gone"
+            )
+        return original
 
 
 def find_model_source(path: str) -> ModelSource:
-    """Finds a model by catalog name, as a local folder with a config.json, or by hub id, in this order.
+    """Find a model by catalog name, as a local folder with a config.json, or by hub id, in this order.
 
-    Only the configuration is read. Catalog names and folders need no network. Code of a model never runs.
+    Only the configuration and the manifest of a quantized base are read. Catalog names and folders need no network.
+    Code of a model never runs.
 
     Raises:
-        UserError: no such model, or its configuration is broken or describes no causal language model.
+        UserError: no such model, its configuration is broken or describes no causal language model, or a quantized base
+            is damaged or not complete.
     """
     entry = find_model(path)
     folder = expanded(path)
     is_folder = (folder / "config.json").is_file()
     if entry is not None and not is_folder:
-        source = _from_catalog(entry)
+        source = _of(entry.name, _catalog_config(entry), entry.hub_id if entry.folder is None else str(entry.folder))
     elif path.strip() and folder.exists():
-        source = _from_folder(path)
+        source = _of(folder.resolve().name, _config_in(path, folder), str(folder))
     elif _HUB_ID.fullmatch(path):
-        source = _from_hub(path)
+        source = _of(path, _config_from_hub(path), path)
     else:
         known = model_names()
         hint = suggest(path, known) or f" The catalog has: {', '.join(known)}."
@@ -69,14 +115,17 @@ def find_model_source(path: str) -> ModelSource:
     return source
 
 
-def _from_catalog(entry: CatalogModel) -> ModelSource:
-    config = CONFIG_MAPPING[entry.config["model_type"]].from_dict(copy.deepcopy(entry.config))
-    folder = entry.hub_id if entry.folder is None else str(entry.folder)
-    return ModelSource(entry.name, config, folder)
+def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
+    manifest = None if folder is None else read_quantized_manifest(Path(folder))
+    how = quantization_of(config) if manifest is None else manifest.quantization
+    return ModelSource(name, config, folder, how, manifest)
 
 
-def _from_folder(path: str) -> ModelSource:
-    folder = expanded(path)
+def _catalog_config(entry: CatalogModel) -> PretrainedConfig:
+    return CONFIG_MAPPING[entry.config["model_type"]].from_dict(copy.deepcopy(entry.config))
+
+
+def _config_in(path: str, folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
@@ -95,24 +144,23 @@ def _from_folder(path: str) -> ModelSource:
             f"model folder is never run.{hint}"
         )
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with many error types; each means a wrong config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
-    return ModelSource(folder.resolve().name, config, str(folder))
 
 
 def _layers_in(raw: Any) -> Iterator[int]:
-    """Every number of layers. Each layer is built, if only on the meta device: too many would take forever."""
+    """Every number of layers. Each layer is built, on the meta device at least: too many would take hours."""
     for key, value in raw.items() if isinstance(raw, dict) else ():
         yield from _layers_in(value)
         if isinstance(value, int) and re.search(r"layers?$", key):
             yield value
 
 
-def _from_hub(path: str) -> ModelSource:
+def _config_from_hub(path: str) -> PretrainedConfig:
     reachable = hub_is_reachable()
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
     except Exception as error:  # no network, no such repository, gated, broken config, remote code: all end here
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
         why = _one_line(error) if reachable else UNREACHABLE
@@ -120,7 +168,6 @@ def _from_hub(path: str) -> ModelSource:
             f"model {path!r}: no such folder, and the hub did not give its configuration: {why}{hint} "
             f"{how_to_get(path)}"
         ) from None
-    return ModelSource(path, config, path)
 
 
 def _hub_id(name: str) -> str | None:

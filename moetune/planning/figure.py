@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moetune.files import write_output
@@ -38,8 +37,8 @@ def write_page(plan: Plan, path: Path) -> None:
     with style():
         svg = rendered(_draw(plan), "svg").decode() if plan.candidates else ""
     svg = svg[max(svg.find("<svg"), 0) :].replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
-    said = [text.plain for text in missed(plan)]
-    page = render("plan.html.j2", plan=plan, svg=svg, missed=said, next_larger=next_larger, speed=speed)
+    lines = [text.plain for text in missed(plan)]
+    page = render("plan.html.j2", plan=plan, svg=svg, missed=lines, next_larger=next_larger, speed=speed)
     write_output(path, page.encode())
 
 
@@ -61,20 +60,20 @@ def _draw(plan: Plan) -> Figure:
         axes.yaxis.set_major_formatter(lambda size, _: gib(int(size)))
         axes.minorticks_off()
     axes.set_ylabel("tokens/s, estimated" if has_speed else "weights that train on a GPU")
-    points = []
+    points, labelled = [], set[str]()
     for number, one in enumerate(plan.candidates, 1):
         colour, marker = _GOALS[one.goal]
-        x = one.report.required / 2**30
         low, high = _height(one, has_speed=has_speed)
-        y = (low + high) / 2
+        x, y = one.report.required / 2**30, (low + high) / 2
         points.append((x, y))
-        first = all(other.goal != one.goal for other in plan.candidates[: number - 1])
         axes.errorbar(
             x, y, yerr=[[y - low], [high - y]], color=colour, marker=marker, markersize=9, linestyle="none",
-            label=one.goal if first else None,
+            label=None if one.goal in labelled else one.goal,
         )  # fmt: skip
+        labelled.add(one.goal)
         axes.annotate(str(number), (x, y), (-7, 5), textcoords="offset points", ha="right", fontweight="bold")
-    _draw_front(axes, front(points))
+    if len(best := front(points)) > 1:
+        axes.step(*zip(*best, strict=True), where="post", color=INK, linewidth=0.8, linestyle=":", zorder=0)
     card = plan.usable_bytes / 2**30
     axes.axvline(card, color=INK, linewidth=1.6, linestyle="--")
     axes.text(card, 1.01, f"{plan.gpu}: {gib(plan.usable_bytes)}", transform=axes.get_xaxis_transform(), ha="right")
@@ -89,15 +88,8 @@ def _draw(plan: Plan) -> Figure:
 
 
 def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
-    if has_speed:
-        assert one.report.time is not None
-        ends = one.report.time.tokens_per_second
-        return ends.slow, ends.fast
+    """Return the slow and the fast end of the speed, or the size of what trains."""
+    if has_speed and one.report.time is not None:
+        return one.report.time.tokens_per_second.slow, one.report.time.tokens_per_second.fast
     size = one.report.fullest.parts.trainable_weights
     return size, size
-
-
-def _draw_front(axes: Axes, points: list[tuple[float, float]]) -> None:
-    """Draw the Pareto front as steps."""
-    if len(points) > 1:
-        axes.step(*zip(*points, strict=True), where="post", color=INK, linewidth=0.8, linestyle=":", zorder=0)

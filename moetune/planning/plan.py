@@ -18,10 +18,6 @@ from moetune.planning.search import Candidate, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 from moetune.run import validation
-from moetune.run.source_quantization import published
-
-SHORTEST = 1024
-"""Default tokens of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def plan(
     *,
     goals: Iterable[Goal] = GOALS,
     count: int = 1,
-    length: int = SHORTEST,
+    length: int = 1024,
     host: int | None = None,
     data: str | None = None,
     tokens: int | None = None,
@@ -127,7 +123,7 @@ def plan(
         "hardware": {"gpu": gpu},
     }
     search = Search.of(read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan"))
-    base = published(source).base
+    base = source.quantization.base
     of_goals = [
         list(strategies(goal, search.structure, count, base)) for goal in goals if search.layers or goal == "lora"
     ]
@@ -155,9 +151,12 @@ def plan(
 
 
 def _largest(
-    workers: Workers, of_goal: list[Strategy], host: int | None, refused: dict[tuple[Goal, str], list[str]],
+    workers: Workers,
+    of_goal: list[Strategy],
+    host: int | None,
+    refused: dict[tuple[Goal, str], list[str]],
     say: Callable[[str], None],
-) -> Iterator[Candidate]:  # fmt: skip
+) -> Iterator[Candidate]:
     """Yield the largest run of each strategy for a goal; of the slow strategies only where no other fits."""
     has_found, search = False, workers.search
     for is_slow in (False, True):

@@ -50,13 +50,13 @@ def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
             solved = solve(config, key, predictor)
         except UserError:  # the run has no such setting
             continue
-        if solved.at is None:
+        if solved.report is None:
             continue
         if key == "train.micro_batch":
             settings = _same_step(config, solved.value)
             yield Remedy(settings, (), predictor.of(changed(config, settings)))
         else:
-            yield Remedy({key: solved.written}, (), solved.at)
+            yield Remedy({key: solved.written}, (), solved.report)
 
 
 def _same_step(config: RunConfig, most: int) -> dict[str, object]:

@@ -8,6 +8,7 @@ bounds all larger numbers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -219,7 +220,8 @@ class Search:
                 reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
-        most = sum(self.bound(strategy, number) <= self.usable for number in range(1, depth * self.experts + 1))
+        numbers = range(1, depth * self.experts + 1)
+        most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
         first = max(1, -(-most // depth))
         for each in (*range(first, self.experts + 1), *range(first - 1, 0, -1)):
             end = min(depth, min((room[fewer] for fewer in room if fewer <= each), default=most) // each)
@@ -275,9 +277,13 @@ class Search:
         return replace(found, config=configs[last], report=report, next_larger=found.next_larger or larger)
 
     def _along(
-        self, what: str, sizes: Sequence[int], configs: Sequence[RunConfig], start: int,
+        self,
+        what: str,
+        sizes: Sequence[int],
+        configs: Sequence[RunConfig],
+        start: int,
         known: dict[int, MemoryReport] | None = None,
-    ) -> tuple[int, MemoryReport | None, NextLarger | None]:  # fmt: skip
+    ) -> tuple[int, MemoryReport | None, NextLarger | None]:
         """Return the index of the last run that fits, its report, and the next larger run."""
         last, reports = last_that_fits(
             len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known

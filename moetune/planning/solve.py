@@ -49,9 +49,9 @@ class Solved:
 
     axis: Axis
     value: Any
-    at: MemoryReport | None
-    beyond: Any
-    over: MemoryReport | None
+    report: MemoryReport | None
+    next_value: Any
+    next_report: MemoryReport | None
 
     @property
     def written(self) -> str:
@@ -61,7 +61,7 @@ class Solved:
     @property
     def settings(self) -> tuple[str, ...]:
         """The setting in the form that `--set` takes."""
-        return () if self.at is None else (f"{self.axis.key}={self.written}",)
+        return () if self.report is None else (f"{self.axis.key}={self.written}",)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `moetune plan RUN.yaml --solve KEY --json` prints."""
@@ -75,9 +75,9 @@ class Solved:
             "schema": 1,
             "solve": self.axis.key,
             "settings": list(self.settings),
-            "fits": self.at is not None,
-            "at": described(self.value, self.at),
-            "beyond": described(self.beyond, self.over),
+            "fits": self.report is not None,
+            "at": described(self.value, self.report),
+            "beyond": described(self.next_value, self.next_report),
         }
 
 
@@ -108,14 +108,8 @@ def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = N
         if reports[last].fits:
             break
         last -= 1
-    has_more = last + 1 < len(axis.values)
-    return Solved(
-        axis,
-        axis.values[last] if last >= 0 else None,
-        reports[last] if last >= 0 else None,
-        axis.values[last + 1] if has_more else None,
-        reports.get(last + 1) if has_more else None,
-    )
+    values = dict(enumerate(axis.values[max(last, 0) : last + 2], max(last, 0)))
+    return Solved(axis, values.get(last), reports.get(last), values.get(last + 1), reports.get(last + 1))
 
 
 def last_that_fits(

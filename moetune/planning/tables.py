@@ -10,6 +10,7 @@ from rich.text import Text
 
 from moetune.errors import counted
 from moetune.memory.changes import Remedy
+from moetune.memory.report import MemoryReport
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Plan
 from moetune.planning.search import Candidate
@@ -28,19 +29,20 @@ def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
     table.add_column("fits", no_wrap=True)
     for heading in ("needs", "left", "host"):
         table.add_column(heading, justify="right", no_wrap=True)
+    remedies, left_out = list[Text](), dict[str, int]()
     for row in rows:
         report = row.report
         assert report.gpu is not None
-        cells = row.name, report.gpu.name, str(report.verdict), gib(report.required), gib(report.headroom_bytes or 0)
-        host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
-        table.add_row(*map(Text, cells), host, style=_STYLES[report.verdict])
+        sizes = gib(report.required), gib(headroom(report)), _host(report)
+        cells = row.name, report.gpu.name, str(report.verdict), *sizes
+        table.add_row(*map(Text, cells), style=_STYLES[report.verdict])
+        if report.fits is False:
+            remedy = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
+            remedies.append(Text(f"{row.name} on {report.gpu.name}: {remedy}"))
+        if row.left_out:
+            left_out[row.name] = row.left_out
     yield table
-    for row in rows:
-        if row.report.fits is False:
-            assert row.report.gpu is not None
-            said = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
-            yield Text(f"{row.name} on {row.report.gpu.name}: {said}")
-    left_out = {row.name: row.left_out for row in rows if row.left_out}
+    yield from remedies
     if left_out:
         names = ", ".join(f"{name} {gib(size)}" for name, size in left_out.items())
         yield Text(f"An estimate by active parameters leaves out frozen experts: {names}.", style="dim")
@@ -48,7 +50,6 @@ def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
 
 def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType]:
     """Yield the verdict, a table of the candidates, and with `explain` what the next larger runs need."""
-    card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     yield from missed(plan)
     for note in plan.notes:
         yield Text(f"note: {note}", style="dim")
@@ -61,28 +62,21 @@ def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType
     table.add_column("needs, left", justify="right", no_wrap=True)
     table.add_column("fullest, host", no_wrap=True)
     for number, one in enumerate(plan.candidates, 1):
-        train = one.config.train
+        report, train = one.report, one.config.train
         batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
         batch += "" if plan.tokens is None else f"\n{counted(train.steps, 'step')}"
-        given = ("\n", ("; ".join(one.strategy.gives_up), "dim")) if one.strategy.gives_up else ()
-        what = Text.assemble((one.trains, "bold"), "\n", one.optimizer, *given)
-        host = gib(one.report.fullest.host_bytes) if one.report.fullest.host_bytes else ""
-        phase = one.report.moment.phase if one.report.moment else ""
-        if pace := speed(one, plan.tokens):
-            what.append(f"\n{pace}", "dim")
-        table.add_row(
-            str(number),
-            what,
-            batch,
-            f"{gib(one.report.required)}\n{gib(headroom(one.report))} left",
-            f"{phase}\n{host}",
-        )
+        dim = [text for text in ("; ".join(one.strategy.gives_up), speed(one, plan.tokens)) if text]
+        what = Text.assemble((one.trains, "bold"), "\n", one.optimizer, *((f"\n{text}", "dim") for text in dim))
+        phase = report.moment.phase if report.moment else ""
+        needs = f"{gib(report.required)}\n{gib(headroom(report))} left"
+        table.add_row(str(number), what, batch, needs, f"{phase}\n{_host(report)}")
     yield table
     if explain:
         for number, one in enumerate(plan.candidates, 1):
             yield Text(f"{number}: {next_larger(one)}")
     best = plan.candidates[0]
-    yield Text(f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left", style="bold green")
+    card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
+    yield Text(f"best on {card}: {best.trains}, {gib(headroom(best.report))} left", style="bold green")
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
@@ -129,5 +123,9 @@ def missed(plan: Plan) -> Iterator[Text]:
 
 def _remedy(found: Remedy) -> str:
     flags = " ".join(f"--set {flag}" for flag in found.flags)
-    host = f", {gib(found.report.fullest.host_bytes)} of host memory" if found.report.fullest.host_bytes else ""
-    return f"{flags}: {gib(found.report.required)}{host}"
+    host = _host(found.report)
+    return f"{flags}: {gib(found.report.required)}{host and f', {host} of host memory'}"
+
+
+def _host(report: MemoryReport) -> str:
+    return gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""

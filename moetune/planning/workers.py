@@ -52,8 +52,7 @@ class Workers:
     ) -> Iterator[tuple[_Input, Candidate | UserError | None]]:
         """Yield each input with what the method of `Search` returns for it, in order.
 
-        The other processes start when the first input is done, after which the caller may need no more, and with the
-        last one.
+        The other processes begin with the last input, and when the first is done: the caller may then need no more.
 
         Args:
             say: called with each input that this process takes.

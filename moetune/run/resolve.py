@@ -23,7 +23,6 @@ from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts
 from moetune.run.records import read_load
 from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
-from moetune.run.source_quantization import published
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A resolved run, the values of a run file, or the path of one."""
@@ -121,10 +120,9 @@ def _resolve_model(
         like if like is not None and wanted == (like.config.path, like.config.dtype, like.config.attention) else None
     )
     source = find_model_source(written.path) if known is None else known.source
-    how = published(source) if known is None else known.published
     no_attention = [*validation.unsupported_attention(source.config, written.attention)]
-    problems = [*validation.unreadable_source(how, written), *no_attention]
-    config = resolved(ResolvedModelConfig, how.settle(written), dtype=dtype)
+    problems = [*validation.unreadable_source(source.quantization, written), *no_attention]
+    config = resolved(ResolvedModelConfig, source.quantization.settle(written), dtype=dtype)
     problems += validation.mismatched_dtypes(config)
     if known is not None:
         return replace(known, config=config), problems
@@ -137,4 +135,4 @@ def _resolve_model(
     settings.use_cache = False
     settings.dtype = DTYPES[dtype]
     plain = meta_model(settings)
-    return ResolvedModel(config, source, how, settings, plain, read_structure(plain)), problems
+    return ResolvedModel(config, source, settings, plain, read_structure(plain)), problems

@@ -24,7 +24,6 @@ from moetune.run.linears import linears_to_quantize
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores, refuse_other_base
-from moetune.run.source_quantization import SourceQuantization, keeps_gate_up_apart
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 """`train.expert_memory: auto`: on a GPU a few launches for a layer of small experts, on a CPU what fits its caches
@@ -37,15 +36,13 @@ class ResolvedModel:
 
     Attributes:
         config: the `model:` block.
-        source: its name, and where its weights are.
-        published: how they are stored there.
+        source: its name, where its weights are, and how they are stored there.
         settings: transformers' configuration with the run's attention and dtype. Not to be changed.
         plain: the model on the meta device, before any adaptation. Not to be changed.
     """
 
     config: ResolvedModelConfig
     source: ModelSource
-    published: SourceQuantization
     settings: PretrainedConfig = field(repr=False)
     plain: PreTrainedModel = field(repr=False)
     structure: ModelStructure = field(repr=False)
@@ -58,7 +55,7 @@ class ResolvedModel:
     @property
     def gate_up_apart(self) -> bool:
         """Whether an expert's gate and up are quantized separately: they are kept as they are published."""
-        return keeps_gate_up_apart(self.published, self.config)
+        return self.source.quantization.keeps_gate_up_apart(self.config)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from transformers.utils import is_flash_attn_2_available
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
+from moetune.models.source_quantization import SourceQuantization
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
 from moetune.run.linears import read_directly
 from moetune.run.resolved import ResolvedRun, raise_problems
-from moetune.run.source_quantization import SourceQuantization
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}

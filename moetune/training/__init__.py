@@ -1,1 +1,1 @@
-"""Runs: the run folder, checkpoints, the trainer, and what is said while one trains."""
+"""Training: the loop, its steps, optimizers and data; run folders and checkpoints."""

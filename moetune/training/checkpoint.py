@@ -286,8 +286,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
     for updater in others:
         updater.restore(states)
     if optimizer.loss_scale is not None:
-        optimizer.loss_scale.value = float(said["loss_scale"]["value"])
-        optimizer.loss_scale.good_steps = int(said["loss_scale"]["good_steps"])
+        optimizer.loss_scale.restore(said["loss_scale"])
 
 
 def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Training. Read `Loop.train` from top to bottom."""
+"""The training loop: `Loop.train`, to be read from top to bottom."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from moetune.training.step.micro_step import held_out_loss
 from moetune.training.step.observer import Where
 from moetune.training.step.router_losses import RouterWatch
 from moetune.training.step.stepper import Stepper
-from moetune.training.trainer_state import whole
+from moetune.training.trainer_state import refusing_damage
 
 
 class Loop:
@@ -95,7 +95,7 @@ class Loop:
         if not ranks.is_single:  # ranks that see different data draw different dropout
             torch.manual_seed(train.seed + ranks.data_index)
         if resume is not None:
-            with whole(resume):
+            with refusing_damage(resume):
                 checkpoint.read_optimizer(resume, self.adapted, self.optimizer)
         self.adapted.model.train()
         self.watcher.begin(self)
@@ -196,9 +196,9 @@ class Loop:
         for number, (rows, counts) in enumerate(parts):
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, number, "forward"
             batch = self._batch(rows, counts)
-            sums.positions += batch["input_ids"].numel()
-            sums.tokens += int(batch.get("is_token", batch.get("attention_mask")).sum())  # type: ignore[union-attr]
-            sums.add(self.stepper.micro_step(self._on_device(batch), tokens, last=number == len(parts) - 1))
+            unpadded = int(batch.get("is_token", batch.get("attention_mask")).sum())  # type: ignore[union-attr]
+            done = self.stepper.micro_step(self._on_device(batch), tokens, last=number == len(parts) - 1)
+            sums.add(done, batch["input_ids"].numel(), unpadded)
         return sums
 
     def _batch(self, rows: list[Row], counts: bool) -> dict[str, Any]:
@@ -304,16 +304,21 @@ class Loop:
 
     def _restore_weights(self, folder: Path) -> None:
         """Read the trained weights and the state of the run."""
-        with whole(folder):
+        with refusing_damage(folder):
             checkpoint.read_trained(folder, self.adapted)
             losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
             self.warnings.begin(next(losses, None))
             self.total_load.update(trainer_state.read_load(folder, self.adapted))
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch
+        if not self.tokens:
+            self.warnings.say(
+                "tokens",
+                f"{folder.name} does not say how many tokens it was trained on, so train_tokens counts from there on",
+            )
 
     def _restore_generators(self, folder: Path) -> None:
-        with whole(folder):
+        with refusing_damage(folder):
             trainer_state.read_generators(folder, self.ranks.data_index, self.device)
 
 

@@ -54,14 +54,13 @@ class Sums:
     positions: int = 0
     tokens: int = 0
 
-    def add(self, done: MicroStep | Sums) -> None:
-        """Add a micro-step, or other sums, which stay as they are."""
+    def add(self, done: MicroStep | Sums, positions: int, tokens: int) -> None:
+        """Add a micro-step, or the sums of several, of so many tokens with padding and without; it stays as it is."""
         add_load(self.load, done.load)
         if done.router_loss is not None:
             self.router_loss = done.router_loss if self.router_loss is None else self.router_loss + done.router_loss
-        if isinstance(done, Sums):
-            self.positions += done.positions
-            self.tokens += done.tokens
+        self.positions += positions
+        self.tokens += tokens
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Interval:
 
     def add(self, sums: Sums, reduced: Reduced) -> None:
         """Add a step; one that was skipped has no loss."""
-        self.sums.add(sums)
+        self.sums.add(sums, sums.positions, sums.tokens)
         self.updates += 1
         if reduced.scale is not None:
             self.losses.append(reduced.loss)

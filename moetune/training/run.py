@@ -16,8 +16,8 @@ from rich.console import Console
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.start_from.start import Start, open_start
-from moetune.adapt.weights.base import folder_of, noting_base, refuse_changed_base
-from moetune.adapt.weights.quantized_base import check_manifest, is_quantized_base
+from moetune.adapt.weights.base import noting_base, refuse_changed_base
+from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.compat.deepspeed import keep_quiet
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
@@ -208,8 +208,8 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
             *(no_weights if pretrained and source.folder is None else []),
         )
     )
-    if pretrained and is_quantized_base(source.folder):
-        check_manifest(Path(str(source.folder)), run.config.model, run.selection)
+    if pretrained:
+        check_quantized_base(run)
     plain = build(run, "meta")
     return plain, _start(plain, overwrite) if reads_start else None
 
@@ -280,7 +280,7 @@ def _inputs(
     run: ResolvedRun, folder: RunWriter, data: Datasets, checkpoint: Path | None, say: Callable[[str], None]
 ) -> Inputs:
     """Return the inputs of the run; raise `UserError` if a resumed run began with others."""
-    inputs = Inputs.of(data, folder_of(run.model.source))
+    inputs = Inputs.of(data, run.model.source.local_folder())
     before = None if checkpoint is None else folder.inputs(checkpoint)
     if before is None:
         return inputs

@@ -75,7 +75,7 @@ def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
 
 def check_checkpoint(folder: Path) -> None:
     """Raise `UserError` if a file is not what it should be, in a checkpoint whose bytes are as they were written."""
-    with whole(folder):
+    with refusing_damage(folder):
         for file in sorted(folder.glob("generators/*")):
             load_file(file)
         read_state(folder)
@@ -83,7 +83,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 @contextmanager
-def whole(folder: Path) -> Iterator[None]:
+def refusing_damage(folder: Path) -> Iterator[None]:
     """Turn whatever reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
     try:
         yield

@@ -1,1 +1,1 @@
-"""What watches a run while it trains: its memory beside the prediction, its pace, advice when memory runs out."""
+"""Training with its watchers: memory beside the prediction, pace, a report when memory runs out."""

@@ -1,4 +1,4 @@
-"""What is said when a run has ended."""
+"""The lines that are printed when a run has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moetune.training.run_folder import MEMORY_FILE, RunFolder
 
 
 def ending(path: Path) -> Iterator[str]:
-    """The best evaluation, memory as predicted and as measured, where everything is, and what to do next."""
+    """Yield the best evaluation, predicted and measured memory, where everything is, and what to do next."""
     folder = RunFolder(path)
     evaluations = [line for line in folder.metrics() if "eval_loss" in line]
     if len(evaluations) > 1:

@@ -27,7 +27,7 @@ from moetune.watch.out_of_memory import examine
 
 
 class Watch(Watcher):
-    """Shows a run on a console, measures its memory beside what was predicted, and examines why it ran out."""
+    """Shows a run on a console, measures its memory beside the prediction, and reports why it ran out."""
 
     def __init__(self, console: Console, device: torch.device) -> None:
         self.console, self.device = console, device
@@ -84,7 +84,7 @@ def train(
     console: Console | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> TrainResult:
-    """Trains what the run file says and leaves the result in its run folder.
+    """Train as the run file says and leave the result in its run folder.
 
     Args:
         run: resolved for the kind of `device`, or a run file; its problems are reported with those of data and output.

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moetune.experts.mlp
 from moetune.adapt.build import Adapted
-from moetune.adapt.checkpointing import RoutersOf, _Record, _Replay
+from moetune.adapt.checkpointing import RoutersOf, _Choices
 from moetune.errors import UserError
 from moetune.experts.context import read_rows
 from moetune.run.resolve import resolve
@@ -121,7 +121,7 @@ def test_the_experts_products_run_once(
 class Choosing:
     """What a model's routers are to checkpointed calls, where all of a call is a router's work."""
 
-    def __init__(self, mode: _Record | _Replay) -> None:
+    def __init__(self, mode: _Choices) -> None:
         self.mode = mode
 
     def __enter__(self) -> None:
@@ -134,23 +134,20 @@ class Choosing:
 
 def choosing() -> tuple[Choosing, Choosing]:
     kept: list[Tensor] = []
-    return Choosing(_Record(kept)), Choosing(_Replay(kept))
+    return Choosing(_Choices(kept, again=False)), Choosing(_Choices(kept, again=True))
 
 
 def test_choices_are_watched_around_the_router_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dispatch mode costs microseconds for every operation under it."""
     adapted = mixtral(tmp_path, ADAPT, "full")
     seen: list[str] = []
-    for kind in (_Record, _Replay):
-        stock = kind.__torch_dispatch__
+    stock = _Choices.__torch_dispatch__
 
-        def dispatch(
-            self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None, *, stock: Any = stock
-        ) -> Any:
-            seen.append(func.__name__)
-            return stock(self, func, types, args, kwargs)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func.__name__)
+        return stock(self, func, types, args, kwargs)
 
-        monkeypatch.setattr(kind, "__torch_dispatch__", dispatch)
+    monkeypatch.setattr(_Choices, "__torch_dispatch__", dispatch)
     next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
     assert seen.count("topk.default") == 2 * LAYERS
     assert len(seen) <= 2 * LAYERS * 12

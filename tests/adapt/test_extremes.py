@@ -51,7 +51,7 @@ def enlarge_(adapted: Adapted) -> None:
             tensor.normal_(std=0.1, generator=generator)
     for name, tensor in adapted.trainable().items():
         if ".trained." in name and name.endswith("gate_up.weight"):
-            tensor.mul_(100)
+            tensor.mul_(1000)
 
 
 @pytest.mark.slow

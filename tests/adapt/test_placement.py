@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import refuse_misplaced
+from moetune.adapt.validate import refuse_misplaced
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank

@@ -84,8 +84,8 @@ def test_a_base_of_the_catalog_or_the_hub(
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["base"]["name"] == "tiny-mixtral"
 
     cached = Path(str(find_model_source("tiny-mixtral").folder))
-    monkeypatch.setattr("moetune.adapt.weights.base.downloaded", lambda hub_id: cached)
-    monkeypatch.setattr("moetune.adapt.weights.base.download", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.models.source.downloaded", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.models.source.download", lambda hub_id: cached)
     message = r".* another base than 'mixtral-8x7b': .*; --force mixtral-8x7b applies .*"
     other = small.write_model(tmp_path / "other", initializer_range=0.03)
     train(small.run_config(other, small_data, tmp_path / "second", "router", train={"steps": 1}))

@@ -8,10 +8,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moetune.compat.transformers import (
     activation_of,
-    checkpoint_layers_by,
+    checkpoint_by,
     draw,
+    fix_rotary_length,
     mark_initialized,
-    never_ask_for_the_length,
 )
 from moetune.models.structure import read_structure
 from tests.toys import toy_model
@@ -20,14 +20,14 @@ from tests.toys import toy_model
 def test_layers_checkpoint_by_another_function() -> None:
     assert "checkpoint" not in inspect.signature(PreTrainedModel.activation_checkpointing_enable).parameters
     model = toy_model("mixtral")
-    model.activation_checkpointing_enable({"use_reentrant": False})
     called = []
 
     def checkpoint(function, *args):
         called.append(function)
         return function(*args)
 
-    checkpoint_layers_by(model, checkpoint)
+    checkpoint_by(model, checkpoint)
+    model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=False)
     assert len(called) == model.config.num_hidden_layers
 
@@ -56,7 +56,7 @@ def test_a_rotary_embedding_that_asks_for_the_length_does_not() -> None:
     parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     config = LlamaConfig(hidden_size=16, num_attention_heads=2, rope_parameters=parameters, max_position_embeddings=4)
     rotary, x, positions = LlamaRotaryEmbedding(config), torch.ones(1, 8, 16), torch.arange(8)[None]
-    never_ask_for_the_length(rotary)
+    fix_rotary_length(rotary)
     before = rotary.inv_freq
     rotary(x, positions)  # beyond the length that it was made for
     assert rotary.inv_freq is before

@@ -238,5 +238,5 @@ def test_a_run_on_a_packed_base_is_merged_into_what_was_packed(base: Callable[[s
     assert base_folder(open_run(run.path)) == base("mixtral").resolve()
     manifest = packed / "packed.json"
     manifest.write_text(manifest.read_text().replace(str(base("mixtral").resolve()), str(tmp_path / "elsewhere")))
-    with pytest.raises(UserError, match=r"is a packed base; .* '?.*elsewhere'? is gone"):
+    with pytest.raises(UserError, match=r"is a quantized base; .* '?.*elsewhere'? is gone"):
         base_folder(open_run(run.path))

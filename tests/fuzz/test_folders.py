@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 
 from moetune.adapt.start_from.delta import check_delta
 from moetune.adapt.start_from.peft_adapter import check_peft
-from moetune.adapt.weights.quantized_base import check_manifest
+from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.config import load as run_file
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
@@ -25,6 +26,7 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.models.hub.delta_folder import read_delta
 from moetune.models.hub.tensor_files import read_checkpoint
+from moetune.models.source_quantization import read_quantized_manifest
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.records import read_load
 from moetune.run.resolve import resolve
@@ -80,7 +82,7 @@ def read_run(path: Path, written: Written) -> None:
     folder.inputs(newest)
     load_run_config(path / "run.yaml")
     trainer_state.check_checkpoint(newest)
-    with trainer_state.whole(newest):
+    with trainer_state.refusing_damage(newest):
         checkpoints.read_trained(newest, adapted)
         trainer_state.read_load(newest, adapted)
         checkpoints.read_optimizer(newest, adapted, written["optimizer"])
@@ -146,9 +148,12 @@ def test_runs_go_on_or_say_why_not(pytestconfig: pytest.Config, written: Written
 
 def readers(written: Written) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
     """A file, and what reads the folder that it is in."""
-    folder, config = written["folder"], written["config"]
-    packed = config.model.model_copy(update={"path": str(folder / "packed"), "dtype": "fp32"})
-    selection = written["resolved"].selection
+    folder = written["folder"]
+
+    def quantized_base(path: Path) -> None:
+        run = written["resolved"]
+        source = replace(run.model.source, folder=str(path), quantized_base=read_quantized_manifest(path))
+        check_quantized_base(replace(run, model=replace(run.model, source=source)))
 
     def deepspeed(path: Path) -> Any:
         parallel = {"engine": "deepspeed", "zero": 2, "deepspeed": str(path / "ds.json")}
@@ -156,7 +161,7 @@ def readers(written: Written) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
 
     write(folder / "ds" / "ds.json", json.dumps({"zero_optimization": {"overlap_comm": True}, "x": [1]}).encode())
     return {
-        "packed": (Path("packed/packed.json"), lambda path: check_manifest(path, packed, selection)),
+        "packed": (Path("packed/packed.json"), quantized_base),
         "delta": (Path("delta/manifest.json"), lambda path: check_delta(written["of_experts"], read_delta(path))),
         "tensors": (
             Path("delta/delta.safetensors"),

@@ -66,7 +66,7 @@ READ_BY = {
     "inference/summary.py": "run/memory.json",
     "parallel/launch.py": "a rank's last words, in a folder of our own",
     "run/deepspeed_json.py": "deepspeed.json",
-    "run/source_quantization.py": "packed/packed.json",
+    "models/source_quantization.py": "packed/packed.json",
     "run/records.py": "run/metrics.jsonl",
     "run/scores.py": "scores.json",
     "training/checkpoint.py": "run/checkpoints/step-2/optimizer.json",
@@ -176,8 +176,15 @@ def check(name: str, written: Path, moetune: Callable[..., Any], some: int | Non
     whole = file.read_bytes()
     manifest = file.with_name(MANIFEST)
     sealed = manifest.read_bytes() if manifest.exists() else None
+
+    def restore() -> None:
+        file.write_bytes(whole)
+        if sealed is not None:
+            manifest.write_bytes(sealed)
+
     try:
         for command in TABLE[name][: 1 if some else None]:
+            restore()
             said = moetune(*command.split())
             assert said.code in (0, 1), said.err
             texts = list(enumerate(damaged_texts(name, as_text(name, whole))))
@@ -192,9 +199,7 @@ def check(name: str, written: Path, moetune: Callable[..., Any], some: int | Non
                 assert said.code != 2 or "error: " in said.err
                 assert "\x1b[31m" not in said.out + said.err
     finally:
-        if sealed is not None:
-            manifest.write_bytes(sealed)
-        file.write_bytes(whole)
+        restore()
 
 
 def as_text(name: str, whole: bytes) -> str:

@@ -164,7 +164,7 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     "packed: of another checkpoint": (
         text("packed/packed.json", "F32 [2048", "F16 [2048"), "has changed since", PACKED,
     ),
-    "packed: in another precision": (said("packed/packed.json", base="int8"), "packed with int8", PACKED),
+    "packed: in another precision": (said("packed/packed.json", base="int8"), "quantized with int8", PACKED),
     "packed: a precision that is a number": (
         said("packed/packed.json", base=5), "packed.json' cannot be read: base: 5", ALL,
     ),

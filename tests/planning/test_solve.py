@@ -58,11 +58,11 @@ def config(model: Path, gpu: str, **sections: Any) -> RunConfig:
 def test_micro_batch(small_model: Path, predictor: Predictor) -> None:
     run = config(small_model, "560MiB")
     solved = solve(run, "train.micro_batch", predictor)
-    assert solved.at is not None
-    assert solved.over is not None
+    assert solved.report is not None
+    assert solved.next_report is not None
     assert solved.value > 1
-    assert solved.beyond == solved.value + 1
-    for value, fits in ((solved.value, True), (solved.beyond, False)):
+    assert solved.next_value == solved.value + 1
+    for value, fits in ((solved.value, True), (solved.next_value, False)):
         train = run.train.model_copy(update={"micro_batch": value})
         assert predict(run.model_copy(update={"train": train}), advise=False).fits is fits
     assert solved.settings == (f"train.micro_batch={solved.value}",)
@@ -71,7 +71,7 @@ def test_micro_batch(small_model: Path, predictor: Predictor) -> None:
 
 def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, predictor: Predictor) -> None:
     solved = solve(config(small_model, "44GiB"), "adapt.experts.layers", predictor)
-    assert (solved.value, solved.beyond, solved.over) == ((0, 1), None, None)
+    assert (solved.value, solved.next_value, solved.next_report) == ((0, 1), None, None)
     assert solved.settings == ("adapt.experts.layers=0-1",)
     axis = axis_of(resolve(config(small_model, "44GiB"), "cuda"), "adapt.experts.layers")
     assert list(axis.values) == [(1,), (0, 1)]
@@ -81,9 +81,9 @@ def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, pr
 
 def test_nothing_fits(small_model: Path, predictor: Predictor) -> None:
     solved = solve(config(small_model, "510MiB"), "train.micro_batch", predictor)
-    assert (solved.value, solved.at, solved.beyond) == (None, None, 1)
-    assert solved.over is not None
-    assert solved.over.fits is False
+    assert (solved.value, solved.report, solved.next_value) == (None, None, 1)
+    assert solved.next_report is not None
+    assert solved.next_report.fits is False
     assert solved.to_json()["fits"] is False
 
 
@@ -101,8 +101,8 @@ def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, predict
 def test_the_most_rows_of_a_recipe(name: str) -> None:
     config = load_run_config(ROOT / "configs" / f"{name}.yaml")
     solved = solve(config, "train.micro_batch", Predictor())
-    assert solved.at is not None
+    assert solved.report is not None
     assert solved.value >= config.train.micro_batch
-    assert (solved.at.method, solved.at.fits) == ("trace", True)
-    assert solved.over is not None
-    assert not solved.over.fits
+    assert (solved.report.method, solved.report.fits) == ("trace", True)
+    assert solved.next_report is not None
+    assert not solved.next_report.fits

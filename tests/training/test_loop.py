@@ -27,6 +27,7 @@ from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training import interrupt, run
 from moetune.training.checkpoint import parts_of
 from moetune.training.interrupt import Interrupted
+from moetune.training.manifest import write_manifest
 from moetune.training.order import shuffled
 from moetune.training.run_writer import RunWriter
 from moetune.training.step.stepper import Stepper
@@ -356,6 +357,22 @@ def test_a_checkpoint_does_not_grow_with_the_steps(small_model: Path, small_data
     data, _ = run._data(resolve(load_run_config(tmp_path / "run/run.yaml"), "cpu"))
     second = [len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 1)[:8]]
     assert result.train_tokens == data.counts.tokens + sum(second)  # an epoch of four steps, and two
+
+
+def test_tokens_that_a_checkpoint_does_not_say_are_not_made_up(
+    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of transformers' Trainer have zero, and of some versions nothing."""
+    settings = {"steps": 1, "save_every": 1, "keep_checkpoints": 9}
+    train(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
+    file = tmp_path / "run/checkpoints/step-1/trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_input_tokens_seen": 0}))
+    write_manifest(file.parent, 1)
+    longer = small.run_config(small_model, small_data, tmp_path / "run", train=settings | {"steps": 2})
+    result = train(longer, resume="auto")
+    assert "step-1 does not say how many tokens" in "".join(capsys.readouterr())
+    data, _ = run._data(resolve(longer, "cpu"))
+    assert result.train_tokens == sum(len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 0)[4:8])
 
 
 def test_a_path_trains(small_model: Path, small_data: Path, tmp_path: Path) -> None:

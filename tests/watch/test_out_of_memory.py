@@ -53,19 +53,19 @@ def lines(output: Path) -> list[dict[str, Any]]:
     return [line for line in small.metrics_without_times(output) if "loss" in line]
 
 
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, states on the host": ("experts", {"optimizer": {"name": "adamw", "offload": True}}),
     "lora, all on the host": ("lora", {"model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}),
     "routers, all kept": ("router", {"train": {"checkpointing": "none"}}),
 }
 
 
-@pytest.mark.parametrize("way", thinned(WAYS, every=3))
+@pytest.mark.parametrize("case", thinned(CASES, every=3))
 def test_the_run_goes_on_as_one_of_half_the_micro_batch(
-    way: str, limited: Limited, noisy_model: Path, small_data: Path, tmp_path: Path
+    case: str, limited: Limited, noisy_model: Path, small_data: Path, tmp_path: Path
 ) -> None:
     """Losses, norms, routing and weights, bit for bit, under dropout and jitter; resumed without a limit too."""
-    adapt, sections = WAYS[way]
+    adapt, sections = CASES[case]
 
     def config(name: str, train: dict[str, Any]) -> RunConfig:
         more = {**sections, "train": train | sections.get("train", {})}

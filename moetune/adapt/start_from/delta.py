@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import out_in
+from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.models.hub.delta_folder import Delta
-from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.names import KeyMapping, key_mappings
 from moetune.models.hub.quantized import weights_of
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
@@ -29,52 +29,50 @@ Rows = Callable[[Stored, int, int | None], Tensor]
 
 
 @dataclass(frozen=True)
-class _Landing:
+class _Target:
     """A trained parameter, and the tensors of the delta that it is made of.
 
     Attributes:
-        home: those tensors; for an expert of a stack, the tensors that have its rows.
-        expert, layer, stack: whose share of which stack; None for all of a parameter.
-        delta: the rows that are to be read are looked up in its slices.
+        mapping: those tensors; for an expert of a stack, the tensors that have its rows.
+        expert, layer, stack: whose share of which stack; None for a whole parameter.
     """
 
     parameter: str
-    home: KeyMapping
-    delta: Delta
+    mapping: KeyMapping
     expert: int | None = None
     layer: MoeLayer | None = None
     stack: str = ""
 
-    @property
-    def is_sliced(self) -> bool:
-        return self.expert is not None and not self.home.has_experts_apart
-
-    def pieces(self) -> list[tuple[str, int | None]]:
-        """Each tensor it needs, with the row where it is one of a stack's; None for all rows, -1 for one not there."""
-        found: list[tuple[str, int | None]] = []
-        for key in self.home.every_key():
-            row: int | None = None
-            if key not in self.delta.tensors:
-                row = -1
-            elif self.is_sliced:
-                experts = self.delta.slices.get(key, range(self.delta.tensors[key].num_rows))
-                row = list(experts).index(self.expert) if self.expert is not None and self.expert in experts else -1
-            found.append((key, row))
+    def rows(self, delta: Delta) -> dict[str, int | None]:
+        """Tensor -> the row that is needed of it; None for all rows, -1 for one that the delta lacks."""
+        found: dict[str, int | None] = {}
+        for key in self.mapping.every_key():
+            found[key] = None
+            if key not in delta.tensors:
+                found[key] = -1
+            elif self.expert is not None and not self.mapping.has_experts_apart:
+                experts = _experts_in(delta, key)
+                found[key] = experts.index(self.expert) if self.expert in experts else -1
         return found
 
-    def value(self, read: Rows) -> Tensor:
-        tensors = {}
-        for key, row in self.pieces():
-            stored = self.delta.tensors[key]
-            tensors[key] = read(stored, 0, None).reshape(stored.shape) if row is None else read(stored, row, row + 1)
-        value = self.home.to_model(tensors)
-        if self.layer is None:
-            return value
-        return out_in(self.layer, self.stack, value[0])
+    def value(self, delta: Delta, read: Rows) -> Tensor:
+        rows = self.rows(delta)
+
+        def tensor(key: str) -> Tensor:
+            stored, row = delta.tensors[key], rows[key]
+            return read(stored, 0, None).reshape(stored.shape) if row is None else read(stored, row, row + 1)
+
+        value = self.mapping.to_model(tensor)
+        return value if self.layer is None else out_in(self.layer, self.stack, value[0])
+
+
+def _experts_in(delta: Delta, key: str) -> list[int]:
+    """The experts whose rows a tensor of a delta has, in their order."""
+    return list(delta.slices.get(key, range(delta.tensors[key].num_rows)))
 
 
 def check_delta(adapted: Adapted, delta: Delta) -> None:
-    """Checks names and shapes; reads no weights.
+    """Check names and shapes; no weights are read.
 
     Args:
         adapted: on the meta device will do.
@@ -83,17 +81,17 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
         UserError: the delta has a tensor that nothing which trains is made of, or only a part of what one is made of,
             or another shape.
     """
-    landings, problems = _landings(adapted, delta)
+    targets, problems = _targets(adapted, delta)
     trainable = adapted.learned()
-    for landing in landings:
-        expected = trainable[landing.parameter].shape
+    for target in targets:
+        expected = trainable[target.parameter].shape
         try:
-            found = landing.value(_nothing).shape
+            found = target.value(delta, _nothing).shape
         except (RuntimeError, IndexError, ValueError):  # its parts do not fit together
-            problems.append(f"{landing.home.every_key()[0]} and what belongs with it do not make {landing.parameter}")
+            problems.append(f"{target.mapping.every_key()[0]} and what belongs with it do not make {target.parameter}")
             continue
         if found != expected:
-            problems.append(f"{landing.parameter} is {[*found]} in the delta, and {[*expected]} here")
+            problems.append(f"{target.parameter} is {[*found]} in the delta, and {[*expected]} here")
     if problems:
         shown = problems[:_MOST_PROBLEMS]
         more = [f"and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
@@ -103,22 +101,21 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
 
 
 def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
-    """Copies a delta that was checked into the model, a tensor at a time; says what it leaves as it was.
+    """Copy a delta that was checked into the model, a tensor at a time; return notes on what it leaves as it was.
 
     Raises:
         UserError: it has two values for one parameter, under names that the model ties. Some are copied then.
     """
     check_delta(adapted, delta)
-    landings, _ = _landings(adapted, delta)
     trainable, done = adapted.learned(), set()
     with torch.no_grad():
-        for landing in landings:
-            parameter = trainable[landing.parameter]
-            value = landing.value(Stored.rows).to(parameter.device, parameter.dtype)
-            if landing.parameter in done and not value.equal(parameter):
-                raise UserError(f"{landing.home.every_key()[0]} differs from {landing.parameter}; the model ties them")
+        for target in _targets(adapted, delta)[0]:
+            parameter = trainable[target.parameter]
+            value = target.value(delta, Stored.rows).to(parameter.device, parameter.dtype)
+            if target.parameter in done and not value.equal(parameter):
+                raise UserError(f"{target.mapping.every_key()[0]} differs from {target.parameter}; the model ties them")
             parameter.copy_(value)
-            done.add(landing.parameter)
+            done.add(target.parameter)
     rest = sorted(name for name in trainable.keys() - done if adapted.part_of(name) != "lora")
     notes = []
     if rest:
@@ -129,53 +126,47 @@ def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _landings(adapted: Adapted, delta: Delta) -> tuple[list[_Landing], list[str]]:
-    """Where the delta's tensors go, and what of it goes nowhere or comes in part."""
-    landings: list[_Landing] = []
+def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
+    """What the delta's tensors become, and the problems: tensors that nothing is made of, or that are there in part."""
+    targets: list[_Target] = []
     problems: list[str] = []
-    landed: dict[str, set[int | None]] = {key: set() for key in delta.tensors}
-    for landing in _possible(adapted, delta):
-        pieces = landing.pieces()
-        there = [(key, row) for key, row in pieces if row != -1]
-        if there and len(there) < len(pieces):
-            lacking = next(key for key, row in pieces if row == -1)
-            problems.append(f"{landing.parameter} is made of {lacking} too, which is not in the delta")
+    used: dict[str, set[int | None]] = {key: set() for key in delta.tensors}
+    for target in _possible(adapted, delta):
+        rows = target.rows(delta)
+        there = {key: row for key, row in rows.items() if row != -1}
+        if there and len(there) < len(rows):
+            lacking = next(key for key in rows if key not in there)
+            problems.append(f"{target.parameter} is made of {lacking} too, which is not in the delta")
         elif there:
-            landings.append(landing)
-        for key, row in there:
-            landed[key].add(row)
-    for key, rows in sorted(landed.items()):
-        if None in rows:
-            continue
-        experts = delta.slices.get(key, range(delta.tensors[key].num_rows))
-        lost = [expert for row, expert in enumerate(experts) if row not in rows]
-        which = f" of expert {', '.join(map(str, lost))}" if rows or key in delta.slices else ""
+            targets.append(target)
+        for key, row in there.items():
+            used[key].add(row)
+    for key, taken in sorted(used.items()):
+        lost = [] if None in taken else [x for row, x in enumerate(_experts_in(delta, key)) if row not in taken]
+        which = f" of expert {', '.join(map(str, lost))}" if taken or key in delta.slices else ""
         if lost:
             problems.append(f"{key}{which} is in the delta, and does not train here")
-    return landings, problems
+    return targets, problems
 
 
-def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Landing]:
-    """A landing for each parameter that trains in full precision, under each name that the base has for it."""
-    homes = find_homes(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
-    stacked: dict[str, tuple[MoeLayer, int, str]] = {}
+def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
+    """A target for each parameter that trains in full precision, under each name that the base has for it."""
+    mappings = key_mappings(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
+    there = adapted.trainable().keys()
     for layer in adapted.structure.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):
             for stack in stacks(layer):
-                stacked[trained_name(layer, expert, stack)] = layer, expert, stack
-    there = adapted.trainable().keys()
-    for name in (name for name in stacked if name in there):
-        layer, expert, stack = stacked[name]
-        if (home := homes.get(f"{layer.experts}.{stack}")) is not None:
-            yield _Landing(name, home.of_expert(expert), delta, expert, layer, stack)
+                name, mapping = trained_name(layer, expert, stack), mappings.get(f"{layer.experts}.{stack}")
+                if name in there and mapping is not None:
+                    yield _Target(name, mapping.of_expert(expert), expert, layer, stack)
     for name in adapted.run.router_biases.values():
-        if name in homes:
-            yield _Landing(name, homes[name], delta)
+        if name in mappings:
+            yield _Target(name, mappings[name])
     for parameter in sorted(adapted.selection.full):
         tied = (other for other, first in adapted.structure.tied.items() if first == parameter)
         for other in (parameter, *tied):
-            if other in homes:
-                yield _Landing(whole_name(parameter, adapted.selection), homes[other], delta)
+            if other in mappings:
+                yield _Target(whole_name(parameter, adapted.selection), mappings[other])
 
 
 def _nothing(tensor: Stored, start: int, stop: int | None) -> Tensor:

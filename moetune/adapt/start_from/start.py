@@ -1,10 +1,9 @@
-"""Where training starts: `adapt.start_from`, a PEFT adapter or a delta, checked without weights and then copied in."""
+"""Where training starts: `adapt.start_from`, a PEFT adapter or a delta, checked without weights and then loaded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
@@ -21,19 +20,37 @@ _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
 
 
-class Start(Protocol):
-    """Values for what trains, checked as far as that needs no weights."""
+@dataclass(frozen=True)
+class Start:
+    """Values for what trains, checked as far as that needs no weights: a delta, or else the adapter in `folder`."""
+
+    folder: Path
+    delta: Delta | None = None
 
     def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
-        """Copies the values into the adapted model; says what a user should know.
+        """Copy the values into the adapted model; return notes for the user.
 
         Raises:
             UserError: they were made for other frozen weights.
         """
+        try:
+            if self.delta is None:
+                load_peft(adapted, self.folder)
+                return ()
+            assert base is not None
+            difference = self.delta.base.fingerprint.difference(base.fingerprint)
+            if difference is not None:
+                path = adapted.run.config.model.path
+                raise UserError(
+                    f"the delta in {str(self.folder)!r} was made for another base than {path!r}: {difference}"
+                )
+            return load_delta(adapted, self.delta)
+        except UserError as error:
+            raise UserError(f"adapt.start_from: {error}") from None
 
 
 def open_start(adapted: Adapted) -> Start | None:
-    """What `adapt.start_from` names; None if it names nothing.
+    """Check what `adapt.start_from` names; None if it names nothing.
 
     Args:
         adapted: the run's model, on the meta device.
@@ -51,7 +68,7 @@ def open_start(adapted: Adapted) -> Start | None:
     try:
         if any((folder / name).exists() for name in _ADAPTER_FILES):
             check_peft(adapted, folder)
-            return _FromAdapter(folder)
+            return Start(folder)
         if (folder / DELTA_FILE).exists() or (manifest is not None and manifest.get("format") == FORMAT):
             return _open_delta(adapted, folder)
     except UserError as error:
@@ -85,31 +102,4 @@ def _open_delta(adapted: Adapted, folder: Path) -> Start:
         raise UserError(f"the delta in {str(folder)!r} belongs to a checkpoint, and model.weights is random")
     refuse_other_headers(delta.base, model, f"the delta in {str(folder)!r}")
     check_delta(adapted, delta)
-    return _FromDelta(delta)
-
-
-@dataclass(frozen=True)
-class _FromAdapter:
-    folder: Path
-
-    def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
-        try:
-            load_peft(adapted, self.folder)
-        except UserError as error:  # what `check_peft` could not know: values of frozen weights
-            raise UserError(f"adapt.start_from: {error}") from None
-        return ()
-
-
-@dataclass(frozen=True)
-class _FromDelta:
-    delta: Delta
-
-    def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
-        assert base is not None
-        difference = self.delta.base.fingerprint.difference(base.fingerprint)
-        if difference is not None:
-            raise UserError(
-                f"adapt.start_from: the delta in {str(self.delta.folder)!r} was made for another base than "
-                f"{adapted.run.config.model.path!r}: {difference}"
-            )
-        return load_delta(adapted, self.delta)
+    return Start(folder, delta)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.adapt.weights.quantizer import merges_experts
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import Storage
 from moetune.experts.quantized import BLOCK, QuantizedExperts
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
+from moetune.models.hub.names import expert_layout
 from moetune.models.moe import ExpertShape
 from moetune.run.resolve import ResolvedRun
 
@@ -25,11 +25,10 @@ from moetune.run.resolve import ResolvedRun
 def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     """The most that loading takes.
 
-    A checkpoint: the banks are there from the start, and tensor by tensor the rest arrives. Where it holds experts one
-    by one, an expert's gate and up come, are joined, and quantized: three times the matrix. Where it holds a layer's
-    experts in one stack, that comes whole; if in MXFP4, expert by expert, and stays as it is. The host holds one such
-    piece, or the embedding, on its way; its files are mapped, which is memory that the system takes back when it needs
-    any.
+    A checkpoint: the banks are there from the start, the experts are read one by one, and then all else. Where it holds
+    an expert's gate and up apart, they are read and joined: twice the matrix. Where a layer's experts are rows of one
+    tensor, a row is read at a time; a tensor that has to be converted is read whole. MXFP4 stays as it is. The host
+    holds what is being read, or the embedding.
 
     Random weights: the banks are there, and one after the other is filled. Weights are drawn a layer's experts at a
     time, with a mask of one byte a weight that checks the draw; the embedding and the head come last. A linear layer on
@@ -55,18 +54,19 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     if shapes:
         shape = shapes[0]
         matrix = _gate_up(shape)
-        if run.model.published.method == "mxfp4":  # as it is, unless it is quantized otherwise, or trains
+        if run.model.source.quantization.method == "mxfp4":  # as it is, unless it is quantized otherwise, or trains
             host = max(host, matrix * 17 // 32)
             if model.base != "mxfp4" or run.config.adapt.experts is not None:
                 # transformers looks half of the weights up at a time, by indices that torch widens to 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
                 on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, model, dtype))
         else:
-            merges = merges_experts(structure.model_type)
-            host = max(host, matrix * dtype.itemsize * (1 if merges else shape.num_experts))
-            pieces = 3 if merges else shape.num_experts
-            on_the_way = pieces * matrix * dtype.itemsize + _quantizing(shape, model, dtype)
-    return LoadPeaks(host=host + on_host, gpu=on_gpu + on_the_way)
+            layout = expert_layout(structure.model_type)
+            read = matrix * dtype.itemsize * (shape.num_experts if layout == "converted" else 1)
+            host = max(host, read)
+            on_the_way = read + max(0 if layout == "rows" else read, _quantizing(shape, model, dtype))
+        on_the_way += traced.loaded(in_bank=True)
+    return LoadPeaks(host=host + on_host, gpu=max(on_gpu, on_the_way))
 
 
 def _gate_up(shape: ExpertShape) -> int:

@@ -100,29 +100,25 @@ def take_fingerprint(
 
 @contextmanager
 def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator[Callable[[], Fingerprint]]:
-    """Takes a fingerprint while the body of the `with` reads the same files; what is yielded waits for it.
-
-    A digest leaves the other threads of Python alone while it is computed, and so does the reading of a file.
-    """
-    left = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(take_fingerprint, folder, on_read=lambda _: _stop_if(left), part=part)
-        try:
-            yield taken.result
-        finally:
-            left.set()  # a body that failed does not wait for what nobody asks for
+    """Take a fingerprint while the body of the `with` reads the same files; what is yielded waits for it."""
+    files = weight_files(folder)[part[0] :: part[1]]
+    with digesting(files, 1) as digests:
+        yield lambda: Fingerprint(headers(folder), digests())
 
 
 @contextmanager
 def digesting(files: Sequence[Path], threads: int) -> Iterator[Callable[[], dict[str, str]]]:
-    """The same for the digests of files: name -> SHA-256."""
+    """Digest files in other threads while the body of the `with` runs; what is yielded waits for name -> SHA-256.
+
+    Python's other threads run on while a digest is computed or a file is read.
+    """
     left = threading.Event()
     with ThreadPoolExecutor(threads) as pool:
         taken = {file.name: pool.submit(digest, file, on_read=lambda _: _stop_if(left)) for file in files}
         try:
             yield lambda: {name: one.result() for name, one in taken.items()}
         finally:
-            left.set()
+            left.set()  # after a body that failed nobody waits for the digests
 
 
 def headers(folder: Path) -> dict[str, str]:
@@ -144,7 +140,7 @@ def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], Non
 
 
 class _Left(Exception):
-    """Nobody waits for this digest any more."""
+    """The digest is no longer needed."""
 
 
 def _stop_if(left: threading.Event) -> None:

@@ -61,7 +61,7 @@ class Quantized(Stored, ABC):
 class Mxfp4(Quantized):
     """A layer's experts [E, in, out], of blocks [E, out, in / 32, 16] and their scales [E, out, in / 32], all bytes."""
 
-    def packed(self, expert: int) -> dict[str, Tensor]:
+    def quantized(self, expert: int) -> dict[str, Tensor]:
         """What is stored of an expert, row by row of [out, in]: `data`, two weights a byte, and `scales`."""
         blocks, scales = (self.parts[name].rows(expert, expert + 1) for name in ("blocks", "scales"))
         return {"data": blocks.flatten(), "scales": scales.flatten()}
@@ -114,7 +114,7 @@ class BitsAndBytes(Quantized):
             return False
         return not double_quant or self.parts["nested_quant_map"].rows().equal(create_dynamic_map())
 
-    def packed(self) -> dict[str, Tensor]:
+    def quantized(self) -> dict[str, Tensor]:
         """What is stored of it in that layout."""
         parts = self.stored()
         nested = {}

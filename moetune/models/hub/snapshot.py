@@ -17,9 +17,9 @@ CARRIED = (
     "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 """What belongs to a checkpoint beside its weights."""
-PACKED_MANIFEST = "packed.json"
+QUANTIZED_MANIFEST = "packed.json"
 """In a folder that `moetune quantize` wrote."""
-_OF_OTHERS = ("adapter_*", "*.index.json", "manifest.json", PACKED_MANIFEST)
+_OF_OTHERS = ("adapter_*", "*.index.json", "manifest.json", QUANTIZED_MANIFEST)
 """What matches and does not: an adapter's, and what speaks of files by their names."""
 
 

@@ -71,17 +71,20 @@ class Stored:
     def _row_bytes(self) -> int:
         return math.prod(self.row_shape) * self.torch_dtype.itemsize
 
-    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` [stop - start, ...], in the file's dtype."""
+    def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """Rows `start` to `stop` [stop - start, ...] on `device`, in the file's dtype."""
         count = (self.num_rows if stop is None else stop) - start
-        data = bytearray(count * self._row_bytes)
+        rows = torch.empty((count, *self.row_shape), dtype=self.torch_dtype)
+        data = rows.view(-1).view(torch.uint8).numpy()
         with self.file.open("rb") as file:
             file.seek(self.offset + start * self._row_bytes)
-            if file.readinto(data) != len(data):
+            if file.readinto(data.data) != len(data):
                 raise UserError(f"{str(self.file)!r} ends before its tensors do")
-        if not data:
-            return torch.empty((count, *self.row_shape), dtype=self.torch_dtype)
-        return torch.frombuffer(data, dtype=self.torch_dtype).reshape(count, *self.row_shape)
+        return rows.to(device)
+
+    def whole(self, device: torch.device | str = "cpu") -> Tensor:
+        """The tensor in its own shape on `device`."""
+        return self.rows(device=device).reshape(self.shape)
 
     def write(self, rows: Tensor, start: int = 0) -> None:
         """Overwrites rows from `start` on, cast to the file's dtype."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moetune.errors import UserError
@@ -17,6 +18,10 @@ class LossScale:
     value: float = 2.0**16
     good_steps: int = 0
     interval: int = 2000
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Take the values of a checkpoint."""
+        self.value, self.good_steps = float(saved["value"]), int(saved["good_steps"])
 
     def overflowed(self) -> None:
         """Halve the scale; raise `UserError` where gradients are not finite at any scale."""

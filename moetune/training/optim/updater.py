@@ -123,8 +123,11 @@ class Updater:
                 updated.copy_(values.pop("master"))
             if values:
                 by_number[number] = values
-        load = load_paged if getattr(self.optimizer, "is_paged", False) else type(self.optimizer).load_state_dict
-        load(self.optimizer, {"state": by_number, "param_groups": groups})
+        saved: dict[str, Any] = {"state": by_number, "param_groups": groups}
+        if getattr(self.optimizer, "is_paged", False):
+            load_paged(self.optimizer, saved)
+        else:
+            self.optimizer.load_state_dict(saved)
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:

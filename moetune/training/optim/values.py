@@ -1,4 +1,4 @@
-"""Numbers out of tensors. A prediction runs steps on tensors without values, so a step reads values here only."""
+"""Numbers out of tensors: a step reads values here only, because a prediction runs it on tensors without any."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One training step: batch, forward and backward, reduce and clip, update."""
+"""A training step: batch, forward and backward, reduce and clip, update."""

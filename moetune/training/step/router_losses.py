@@ -131,7 +131,7 @@ def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor |
 
 
 def refuse_silent_routers(adapted: Adapted) -> None:
-    """Raises `UserError` if router losses could not act on a router, because it keeps its logits to itself."""
+    """Raise `UserError` if router losses could not act on a router, because it does not return its logits."""
     watch = RouterWatch(adapted)
     ids = torch.zeros(1, 2, dtype=torch.long, device=adapted.model.device)
     was_training = adapted.model.training

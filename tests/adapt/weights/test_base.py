@@ -140,7 +140,7 @@ def test_an_adapter_of_factors_alone_does_without_the_source_of_a_packed_base(
     train(config.model_copy(update={"model": model, "adapt": adapt}))
     shutil.rmtree(tmp_path / "base")
     export(tmp_path / "run", "peft", tmp_path / "out")
-    with pytest.raises(UserError, match=r"an export needs the checkpoint that was packed, and '.*base' is gone"):
+    with pytest.raises(UserError, match=r"an export needs the checkpoint that was quantized, and '.*base' is gone"):
         export(tmp_path / "run", "merged", tmp_path / "merged")
 
 

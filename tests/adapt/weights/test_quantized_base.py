@@ -14,7 +14,7 @@ from moetune.adapt.weights import quantized_base
 from moetune.errors import UserError
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
-from moetune.run.source_quantization import read_quantized_manifest
+from moetune.models.source_quantization import read_quantized_manifest
 from tests.adapt.weights.test_quantizer import write
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build, write_packed_base
@@ -79,7 +79,7 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(quantized_base, "write_bank", stops)
     with pytest.raises(KeyboardInterrupt):
         write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
-    with pytest.raises(UserError, match="not a complete"):
+    with pytest.raises(UserError, match="not a complete quantized base"):
         states(packed)
     first = {file: file.stat().st_mtime_ns for file in packed.glob("*.safetensors")}
     assert len(first) == 2
@@ -154,24 +154,24 @@ def test_a_manifest_that_lacks_something_is_named(packed: Path, key: str, tmp_pa
     manifest = json.loads((packed / "packed.json").read_text())
     del manifest[key]
     (tmp_path / "packed.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"packed\.json' cannot be read: .*pack the base anew with moetune quantize"):
+    with pytest.raises(UserError, match=r"packed\.json' cannot be read: .*write it again with moetune quantize"):
         states(tmp_path)
 
 
 def test_it_says_what_was_packed(packed: Path) -> None:
     """Also when it was written in two goes, which read only the rest of the source the second time."""
     manifest = read_quantized_manifest(packed)
-    assert (manifest.source, manifest.packed.name) == ((packed.parent / "plain").resolve(), "plain")
-    assert manifest.packed.fingerprint == take_fingerprint(packed.parent / "plain")
+    assert (manifest.source, manifest.original.name) == ((packed.parent / "plain").resolve(), "plain")
+    assert manifest.original.fingerprint == take_fingerprint(packed.parent / "plain")
 
 
 def test_it_serves_only_runs_that_it_can(packed: Path) -> None:
-    with pytest.raises(UserError, match=r"model.base: int8, but .* is packed with nf4"):
+    with pytest.raises(UserError, match=r"model.base: int8, but .* is quantized with nf4"):
         states(packed, base="int8")
     with pytest.raises(UserError, match=r"model.double_quant: False, but"):
         states(packed, double_quant=False)
     experts = {"experts": {"ids": [0]}}
-    with pytest.raises(UserError, match=r"adapt.experts: .* packed only; .* need the original checkpoint"):
+    with pytest.raises(UserError, match=r"adapt.experts: .* quantized experts only; .* need the original checkpoint"):
         build(run_config(packed, experts, model={"weights": "pretrained"}), "cpu")
 
 
@@ -183,7 +183,7 @@ def test_the_command(packed: Path, tmp_path: Path, moetune: Run) -> None:
     assert moetune("quantize", source, "--out", out).code == 2
     assert "not empty" in moetune("quantize", source, "--out", out).err
     assert "it is nf4, int8 or mxfp4" in moetune("quantize", source, "--out", tmp_path / "x", "--base", "fp32").err
-    assert "packed already" in moetune("quantize", out, "--out", tmp_path / "x").err
+    assert "quantized already" in moetune("quantize", out, "--out", tmp_path / "x").err
     assert "download it first" in moetune("quantize", "mixtral-8x7b", "--out", tmp_path / "x").err
     assert not (tmp_path / "x").exists()
 
@@ -192,8 +192,8 @@ def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pyt
     """Of the catalog, or of a model on the hub that is on this machine."""
     assert moetune("quantize", "tiny-mixtral", "--out", tmp_path / "named").code == 0
     cached = read_quantized_manifest(tmp_path / "named").source
-    monkeypatch.setattr("moetune.adapt.weights.base.downloaded", lambda hub_id: cached)
-    monkeypatch.setattr("moetune.adapt.weights.base.download", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.models.source.downloaded", lambda hub_id: cached)
+    monkeypatch.setattr("moetune.models.source.download", lambda hub_id: cached)
     settings = find_model_source("tiny-mixtral").config
     monkeypatch.setattr("moetune.models.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
     assert moetune("quantize", "owner/tiny", "--out", tmp_path / "hub").code == 0

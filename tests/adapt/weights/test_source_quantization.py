@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from moetune.adapt.build import load_pretrained
-from moetune.adapt.weights.quantizer import MoetuneConfig
+from moetune.adapt.weights.checkpoint import read_checkpoint
+from moetune.adapt.weights.target import LoadTarget
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
+from moetune.experts.context import ExpertContext
 from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.quantized import Mxfp4, open_checkpoint
@@ -120,8 +122,8 @@ def test_reading_takes_what_is_predicted(kind: str, base: str, adapt: dict[str, 
     config = run_config(tmp_path, adapt, model={"weights": "pretrained", "base": base, "dtype": "bf16"})
     stock_rows = Stored.rows
 
-    def rows(self: Stored, *where: Any) -> torch.Tensor:
-        reads.append((found := stock_rows(self, *where)).nbytes)
+    def rows(self: Stored, *where: Any, **more: Any) -> torch.Tensor:
+        reads.append((found := stock_rows(self, *where, **more)).nbytes)
         return found
 
     with patch.object(Stored, "rows", rows), Tracker({}) as tracker:
@@ -148,16 +150,27 @@ def test_a_packed_base_of_it_is_the_same(base: str, mxfp4: Path, tmp_path: Path)
 def test_a_rank_reads_its_own_experts(base: str, mxfp4: Path) -> None:
     run = resolve(run_config(mxfp4, FROZEN, model={"weights": "pretrained", "base": base, "dtype": "fp32"}), "cuda")
     held = {layer.index: ((0, 1, 2, 3), (4, 5, 6, 7)) for layer in run.structure.moe_layers}
-    packing = MoetuneConfig(base, placement=Placement(1, held), structure=run.structure)
+    model = copy.deepcopy(run.model.plain)
+    target = LoadTarget(
+        model,
+        run.structure,
+        run.selection,
+        run.config.model,
+        run.quantized_linears,
+        torch.device("cpu"),
+        context=ExpertContext(),
+        placement=Placement(1, held),
+    )
     reads: list[int] = []
-    stock_rows = Mxfp4.rows if base == "nf4" else Mxfp4.packed
+    stock_rows = Mxfp4.rows if base == "nf4" else Mxfp4.quantized
 
     def noted(self: Mxfp4, expert: int, *more: Any) -> Any:
         reads.append(expert)
         return stock_rows(self, expert, *more)  # type: ignore[arg-type]
 
-    with patch.object(Mxfp4, "rows" if base == "nf4" else "packed", noted):
-        found = banks(load_pretrained(run.model, packing, torch.device("cpu")))
+    with patch.object(Mxfp4, "rows" if base == "nf4" else "quantized", noted):
+        read_checkpoint(target, run.model)
+    found = banks(model)
     assert set(reads) == {4, 5, 6, 7}
     for name, bank in banks(built(mxfp4, FROZEN, base=base, dtype="fp32").model).items():
         assert torch.equal(found[name].gate_up.matrix(1, torch.float32), bank.gate_up.matrix(5, torch.float32))

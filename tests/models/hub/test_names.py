@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetune.models.hub.names import find_homes
+from moetune.models.hub.names import key_mappings
 from moetune.models.hub.tensor_files import read_checkpoint
 from moetune.models.structure import meta_model, read_structure
 from moetune.run.names import stacks
@@ -23,7 +23,7 @@ def test_there_and_back(model_type: str, tmp_path: Path) -> None:
     toy.save_pretrained(tmp_path)
     base, model = read_checkpoint(tmp_path), meta_model(toy.config)
     structure = read_structure(model)
-    homes = find_homes(model, base)
+    homes = key_mappings(model, base)
     of_experts = {f"{layer.experts}.{stack}": layer for layer in structure.moe_layers for stack in stacks(layer)}
     for part in structure.parameters:
         home = homes[part.name]
@@ -33,7 +33,7 @@ def test_there_and_back(model_type: str, tmp_path: Path) -> None:
             sliced = expert is not None and not home.has_experts_apart
             rows = (expert, expert + 1) if sliced else (0, None)
             tensors = {key: base[key].rows(*rows) for key in here.every_key()}
-            value = here.to_model(tensors)
+            value = here.to_model(tensors.__getitem__)
             true = toy.get_parameter(part.name)
             assert torch.equal(value.squeeze(), (true if expert is None else true[expert]).squeeze()), part.name
             back = here.to_checkpoint(value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moetune.adapt.weights.materialize import realize
+from moetune.adapt.weights.random import realize
 from moetune.errors import UserError
 from moetune.models.structure import meta_model
 from tests.reference import run_config, small_linears_are_packed

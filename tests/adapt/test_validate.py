@@ -11,7 +11,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.pack import refuse_unquantized
+from moetune.adapt.validate import refuse_unquantized
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.models.structure import meta_model, read_structure
@@ -112,9 +112,9 @@ def test_a_bank_that_holds_fewer_packed_experts_than_chosen_is_refused(tmp_path:
         check(other)
 
 
-@pytest.mark.parametrize("skipped", ["fill_bank", "quantize_linear"])
+@pytest.mark.parametrize("skipped", ["install", "put_linear"])
 def test_a_build_that_leaves_them_out_fails(skipped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"moetune.adapt.build.{skipped}", lambda *args: None)
+    monkeypatch.setattr(f"moetune.adapt.weights.target.LoadTarget.{skipped}", lambda *args: None)
     with pytest.raises(UserError, match=r"should be stored as nf4 and (are|is) not"):
         packed(tmp_path)
 

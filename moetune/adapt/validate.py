@@ -1,0 +1,58 @@
+"""What a built model has to be: what stays frozen in base precision, and every tensor where the run file says."""
+
+from __future__ import annotations
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import PreTrainedModel
+
+from moetune.config.resolved import ResolvedModelConfig
+from moetune.errors import UserError
+from moetune.experts.bank import ExpertBank
+from moetune.experts.host import stays_on_host
+from moetune.experts.quantized import QuantizedExperts
+from moetune.run.resolve import ResolvedRun
+
+
+def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
+    """Raise `UserError` if an expert or a linear layer that should be in base precision is not."""
+    selection, config = run.selection, run.config.model
+    for layer in run.structure.moe_layers:
+        bank = model.get_submodule(layer.experts)
+        trained = selection.experts.get(layer.index, ())
+        held = bank.held if isinstance(bank, ExpertBank) else range(layer.shape.num_experts)
+        expected = sum(expert not in trained for expert in held)
+        is_whole = isinstance(bank, ExpertBank) and bank.gate_up.count == bank.down.count == expected
+        if not is_whole or {bank.gate_up.storage, bank.down.storage} != {config.base}:
+            raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")
+    if config.base != "nf4":
+        return
+    for path in run.quantized_linears:
+        linear = model.get_submodule(path)
+        linear = getattr(linear, "base_layer", linear)
+        if not isinstance(linear, Linear4bit) or not (
+            linear.weight.is_meta or getattr(linear.weight, "bnb_quantized", False)
+        ):
+            raise UserError(f"{path}: should be stored as nf4 and is not")
+
+
+def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:
+    """Raise `UserError` naming the first tensor that is not where the run file says.
+
+    Only the quantized experts may be on the host, if asked for; what trains never is. A placement that goes by sizes,
+    such as `device_map="auto"`, puts onto the host whatever comes last, and moves it to the GPU and back in every step.
+    """
+    by_design = set()
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedExperts) and module.on_host:
+            by_design |= {f"{path}.{name}" for name, _ in module.named_buffers()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = "trains" if tensor.requires_grad else "is frozen"
+        if name in by_design:
+            if not tensor.is_meta and not (tensor.device.type == "cpu" and stays_on_host(tensor)):
+                raise UserError(f"model.experts_on: {config.experts_on}, but {name} is on {tensor.device}")
+            if device.type == "cuda" and tensor.numel() and not tensor.is_pinned():
+                raise UserError(f"model.experts_on: {config.experts_on}, but {name} is not in pinned memory")
+        elif tensor.device.type != device.type or stays_on_host(tensor):
+            where = "the host" if stays_on_host(tensor) else tensor.device
+            raise UserError(f"{name} {kind} and should be on {device}; it is on {where}")

@@ -1,0 +1,199 @@
+"""A checkpoint in the hub's format, in 16 bits or as it is published quantized, read into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moetune.adapt.weights.random import realize_buffers
+from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.transformers import unmatched_keys
+from moetune.errors import UserError, reading
+from moetune.models.hub.names import KeyMapping, key_mappings
+from moetune.models.hub.quantized import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.tensor_files import NAMES, Stored
+from moetune.models.moe import MoeLayer
+from moetune.run.names import stacks
+from moetune.run.resolve import ResolvedModel
+
+WEIGHTS = ("F64", "F32", "F16", "BF16")
+"""Types of tensors that are weights, when nothing says that they are quantized."""
+
+
+class CheckpointReader:
+    """Reads a checkpoint tensor by tensor: the experts one by one, then all else. Each is let go before the next comes.
+
+    Args:
+        plain: the model as transformers builds it, on the meta device.
+        name: of the model, for messages.
+
+    Raises:
+        UserError: the checkpoint does not fit the model, by the names, shapes and types of its tensors. No weight has
+            been read then.
+    """
+
+    def __init__(self, folder: Path, plain: PreTrainedModel, name: str, target: LoadTarget) -> None:
+        self._target = target
+        self._stored = {
+            key: replace(stored, dtype=NAMES[target.dtype]) if isinstance(stored, Quantized) else stored
+            for key, stored in open_checkpoint(folder).items()
+        }
+        self._mappings = key_mappings(plain, self._stored, split=True)
+        self._names = set(plain.state_dict())
+        self._missing = self._names - self._mappings.keys()
+        with reading(f"the weights of {name!r} in {str(folder)!r}"):
+            refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
+
+    def read_all(self, model: PreTrainedModel) -> None:
+        self._target.make_banks()
+        for path in self._target.layers:
+            self.read_experts(path)
+            self._target.install(path)
+        self.read_rest(model)
+
+    def read_experts(self, path: str) -> None:
+        """Read one layer's experts, as far as this rank holds them, into their bank."""
+        layer = self._target.layers[path]
+        for stack in stacks(layer):
+            mapping = self._mappings[f"{path}.{stack}"]
+            if mapping.has_experts_apart:
+                self._read_apart(path, stack, mapping)
+            elif mapping.conversion is None:
+                self._read_rows(path, stack, self._stored[mapping.every_key()[0]])
+            else:
+                whole = mapping.to_model(self._read)
+                for expert in self._target.bank(path).held:
+                    self._target.put_expert(path, stack, expert, whole[expert])
+
+    def read_rest(self, model: PreTrainedModel) -> None:
+        """Read all but the experts, tie what is tied, and compute the buffers that no checkpoint holds."""
+        experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
+        for name, mapping in self._mappings.items():
+            path = name.removesuffix(".weight")
+            if name in experts or name not in self._names:
+                continue
+            stored = self._stored[mapping.every_key()[0]]
+            if path not in self._target.linears or path == name:
+                self._target.put(name, self._converted(mapping))
+            elif mapping.conversion is None and self._is_kept(stored, stored.shape):
+                state = stored.stored()
+                self._target.put_4bit(path, state.pop(""), state)
+            else:
+                self._target.put_linear(path, mapping.to_model(self._read))
+        model.tie_weights(missing_keys=set(self._missing), recompute_mapping=False)
+        realize_buffers(model, self._target.device)
+
+    def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
+        for expert in self._target.bank(path).held:
+            one = mapping.of_expert(expert)
+            pieces = [self._stored[key] for key in one.every_key()]
+            wanted = self._target.pieces_of(path, stack, expert)
+            if wanted is not None and len(pieces) == wanted[0] and one.only_merges:
+                kept = [piece.quantized() for piece in pieces if self._is_kept(piece, wanted[1])]
+                if len(kept) == len(pieces):
+                    self._target.put_quantized_expert(path, stack, expert, *kept)
+                    continue
+            self._target.put_expert(path, stack, expert, one.to_model(self._read)[0])
+
+    def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
+        """Read experts that are rows of one tensor; MXFP4 as it is, unless it trains or is quantized otherwise."""
+        for expert in self._target.bank(path).held:
+            is_frozen = self._target.pieces_of(path, stack, expert) is not None
+            if is_frozen and isinstance(stored, Mxfp4) and self._target.config.base == "mxfp4":
+                self._target.put_quantized_expert(path, stack, expert, stored.quantized(expert))
+            else:
+                rows = stored.rows(expert, expert + 1, self._target.device).to(self._target.dtype)
+                self._target.put_expert(path, stack, expert, rows[0])
+
+    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
+        """Whether a matrix of the checkpoint is quantized as the model's base is, and has this shape."""
+        config = self._target.config
+        return (
+            isinstance(stored, BitsAndBytes)
+            and config.base == "nf4"
+            and stored.shape == shape
+            and stored.is_nf4(double_quant=config.double_quant)
+        )
+
+    def _read(self, key: str) -> Tensor:
+        return self._stored[key].whole(self._target.device).to(self._target.dtype)
+
+    def _converted(self, mapping: KeyMapping) -> Tensor:
+        """A parameter in the checkpoint's dtype. transformers marks those too large to be converted on a GPU."""
+        on_host = mapping.conversion is not None and mapping.conversion.force_cpu
+        device = torch.device("cpu") if on_host else self._target.device
+        return mapping.to_model(lambda key: self._stored[key].whole(device))
+
+    # --- What does not fit ------------------------------------------------------------------------------------------
+
+    def _problems(self, plain: PreTrainedModel) -> Iterator[str]:
+        state = plain.state_dict()
+        unmapped = self._stored.keys() - {key for mapping in self._mappings.values() for key in mapping.every_key()}
+        too_many = unmapped | (self._mappings.keys() - self._names)
+        missing, unexpected = unmatched_keys(plain, self._missing, too_many)
+        yield from (f"missing {name}" for name in sorted(missing))
+        yield from (f"unexpected {name}" for name in sorted(unexpected))
+        of_experts = {f"{path}.{stack}": x for path, x in self._target.layers.items() for stack in stacks(x)}
+        for name, mapping in self._mappings.items():
+            if (there := state.get(name)) is None:
+                continue
+            keys = mapping.every_key()
+            if there.is_floating_point():
+                types = {key: self._stored[key].dtype for key in keys}
+                yield from (f"{key} is of type {kind}, no weight" for key, kind in types.items() if kind not in WEIGHTS)
+            if name in of_experts and mapping.has_experts_apart:
+                yield from self._misfits_apart(of_experts[name], mapping, [1, *there.shape[1:]])
+                continue
+            found, layer = self._shape(mapping), of_experts.get(name)
+            if isinstance(self._stored[keys[0]], Mxfp4) and (layer is None or not layer.shape.is_transposed):
+                yield f"{name} is {found}, not {[*there.shape]}, and [experts, in, out] is gpt-oss' layout of MXFP4"
+            elif found != [*there.shape]:
+                yield f"{name} is {found}, not {[*there.shape]}"
+
+    def _misfits_apart(self, layer: MoeLayer, mapping: KeyMapping, expected: list[int]) -> Iterator[str]:
+        name, count = mapping.parameter, layer.shape.num_experts
+        known: dict[tuple[tuple[int, ...], ...], list[int] | str] = {}
+        for expert in range(count):
+            one = mapping.experts.get(expert)
+            if one is None or not one.is_whole:
+                yield f"missing {name} of expert {expert}"
+                continue
+            shapes = tuple(self._stored[key].shape for key in one.every_key())
+            if shapes not in known:
+                known[shapes] = self._shape(one)
+            if isinstance(found := known[shapes], str):
+                yield f"{name}, expert {expert}: {found}"
+            elif found != expected:
+                yield f"{name} of expert {expert} is {found}, not {expected}"
+        for expert in sorted(mapping.experts.keys() - set(range(count))):
+            yield f"unexpected expert {expert} for {name}, which has {count}"
+
+    def _shape(self, mapping: KeyMapping) -> list[int] | str:
+        """The shape of what a mapping makes of the checkpoint's tensors, or why they do not fit together."""
+        try:
+            return [*mapping.to_model(lambda key: torch.empty(self._stored[key].shape, device="meta")).shape]
+        except (RuntimeError, IndexError, ValueError) as error:
+            return str(error).strip().splitlines()[0]
+
+
+def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
+    """Read the checkpoint behind a model, downloaded if need be, into a copy of it on the meta device.
+
+    Raises:
+        UserError: it cannot be had, or does not fit.
+    """
+    folder = model.source.weights()
+    CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
+
+
+def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
+    """Raise `UserError` naming what of some tensors does not fit a model, if anything does not."""
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join([*wrong][:10])}{more}")

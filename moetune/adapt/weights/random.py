@@ -1,0 +1,96 @@
+"""Random weights, module by module, so that a model far larger than memory in 16 bits can still be quantized."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.transformers import draw, mark_initialized
+from moetune.errors import UserError
+from moetune.run.names import stacks
+
+
+def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
+    """Draw every weight as the model's authors do, and quantize what stays frozen.
+
+    On the meta device, and unless it `draws`, the model gets the modules of the trained one, and no values.
+
+    Raises:
+        UserError: the model has no rule to initialise one of its tensors.
+    """
+    model, device = target.model, target.device if draws else torch.device("meta")
+    target.make_banks()
+    for path, layer in target.layers.items():
+        realize(model, path, device)
+        experts = model.get_submodule(path)
+        for stack in stacks(layer):
+            for expert in range(layer.shape.num_experts):
+                target.put_expert(path, stack, expert, getattr(experts, stack)[expert].detach())
+        target.install(path)
+    for path in target.linears:
+        realize(model, path, device)
+        target.put_linear(path, model.get_parameter(f"{path}.weight").detach())
+    embedding = model.get_input_embeddings()
+    for path, module in list(model.named_modules()):
+        realize(model, path, device)
+        if module is embedding and device.type != "meta":
+            model.tie_weights()  # a head that is this table is not drawn for itself
+
+
+def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the tensors that no checkpoint holds, such as a rotary embedding's frequencies."""
+    for path, module in list(model.named_modules()):
+        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            realize(model, path, device)
+
+
+def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
+    """Give the own meta tensors of the module at `path` storage on `device`, and draw them as its authors do.
+
+    Raises:
+        UserError: the model has no rule to initialise one of them.
+    """
+    module = model.get_submodule(path)
+    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    if device.type == "meta" or not any(tensor.is_meta for tensor in own.values()):
+        return
+    fresh: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.is_meta:
+                made = torch.empty_like(tensor, device=device)
+                fresh[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                setattr(module, name, fresh[name])
+        floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}
+        for tensor in floats.values():
+            tensor.fill_(torch.nan)  # what the rules leave out must not pass for a weight
+        _draw(model, path, [*fresh.values()])
+    undrawn = [name for name, tensor in floats.items() if tensor.isnan().any()]
+    if undrawn:
+        raise UserError(
+            f"{type(module).__name__} has no rule to draw {', '.join(undrawn)}; use model.weights=pretrained"
+        )
+
+
+def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
+    """Draw a module's tensors by its own rule or, where that leaves some out, by the one of a block around it."""
+    while True:
+        holder = model.get_submodule(path)
+        for tensor in (*holder.parameters(), *holder.buffers()):
+            if not any(tensor is one for one in fresh):
+                mark_initialized(tensor)
+        draw(_owner(model, path), holder)
+        if not path or not any(tensor.is_floating_point() and tensor.isnan().any() for tensor in fresh):
+            return
+        path = path.rpartition(".")[0]
+
+
+def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost transformers model around the module: its rules apply."""
+    owner, module = model, model
+    for name in path.split(".") if path else ():
+        module = getattr(module, name)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+    return owner

@@ -1,0 +1,57 @@
+"""A checkpoint as transformers alone loads it, checked as one that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from moetune.adapt.weights.checkpoint import refuse_misfit
+from moetune.documents import read_json
+from moetune.errors import UserError, reading
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, read_checkpoint
+from moetune.run.resolve import ResolvedModel
+
+
+def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
+    """Load a model with transformers; every tensor of the checkpoint has its place, and every place a tensor.
+
+    Raises:
+        UserError: the weights cannot be had or loaded, or one has no place.
+    """
+    folder = model.source.weights()
+    read_checkpoint(folder)
+    index = folder / INDEX_FILE
+    indexed = not (folder / SINGLE_FILE).is_file()
+    if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes there
+        raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
+    with reading(f"the weights of {model.source.name!r} in {str(folder)!r}"), no_progress_bars():
+        load: Any = AutoModelForCausalLM.from_pretrained
+        loaded, info = load(
+            str(folder),
+            dtype=model.dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
+    wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
+    wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
+    refuse_misfit(wrong, f"the weights in {str(folder)!r}", model.source.name)
+    return loaded
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without those of transformers; ours shows the same."""
+    were_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            transformers_logging.enable_progress_bar()
