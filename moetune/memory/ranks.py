@@ -25,8 +25,8 @@ def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -
 
 
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
-    """Properties that a rank's memory depends on, in rank order: numbers of trained experts, and where tensors do
-    not divide evenly, its shard.
+    """Properties that a rank's memory depends on, in the order of ranks: numbers of trained experts, and where tensors
+    do not divide evenly, its shard.
 
     Args:
         by_expert: experts receive unlike numbers of tokens, so it matters which ones a rank holds.
