@@ -53,7 +53,9 @@ def evaluated_rows(config: RunConfig) -> int:
     return config.train.eval_micro_batch or config.train.micro_batch
 
 
-def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], Batch]:
+def batches_of(
+    adapted: Adapted, length: int | None = None, device: torch.device | None = None
+) -> Callable[[int], Batch]:
     """Return a function that makes batches of so many rows as the run's data would give them.
 
     Args:
@@ -65,7 +67,10 @@ def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], B
 
     def batch_of(rows: int) -> Batch:
         made = random_rows(rows, tokens, vocabulary, packing=packing)
-        return collate(made, 0, at_least=tokens, documents_by_cu_seqlens=by_border)
+        batch = collate(made, 0, at_least=tokens, documents_by_cu_seqlens=by_border)
+        if device is None:
+            return batch
+        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
     return batch_of
 
