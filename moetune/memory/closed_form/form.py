@@ -217,7 +217,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     kind["train"]["expert_memory"] = run.expert_memory
     kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
-    kind["data"] = {"packing": config.data is None or config.data.packing}
+    kind["data"] = {"packing": config.packs}
     kind["published"] = run.model.source.quantization.method
     kind["settings"] = run.model.settings.to_dict()
     return kind

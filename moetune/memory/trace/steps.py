@@ -62,7 +62,7 @@ def batches_of(
         length: tokens of a row; by default `train.sequence_length`.
     """
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
-    packing, tokens = config.data is None or config.data.packing, length or config.train.sequence_length
+    packing, tokens = config.packs, length or config.train.sequence_length
     by_border = wants_cu_seqlens(adapted.model)
 
     def batch_of(rows: int) -> Batch:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from moetune.config.schema import DataConfig, TrainConfig, WeightedData
+from moetune.config.schema import DataConfig, TrainConfig, data_sets
 from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
@@ -99,12 +99,12 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
             problems[str(error)] = None
         return _joined(parts)
 
-    one_by_spec = {spec: read(spec) for spec, _ in (*_weighted(data.train), *_weighted(data.eval))}
+    one_by_spec = {spec: read(spec) for spec, _ in (*data_sets(data.train), *data_sets(data.eval))}
     if problems:
         raise UserError("\n".join(problems))
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(one_by_spec[spec], weight, draw) for spec, weight in _weighted(part)])
+        _joined([_times(one_by_spec[spec], weight, draw) for spec, weight in data_sets(part)])
         for part in (data.train, data.eval)
     )
     if data.validation is not None:
@@ -177,12 +177,6 @@ def _announced(source: Source) -> Iterator[Row]:
             print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
             wait *= 2
         yield row
-
-
-def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
-    """Return what a key of the run file names, each with its weight."""
-    specs = [] if part is None else [part] if isinstance(part, str) else part
-    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in specs]
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:
