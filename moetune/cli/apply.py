@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json
+from moetune.cli.options import Json, NewFolder, Overwrite, answer, heavy_imports
 from moetune.files import expanded, is_occupied
+from moetune.report.console import note, terminal
 
 
 def apply(
@@ -22,21 +22,17 @@ def apply(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new or empty folder.", show_default=False)],
+    out: NewFolder,
     force: Annotated[
         str | None,
         typer.Option(
             metavar="NAME", help="The name of MODEL or of its folder: apply although it is another checkpoint."
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is in DIR.")] = False,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Write a copy of a checkpoint with what a delta changed; another checkpoint than the delta's own is refused."""
-    import json
-
-    from moetune.report.console import note, terminal
-
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.apply import apply_delta
@@ -46,7 +42,4 @@ def apply(
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
     for text in result.notes:
         note(text)
-    if json_:
-        print(json.dumps(result.to_json()))
-    else:
-        print(f"applied {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")
+    answer(json_, result.to_json(), f"applied {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")

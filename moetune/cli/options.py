@@ -1,43 +1,114 @@
-"""Options that several commands share, and how they read a run file."""
+"""What commands share: options and their checks, how a run file is read, and how an answer is printed."""
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetune.cli.imports import heavy_imports
 from moetune.config.load import load_run_config
-from moetune.config.schema import DataConfig, QuantizedDtype, RunConfig
+from moetune.config.schema import DataConfig, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
 from moetune.files import expanded, names_in, refuse_taken
-from moetune.report.console import note
+from moetune.report.console import note, terminal
 
 if TYPE_CHECKING:
     from moetune.inference.opened import Opened
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
-]
-Router = Annotated[
-    str | None, typer.Option(metavar="LAYERS", help="Of a MODEL: routers of these layers train, such as all or 0-5.")
-]
-Experts = Annotated[
-    str | None,
-    typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, such as 0-5:0,1."),
-]
-Lora = Annotated[
-    int | None, typer.Option(metavar="RANK", min=1, help="Of a MODEL: LoRA on attention and experts trains.")
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-Tokens = Annotated[
-    int | None, typer.Option("--tokens", min=1, help="Of the data: say how many hours they take.", show_default=False)
+
+@contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Import torch and its like in two thirds of the time: they bring half a million objects, all of which stay, and
+    garbage is not searched for among them, neither while they are imported nor later."""
+    known = len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    if len(sys.modules) > known:  # to ask how many are frozen already would count them
+        gc.freeze()
+
+
+# --- Checks, before what takes seconds ----------------------------------------------------------------------------
+
+
+def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
+    """Refuse a value that the option's metavar, `a|b|c`, does not list."""
+    *others, last = known = str(param.metavar).split("|")
+    if value is None or value in known:
+        return value
+    hint = suggest(value, known)
+    raise UserError(f"{param.opts[0]} {value!r}: it is {', '.join(others)} or {last}{hint and '.'}{hint}")
+
+
+def known_gpu(value: str | None) -> str | None:
+    """Refuse a GPU that neither the catalog has nor is a size."""
+    from moetune.models.catalog.gpus import find_gpu
+
+    if value is not None:
+        find_gpu(value)
+    return value
+
+
+def existing_run(folder: Path) -> Path:
+    """Refuse a run folder that does not exist."""
+    if not expanded(folder).is_dir():
+        raise UserError(f"run folder {str(folder)!r} does not exist.{suggest(folder.name, names_in(folder.parent))}")
+    return folder
+
+
+def in_a_folder(file: Path | None) -> Path | None:
+    """Refuse a file to write whose folder does not exist."""
+    if file is None:
+        return None
+    file = expanded(file)
+    if not file.parent.is_dir():
+        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
+    return file
+
+
+def output_file(file: Path | None) -> Path | None:
+    """Refuse a file to write that is not moetune's to replace, such as an input of the command."""
+    if (file := in_a_folder(file)) is not None:
+        refuse_taken(file)
+    return file
+
+
+def picture(file: Path | None) -> Path | None:
+    """Refuse a picture that cannot be written, or not in the format of its suffix."""
+    if file is not None and file.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"{str(file)!r}: a figure is .png or .svg, not {file.suffix or 'without suffix'!r}")
+    return output_file(file)
+
+
+def utf8(text: str | None) -> str | None:
+    """Refuse bytes that are no text."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
+    return text
+
+
+def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
+    """Refuse `--set` where no run file is given."""
+    if settings:
+        raise UserError(f"--set changes a run file; {remedy}")
+
+
+# --- Options ------------------------------------------------------------------------------------------------------
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False, callback=existing_run)
 ]
 Opens = Annotated[
     str,
@@ -47,97 +118,60 @@ Opens = Annotated[
         show_default=False,
     ),
 ]
-
-
-def a_run(folder: Path) -> Path:
-    """Raises `UserError` before what takes seconds if it is not there."""
-    if not expanded(folder).is_dir():
-        raise UserError(f"run folder {str(folder)!r} does not exist.{suggest(folder.name, names_in(folder.parent))}")
-    return folder
-
-
-TrainedRun = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False, callback=a_run)
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
 ]
+Card = Annotated[
+    str | None,
+    typer.Option(help="A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.", callback=known_gpu),
+]
+Method = Annotated[str | None, typer.Option(metavar="trace|formula", help="How memory is predicted.", callback=one_of)]
+Routed = Annotated[
+    str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="How many tokens each expert receives.")
+]
+Tokens = Annotated[
+    int | None, typer.Option("--tokens", min=1, help="Of the data: say how many hours they take.", show_default=False)
+]
+Scored = Annotated[int, typer.Option("--tokens", min=1, help="Of each data set.")]
 KeepQuantized = Annotated[
     str | None,
-    typer.Option("--base", metavar="nf4|int8|mxfp4", help="Keep a model packed; a run is as in training."),
+    typer.Option(
+        "--base", metavar="nf4|int8|mxfp4", help="Keep a model quantized; a run is as in training.", callback=one_of
+    ),
 ]
-
-
-def in_a_folder(file: Path | None) -> Path | None:
-    """A file that a command shall write; raises `UserError` before what takes minutes if its folder is not there."""
-    if file is None:
-        return None
-    file = expanded(file)
-    if not file.parent.is_dir():
-        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
-    return file
-
-
-def checked_temperature(value: float) -> float:
-    """Raises `UserError` for one that probabilities cannot be computed with."""
-    if value == 0 or 1e-3 <= value <= 1e3:
-        return value
-    raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")
-
-
-def checked_text(text: str | None) -> str:
-    """Raises `UserError` for bytes that are no text."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
-    return text or ""
-
-
-def output_file(file: Path | None) -> Path | None:
-    """The same; raises `UserError` too if what has that name is not ours to replace, as an input of the command is."""
-    if (file := in_a_folder(file)) is not None:
-        refuse_taken(file)
-    return file
-
-
+DataFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="|".join(typing.get_args(DataConfig.model_fields["format"].annotation)),
+        help="As data.format; by default the run's.",
+        callback=one_of,
+    ),
+]
+NewFolder = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="Where to; a new or empty folder.", show_default=False)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what moetune has written there.")]
 Page = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=output_file)
 ]
 Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=output_file)
+    Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=picture)
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-def checked_base(base: str | None) -> QuantizedDtype | None:
-    """Raises `UserError` for a precision that nothing is packed in."""
-    if base is None or base in typing.get_args(QuantizedDtype):
-        return cast("QuantizedDtype | None", base)
-    raise UserError(f"--base {base!r}: it is nf4, int8 or mxfp4, or left out for the checkpoint as it is")
-
-
-def opened(model: str, base: str | None) -> Opened:
-    """The model of an argument; what a user should know of it is said."""
-    packed = checked_base(base)
-    with heavy_imports():
-        from moetune.inference.opened import open_model
-    found = open_model(model, base=packed)
-    for text in found.notes:
-        note(text)
-    return found
-
-
-def checked_format(format: str | None) -> None:
-    """Raises `UserError` for a format that no data have."""
-    known = typing.get_args(DataConfig.model_fields["format"].annotation)
-    if format is not None and format not in known:
-        raise UserError(f"--format {format!r}: it may be {', '.join(known)}.{suggest(format, known)}")
+# --- Reading and answering ----------------------------------------------------------------------------------------
 
 
 def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
-    """The run file, with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    """Read a run file, a budget of memory replaced by the number of experts that fits it. Raises `UserError`."""
     return within_memory(load_run_config(path, overrides or ()))
 
 
 def within_memory(config: RunConfig) -> RunConfig:
-    """The run with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    """Replace a budget of memory by the number of experts that fits it. Raises `UserError`."""
     if not config.adapt.has_memory_budget:
         return config
     with heavy_imports():
@@ -147,3 +181,31 @@ def within_memory(config: RunConfig) -> RunConfig:
         print(f"{counted(k, 'expert')} of each layer: {'fits' if fits else 'does not fit'}", file=sys.stderr)
 
     return within_budget(config, tried)
+
+
+def opened(model: str, base: Any) -> Opened:
+    """Open the model of an argument, and print its notes."""
+    with heavy_imports():
+        from moetune.inference.opened import open_model
+    found = open_model(model, base=base)
+    for text in found.notes:
+        note(text)
+    return found
+
+
+def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
+    """Print what was found, as JSON or for people, and end the command with exit code 1 if the answer is no.
+
+    Args:
+        shown: views, sections, tables or lines of text.
+        verbose: print the details of views too.
+    """
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        from moetune.report.terminal import show
+
+        for one in shown:
+            show(one, terminal(), verbose=verbose)
+    if fails:
+        raise typer.Exit(1)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, TrainedRun, output_file
+from moetune.cli.options import Json, RunFolder, answer, heavy_imports, output_file
 
 
 def report(
-    run: TrainedRun,
+    run: RunFolder,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=output_file),
@@ -24,23 +24,24 @@ def report(
     json_: Json = False,
 ) -> None:
     """Write one self-contained page: curves, speed, memory, expert load, what trained, the run file and versions."""
-    import json
-    import time
-
     with heavy_imports():
         from moetune.inference.summary import facts_of, run_of
         from moetune.memory.predict import predict
-        from moetune.report.run import write_run_page
+        from moetune.report.memory_charts import memory_chart
+        from moetune.report.page import write_page
+        from moetune.report.run import run_charts, run_view
         from moetune.run.resolve import resolve
-        from moetune.training.run_folder import PAGE_FILE, RunFolder
+        from moetune.training.run_folder import PAGE_FILE
+        from moetune.training.run_folder import RunFolder as Folder
 
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:
-        RunFolder(run).own(PAGE_FILE)
-    step = predict(resolve(resolved.config), method="trace") if timeline else None
+        Folder(run).own(PAGE_FILE)
+    step = [memory_chart(predict(resolve(resolved.config), method="trace"))] if timeline else []
     while True:
-        write_run_page(facts_of(run, resolved), path, step, watch)
+        facts = facts_of(run, resolved)
+        write_page(run_view(facts), path, [*run_charts(facts), *step], refresh=watch)
         if watch is None:
             break
         time.sleep(watch)
-    print(json.dumps({"out": str(path)}) if json_ else path)
+    answer(json_, {"out": str(path)}, str(path))

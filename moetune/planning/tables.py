@@ -1,86 +1,69 @@
-"""Plans and comparisons on a terminal, in 80 columns."""
+"""Plans and comparisons in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from moetune.errors import counted
 from moetune.memory.changes import Combination
-from moetune.memory.report import MemoryReport
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Candidate, Plan
-from moetune.report.terminal import between, hours
-from moetune.report.units import gib
-
-_STYLES = {"yes": "green", "tight": "yellow", "no": "red", None: ""}
+from moetune.report.units import between, gib, hours, named
+from moetune.report.view import Section, Table, View
 
 
-def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
+def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
     """The table, and below it what would make those fit that do not."""
-    table = Table()
-    table.add_column("run", overflow="fold")
-    table.add_column("card", overflow="fold")
-    table.add_column("fits", no_wrap=True)
-    for heading in ("needs", "left", "host"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    cells = []
     for row in rows:
         report = row.report
         assert report.gpu is not None
-        cells = row.name, report.gpu.name, str(report.verdict), gib(report.required), gib(report.headroom_bytes or 0)
         host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
-        table.add_row(*map(Text, cells), host, style=_STYLES[report.verdict])
-    yield table
+        needs, left = gib(report.required), gib(report.headroom_bytes or 0)
+        cells.append((row.name, report.gpu.name, str(report.verdict), needs, left, host))
+    yield Table(("run", "card", "fits", ">needs", ">left", ">host"), cells)
     for row in rows:
         if row.report.fits is False:
             assert row.report.gpu is not None
             said = "nothing known makes it fit" if row.combination is None else _together(row.combination)
-            yield Text(f"{row.name} on {row.report.gpu.name}: {said}")
+            yield f"{row.name} on {row.report.gpu.name}: {said}"
     left_out = {row.name: row.left_out for row in rows if row.left_out}
     if left_out:
         names = ", ".join(f"{name} {gib(size)}" for name, size in left_out.items())
-        yield Text(f"An estimate by active parameters leaves out frozen experts: {names}.", style="dim")
+        yield f"An estimate by active parameters leaves out frozen experts: {names}."
 
 
-def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType]:
-    """The verdict, the candidates in a table, and with `explain` why no more of each fits."""
+def plan_view(plan: Plan) -> View:
+    """The best candidate, all of them in a table, and as a detail why no more of each fits."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
-    yield from missed(plan)
-    for note in plan.notes:
-        yield Text(f"note: {note}", style="dim")
+    title = f"{plan.model} on {card}"
+    notes = [Section("notes", plan.notes)] * bool(plan.notes)
     if not plan.candidates:
-        return
-    table = Table()
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("trains, optimizer, what is given up", overflow="fold")
-    table.add_column("batch", no_wrap=True)
-    table.add_column("needs, left", justify="right", no_wrap=True)
-    table.add_column("fullest, host", no_wrap=True)
+        verdict, *lines = missed(plan)
+        return View(title, verdict, "no", lines, sections=notes)
+    best = plan.candidates[0]
+    rows = []
     for number, one in enumerate(plan.candidates, 1):
-        train = one.config.train
+        train, report = one.config.train, one.report
         batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
         batch += "" if plan.tokens is None else f"\n{counted(train.steps, 'step')}"
-        given = ("\n", ("; ".join(one.gives_up), "dim")) if one.gives_up else ()
-        what = Text.assemble((one.trains, "bold"), "\n", one.optimizer, *given)
-        host = gib(one.report.fullest.host_bytes) if one.report.fullest.host_bytes else ""
-        phase = one.report.moment.phase if one.report.moment else ""
-        if pace := speed(one, plan.tokens):
-            what.append(f"\n{pace}", "dim")
-        table.add_row(str(number), what, batch, f"{gib(one.report.required)}\n{_left(one.report)}", f"{phase}\n{host}")
-    yield table
-    if explain:
-        for number, one in enumerate(plan.candidates, 1):
-            yield Text(f"{number}: {beyond(one)}")
-    best = plan.candidates[0]
-    yield Text(f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left", style="bold green")
-
-
-def _left(report: MemoryReport) -> str:
-    assert report.headroom_bytes is not None
-    return f"{gib(report.headroom_bytes)} left"
+        what = [one.trains, one.optimizer, "; ".join(one.gives_up), speed(one, plan.tokens)]
+        needs = f"{gib(report.required)}\n{gib(report.headroom_bytes or 0)} left"
+        host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
+        phase = report.moment.phase if report.moment else ""
+        rows.append((str(number), "\n".join(filter(None, what)), batch, needs, f"{phase}\n{host}"))
+    headings = ("", "trains, optimizer, what is given up", "batch", ">needs, left", "fullest, host")
+    reasons = [f"{number}: {beyond(one)}" for number, one in enumerate(plan.candidates, 1)]
+    return View(
+        title,
+        f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left",
+        best.report.verdict,
+        sections=[
+            *notes,
+            Section("what fits", Table(headings, rows)),
+            Section("why no more of each fits", reasons, True),
+        ],
+    )
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
@@ -96,34 +79,32 @@ def beyond(one: Candidate) -> str:
     what, report = one.beyond.what, one.beyond.report
     assert report.headroom_bytes is not None
     part, size = max(report.fullest.parts.items(), key=lambda item: item[1])
-    largest = f"the most of it {part.replace('_', ' ')}, {gib(size)}"
+    largest = f"the most of it {named(part)}, {gib(size)}"
     return f"{what} would need {gib(report.required)}, {gib(-report.headroom_bytes)} too much; {largest}"
 
 
-def missed(plan: Plan) -> Iterator[Text]:
+def missed(plan: Plan) -> Iterator[str]:
     """Where nothing fits: what is nearest to it, and what would make it fit."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
-    if plan.candidates:
-        return
     if miss is None:
-        yield Text(f"nothing fits {card}, and no way there is could be predicted", "bold red")
+        yield f"nothing fits {card}, and no way there is could be predicted"
         return
     assert miss.report.headroom_bytes is not None
     needs, lacking = gib(miss.report.required), gib(-miss.report.headroom_bytes)
-    yield Text(f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much", "bold red")
+    yield f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much"
     outside = miss.report.fullest.outside_allocator
     most, size = max((("outside_allocator", outside), *miss.report.fullest.parts.items()), key=lambda part: part[1])
     train = miss.config.train
-    yield Text(
+    yield (
         f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
-        f"{most.replace('_', ' ')}, {gib(size)}"
+        f"{named(most)}, {gib(size)}"
     )
     if miss.combination is not None:
-        yield Text(f"it fits with {_together(miss.combination)}")
+        yield f"it fits with {_together(miss.combination)}"
     else:
-        yield Text("no change of the run file is known that makes it fit")
+        yield "no change of the run file is known that makes it fit"
     if miss.cards:
-        yield Text(f"it fits {' or '.join(miss.cards)}")
+        yield f"it fits {' or '.join(miss.cards)}"
 
 
 def _together(found: Combination) -> str:

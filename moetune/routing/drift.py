@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from moetune.adapt.build import build
@@ -22,11 +21,9 @@ from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
 from moetune.errors import UserError
 from moetune.exporting.finished_run import fill_trained, open_run
-from moetune.files import write_output, write_whole
+from moetune.files import write_whole
 from moetune.report.console import terminal
-from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
 from moetune.report.progress import reading
-from moetune.report.run import draw_drift
 from moetune.routing.recorder import Recorder
 from moetune.routing.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
 from moetune.run.dtypes import this_device
@@ -170,16 +167,3 @@ def write_drift(found: Drift, run: Path) -> None:
         write_whole(file, json.dumps(found.to_json()) + "\n")
     except OSError as error:
         raise UserError(f"{str(file)!r} cannot be written: {error.strerror}") from error
-
-
-def save_heatmaps(found: Drift, path: Path) -> None:
-    """Writes layer × expert loads, before and after, as PNG or SVG.
-
-    Raises:
-        UserError: the suffix is another one, or the file cannot be written.
-    """
-    refuse_unknown_format(path)
-    with style():
-        figure = Figure(figsize=(10, 1.5 + 0.3 * len(found.layers)), layout="constrained", facecolor=PAPER)
-        draw_drift(figure, found.to_json())
-        write_output(path, rendered(figure, path.suffix.lower().removeprefix(".")))

@@ -200,7 +200,7 @@ def test_score_then_select_then_count(
         (["score", "tiny-mixtral", "--data", "unicode-names", "--gpu", "l40s"], "--gpu is the card that --predict"),
         (["select", "missing.json", "--k", "1"], "'missing.json' cannot be read: No such file"),
         (["select", "made.json"], "says how many experts in no way"),
-        (["select", "made.json", "--k", "1", "--rule", "best"], "--rule: "),
+        (["select", "made.json", "--k", "1", "--rule", "best"], "--rule 'best'"),
         (["select", "made.json", "--budget", "44GiB"], "give --run RUN.yaml"),
         (["select", "made.json", "--k", "1", "--as", "both"], "it is experts or lora"),
         (["select", "made.json", "--k", "9"], "k: 9 is more than the 8 experts"),
