@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from unicodedata import ucd_3_2_0
 
-OUT = Path(__file__).parents[1] / "moetune/catalog/data/unicode-names"
+OUT = Path(__file__).parents[1] / "moetune/models/catalog/data/unicode-names"
 
 SCRIPTS = range(0x2000)  # the alphabets and syllabaries, from Latin to extended Greek
 RUN = 8

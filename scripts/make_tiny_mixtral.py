@@ -37,7 +37,7 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-OUT = Path(__file__).parents[1] / "moetune/catalog/tiny-mixtral"
+OUT = Path(__file__).parents[1] / "moetune/models/catalog/tiny-mixtral"
 SEED = 0
 
 # --- The text -----------------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.pack import (
     Fill,
-    bank_links,
     fill_bank,
     has_values,
     make_bank,
+    make_expert_context,
     quantize_linear,
     refuse_misplaced,
     refuse_unquantized,
@@ -38,8 +38,8 @@ from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.config.schema import Part
 from moetune.documents import read_json
 from moetune.errors import UserError, reading
+from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
-from moetune.experts.links import BankLinks
 from moetune.models.hub.names import find_homes
 from moetune.models.hub.quantized import open_checkpoint
 from moetune.models.hub.snapshot import download
@@ -62,7 +62,7 @@ class Adapted:
     run: ResolvedRun
     model: PreTrainedModel
     ranks: Ranks = SINGLE_RANK
-    links: BankLinks = field(default_factory=BankLinks)
+    expert_context: ExpertContext = field(default_factory=ExpertContext)
 
     @property
     def structure(self) -> ModelStructure:
@@ -129,14 +129,16 @@ def build(
     attention = attention_for(config, run.model.plain, device, capability)
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
-    links = bank_links(
+    dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
+    context = make_expert_context(
         config.model,
         selection,
         ranks,
         device,
         keep_rows=config.train.checkpointing == "none",
         expert_memory=run.expert_memory,
-        gate_up_apart=run.model.gate_up_apart,
+        split_gate_up=run.model.gate_up_apart,
+        dense=dense,
     )
 
     set_seed(config.train.seed)
@@ -150,7 +152,7 @@ def build(
             on_read,
             placement=ranks.placement,
             structure=structure,
-            links=links,
+            context=context,
         )
         model = load_pretrained(run.model, packing, device)
         model.config._attn_implementation = attention
@@ -158,10 +160,10 @@ def build(
         model = copy.deepcopy(run.model.plain)
         model.config._attn_implementation = attention
         if is_read:
-            quantized_base.read(model, run, device, on_read, ranks, links)
+            quantized_base.read(model, run, device, on_read, ranks, context)
         else:
             fill = has_values if device.type == "meta" else partial(realize, model, device=device)
-            _pack(model, run, device, fill, ranks.placement, links)
+            _pack(model, run, device, fill, ranks.placement, context)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
     fuse_norms(model)
@@ -186,8 +188,8 @@ def build(
         if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
-    if config.train.dense_router_gradient:
-        links.dense = DenseWeights(model, {layer: run.router_scores[layer.index] for layer in structure.moe_layers})
+    if dense is not None:
+        dense.watch(model, structure.moe_layers)
     trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
@@ -195,7 +197,7 @@ def build(
         torch.cuda.empty_cache()  # of what packing took
     if device.type != "meta":
         distribute(model, structure, ranks)
-    return Adapted(run, model, ranks, links)
+    return Adapted(run, model, ranks, context)
 
 
 def _pack(
@@ -204,7 +206,7 @@ def _pack(
     device: torch.device,
     fill: Fill,
     placement: Placement,
-    links: BankLinks,
+    context: ExpertContext,
 ) -> None:
     """Packs what is to be packed and gives the rest its values, module by module.
 
@@ -213,7 +215,7 @@ def _pack(
     banks = []
     for layer in run.structure.moe_layers:
         experts = model.get_submodule(layer.experts)
-        banks.append(make_bank(experts, layer, run.selection, run.config.model, run.dtype, device, placement, links))
+        banks.append(make_bank(experts, layer, run.selection, run.config.model, run.dtype, device, placement, context))
     for layer, bank in zip(run.structure.moe_layers, banks, strict=True):
         fill_bank(model, layer, bank, fill)
     for path in run.quantized_linears:

@@ -87,9 +87,9 @@ class _Call:
         self._outer, self._routers._call = self._routers._call, self
         self._mode.restart()
         self._stack = ExitStack()
-        links = next((bank.links for bank in self._routers.banks.values()), None)
-        if links is not None:
-            known, count = iter(self._rows), links.count_rows
+        hooks = next((bank.hooks for bank in self._routers.banks.values()), None)
+        if hooks is not None:
+            known, count = iter(self._rows), hooks.count_rows
 
             def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
                 if isinstance(self._mode, _Replay):
@@ -97,7 +97,7 @@ class _Call:
                 self._rows.append(count(layer, ids, num_experts))
                 return self._rows[-1]
 
-            self._stack.enter_context(links.counting_by(count_rows))
+            self._stack.enter_context(hooks.using(count_rows=count_rows))
 
     def __exit__(self, *exception: Any) -> None:
         self.end()

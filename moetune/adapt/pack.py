@@ -15,12 +15,13 @@ from moetune.compat.transformers import activation_of
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.context import ExpertContext
+from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher, stays_on_host
-from moetune.experts.links import BankLinks
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
-from moetune.parallel.exchange import TokenExchange
+from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.ranks import Ranks
 from moetune.run.dtypes import DTYPES
 from moetune.run.names import matrix_of, stacks
@@ -35,7 +36,7 @@ def has_values(path: str) -> None:
     """For models whose tensors need no drawing: loaded ones, and those that stay on meta."""
 
 
-def bank_links(
+def make_expert_context(
     config: ModelConfig,
     selection: Selection,
     ranks: Ranks,
@@ -43,15 +44,16 @@ def bank_links(
     *,
     keep_rows: bool = False,
     expert_memory: int = 0,
-    gate_up_apart: bool = False,
-) -> BankLinks:
-    """What the banks of a model on `device` are given from outside."""
-    exchange = None
+    split_gate_up: bool = False,
+    dense: DenseWeights | None = None,
+) -> ExpertContext:
+    """What the banks of a model on `device` share."""
+    dispatcher = None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
-        exchange = TokenExchange(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
+        dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if config.experts_on == "host" else None
-    return BankLinks(expert_memory, keep_rows, gate_up_apart, prefetcher, exchange)
+    return ExpertContext(expert_memory, keep_rows, split_gate_up, prefetcher, dispatcher, dense)
 
 
 def fill_bank(model: PreTrainedModel, layer: MoeLayer, bank: ExpertBank, fill: Fill = has_values) -> None:
@@ -73,7 +75,7 @@ def make_bank(
     dtype: torch.dtype,
     device: torch.device,
     placement: Placement = EVERYTHING,
-    links: BankLinks | None = None,
+    context: ExpertContext | None = None,
 ) -> ExpertBank:
     """An empty bank for one layer's experts module, or for those that this rank holds."""
     lora_ids = selection.lora_experts.get(layer.index, ())
@@ -91,7 +93,7 @@ def make_bank(
         device=device,
         held=placement.held(layer.index, layer.shape.num_experts),
         layer=layer.index,
-        links=links,
+        context=context,
     )
 
 

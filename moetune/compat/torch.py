@@ -219,6 +219,16 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(GroupName(name))
 
 
+def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to the ranks of a group, so many to each, and return those received; differentiable.
+
+    Waits at once: the pending result of a functional all-to-all has no memory yet (huggingface/transformers#49421).
+    """
+    from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+
+    return wait_tensor(all_to_all_single_autograd(rows, receives, sends, group))
+
+
 def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
     """Calls `note` whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, for good: with the device, the
     bytes that were asked for, the card's bytes, and those of them that are free.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.distributed.expert_parallel import AllToAllEP, _AllToAllState, _WaitTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -72,37 +70,3 @@ def never_ask_for_the_length(module: nn.Module) -> None:
     rotary.rope_type = "default"
     rotary.config = copy.copy(rotary.config)
     rotary.config.rope_parameters = {**rotary.config.rope_parameters, "rope_type": "default"}
-
-
-class Sent(NamedTuple):
-    """What is needed to bring rows back to where they came from.
-
-    Attributes:
-        weights_TK: routing weights of this rank's tokens.
-        order: of the rows that left.
-        sends, receives: rows for and from each rank.
-        tokens: T, before tensor parallelism slices them.
-    """
-
-    weights_TK: Tensor
-    order: Tensor
-    sends: list[int]
-    receives: list[int]
-    tokens: int
-
-
-class Dispatcher(AllToAllEP):
-    """The way back of transformers' all-to-all dispatch, without the one experts module that it is made for."""
-
-    def __init__(self, ep: DeviceMesh, tp: DeviceMesh) -> None:
-        self.ep_mesh, self.tp_mesh = ep, tp  # all that is used of what the base class sets
-
-    @staticmethod
-    def wait(sent: Tensor) -> Tensor:
-        """Rows that have arrived, differentiable: an all-to-all's pending result has no memory yet
-        (huggingface/transformers#49421)."""
-        return _WaitTensor.apply(sent)
-
-    def bring_back(self, output_SH: Tensor, sent: Sent) -> Tensor:
-        """Results to the ranks that sent the tokens, weighted and summed for each: [T, H]."""
-        return self._combine_tokens(output_SH, _AllToAllState(*sent))

@@ -1,4 +1,4 @@
-"""The forward and backward maths of one layer's experts.
+"""Forward and backward of one layer's experts, as one autograd node.
 
 For a token row x sent to expert e with routing weight w:
 
@@ -6,10 +6,10 @@ For a token row x sent to expert e with routing weight w:
 
 and each W may carry low-rank factors: W·x + s·B·(A·x).
 
-Experts are worked on in groups of neighbours (`ExpertBank.groups`). What backward needs is recomputed, one group at a
-time, from x and the packed weights: no dequantized weight and no row of act is kept, and rows of gate_up only if the
-bank's links say so (`keep_rows`), which spares backward a product. The down projection does not run again: with
-dact = W_dᵀ·dy (which backward needs anyway),
+Experts are computed in groups of neighbouring slots. Backward recomputes what it needs, one group at a time, from x and
+the quantized weights: no dequantized weight and no row of act is kept, and rows of gate_up only if `keep_rows` says so,
+which saves backward a product. The down projection does not run again: with dact = W_dᵀ·dy (which backward needs
+anyway),
 
     ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
 
@@ -19,173 +19,207 @@ C experts of a group, N their rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from moetune.experts.dense import gradient_of_weights
+from moetune.experts.activation import Activation
+from moetune.experts.context import ExpertHooks
 from moetune.experts.kernels import operators as kernels
-from moetune.experts.projection import Gradients, Projection, Weighted
-from moetune.experts.routing import Group, Routing, TokenRows
+from moetune.experts.kernels.grouped import GroupedGemm
+from moetune.experts.permutation import Permutation, RowGroup, TokenRows
+from moetune.experts.projection import Gradients, Projection, RowWeights
 
-if TYPE_CHECKING:
-    from moetune.experts.bank import ExpertBank
+
+class ExpertWeights(Protocol):
+    """What the node needs of a layer's experts. A *slot* is a position in the order in which they are computed.
+
+    Attributes:
+        expert_order: expert id of each slot.
+        slots: slot of each expert, by ascending position among those that this rank holds.
+    """
+
+    expert_order: tuple[int, ...]
+    slots: tuple[int, ...]
+    activation: Activation
+    hooks: ExpertHooks
+
+    def groups(self, dtype: torch.dtype) -> Iterable[range]:
+        """Slots whose experts are dequantized to `dtype` and multiplied together."""
+
+    def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
+        """(gate_up, down) of a group, computing in `dtype`."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All that trains."""
 
 
 def expert_mlp(
-    bank: ExpertBank,
+    experts: ExpertWeights,
     x_TH: Tensor,
     weights_TK: Tensor,
-    routing: Routing,
+    permutation: Permutation,
+    *,
+    keep_rows: bool = False,
     norms: Tensor | None = None,
     dense_TE: Tensor | None = None,
 ) -> Tensor:
-    """The sum over each token's experts, weighted: y [T, H] in x's dtype; gradients flow to x, the weights, the bank.
-    `norms` [T, K], where no gradient is asked for, is filled with the norms of what is summed, before it is weighted.
-    `dense_TE` weights get the gradients that they had if all experts had been chosen (dense.py); nothing else of them.
+    """Return the weighted sum over each token's experts, y [T, H] in x's dtype. Differentiable in x, the routing
+    weights and the experts' parameters.
 
     The autograd node is made before the products run, and they fill its output afterwards. A checkpointed layer stops
-    its recomputation at the last tensor that backward needs, and for most models that is this node's: the experts'
+    its recomputation at the last tensor that backward needs, which for most models is this node's: the experts'
     products then never run a second time. A node that keeps rows runs the products itself.
+
+    Args:
+        norms: filled with the norms [T, K] of the experts' outputs before weighting; only without gradients.
+        dense_TE: weights that get the gradients of choosing all experts (dense.py), and have no other effect.
     """
-    keeps = bank.links.keep_rows and torch.is_grad_enabled()
-    y_TH = _ExpertMlp.apply(bank, routing, keeps, x_TH, weights_TK, dense_TE, *bank.parameters())
+    keeps = keep_rows and torch.is_grad_enabled()
+    y_TH = _ExpertMlp.apply(experts, permutation, keeps, x_TH, weights_TK, dense_TE, *experts.parameters())
     if not keeps:
         with torch.no_grad():
-            _fill(bank, routing, x_TH, weights_TK, y_TH, norms=norms)
+            _fill(experts, permutation, x_TH, weights_TK, y_TH, norms=norms)
     return y_TH
 
 
 def _fill(
-    bank: ExpertBank,
-    routing: Routing,
+    experts: ExpertWeights,
+    permutation: Permutation,
     x_TH: Tensor,
     weights_TK: Tensor,
     y_TH: Tensor,
     kept: list[Tensor] | None = None,
     norms: Tensor | None = None,
 ) -> None:
-    """Adds up y; `kept` is given the gate_up rows [N, O] of each group, `norms` those of their outputs."""
-    groups = list(bank.groups(x_TH.dtype))
-    tokens = TokenRows(x_TH, y_TH, routing, groups, weights_TK.flatten())
-    for group in bank.watched(routing.groups(groups)):
-        _add_group(bank, group, tokens, kept, norms)
+    """Compute y. Append the gate_up rows [N, O] of each group to `kept`; write their outputs' norms to `norms`."""
+    groups = list(experts.groups(x_TH.dtype))
+    tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
+    for group in _announced(experts, permutation.groups(groups)):
+        _add_group(experts, group, tokens, kept, norms)
     tokens.finish()
 
 
 def _add_group(
-    bank: ExpertBank, group: Group, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
+    experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    gate_up, down = bank.projections(group.turns, tokens.x_TH.dtype)
-    gate_up_NO = gate_up.forward(tokens.of(group), group.rows)
-    act_NI = bank.act(gate_up_NO)
+    gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
+    gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
+    act_NI = experts.activation.forward(gate_up_NO)
     if kept is not None:
         kept.append(gate_up_NO)
     del gate_up_NO, gate_up
-    out_NH = down.forward(act_NI, group.rows, into=tokens.place(group))
+    out_NH = down.forward(act_NI, group.gemm, into=tokens.place(group))
     if norms is not None:
         norms.view(-1).index_copy_(0, group.order, torch.linalg.vector_norm(out_NH, dim=-1, dtype=torch.float32))
     tokens.add(group, out_NH)
+
+
+def _announced(experts: ExpertWeights, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
+    """Call the hook before each group and after the last."""
+    hook = experts.hooks.group
+    for group in groups:
+        if hook is not None:
+            hook(experts.expert_order[group.slots.start : group.slots.stop])
+        yield group
+    if hook is not None:
+        hook(())
 
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        bank: ExpertBank,
-        routing: Routing,
+        experts: ExpertWeights,
+        permutation: Permutation,
         keeps: bool,
         x_TH: Tensor,
         weights_TK: Tensor,
         dense_TE: Tensor | None,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        ctx.bank, ctx.counts, ctx.top_k = bank, routing.counts, routing.top_k
-        ctx.groups = list(bank.groups(x_TH.dtype)) if keeps else None
+        ctx.experts, ctx.counts, ctx.top_k = experts, permutation.counts, permutation.top_k
+        ctx.groups = list(experts.groups(x_TH.dtype)) if keeps else None
         y_TH = torch.empty_like(x_TH)
         rows: list[Tensor] = []
         if keeps:
-            _fill(bank, routing, x_TH, weights_TK, y_TH, rows if any(ctx.needs_input_grad) else None)
-        ctx.save_for_backward(x_TH, weights_TK, routing.order, *rows)
+            _fill(experts, permutation, x_TH, weights_TK, y_TH, rows if any(ctx.needs_input_grad) else None)
+        ctx.save_for_backward(x_TH, weights_TK, permutation.order, *rows)
         return y_TH
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weights_TK, order, *kept = ctx.saved_tensors
-        bank, routing = ctx.bank, Routing(order, ctx.counts, ctx.top_k)
+        experts, permutation = ctx.experts, Permutation(order, ctx.counts, ctx.top_k)
         _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
-        # first: eager gradients may change the experts
-        ddense_TE = gradient_of_weights(bank, x_TH, dy_TH) if need_dense else None
-        groups = ctx.groups if kept else list(bank.groups(x_TH.dtype))
+        # first: the gradient hook may change the experts
+        ddense_TE = _dense_gradient(experts, x_TH, dy_TH) if need_dense else None
+        groups = ctx.groups if kept else list(experts.groups(x_TH.dtype))
         weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
-        tokens = TokenRows(dy_TH.contiguous(), dx_TH, routing, groups)
+        tokens = TokenRows(dy_TH.contiguous(), dx_TH, permutation, groups)
         dweights = torch.zeros_like(weights) if need_weights else None
-        grads = Gradients(complete=all(routing.counts))
+        grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
 
-        def add_group(group: Group, kept_NO: Tensor | None) -> None:
-            """One group's share. What it unpacks and recomputes is gone when it returns, before the next one's."""
-            rows, weighted = group.rows, Weighted(weights, group.order)
-            gate_up, down = bank.projections(group.turns, x_TH.dtype)
+        def add_group(group: RowGroup, kept_NO: Tensor | None) -> None:
+            """Add one group's share. What it dequantizes and recomputes is freed when it returns."""
+            gemm, row_weights = group.gemm, RowWeights(weights, group.order)
+            gate_up, down = experts.projections(group.slots, x_TH.dtype)
             dy_NH = tokens.of(group)
-            dact_NI = down.grad_input(dy_NH, rows)  # before gate_up is unpacked: one group of matrices at a time
+            dact_NI = down.grad_input(dy_NH, gemm)  # before gate_up is dequantized: one group of matrices at a time
 
-            x_NH = unpacked = None
+            x_NH = dequantized = None
             if kept_NO is None or gate_up.trains:
-                x_NH = kernels.gather_rows(x_TH, group.order, routing.top_k, None)
+                x_NH = kernels.gather_rows(x_TH, group.order, permutation.top_k, None)
             if kept_NO is not None:
                 gate_up_NO = kept_NO.clone()
             else:
-                unpacked = gate_up.weights()
-                gate_up_NO = gate_up.forward(x_NH, rows, unpacked)
+                dequantized = gate_up.weights()
+                gate_up_NO = gate_up.forward(x_NH, gemm, dequantized)
             if not gate_up.trains:
                 x_NH = None
-            act_NI, dgate_up_NO = bank.act_backward(gate_up_NO, dact_NI, weighted, dweights)
+            act_NI, dgate_up_NO = experts.activation.backward(gate_up_NO, dact_NI, row_weights, dweights)
             del gate_up_NO, dact_NI
             if dweights is not None and down.bias is not None:
-                dweights.index_add_(0, group.order, rows.dot(dy_NH, down.bias.to(dy_NH.dtype)).to(dweights.dtype))
+                dweights.index_add_(0, group.order, gemm.dot(dy_NH, down.bias.to(dy_NH.dtype)).to(dweights.dtype))
             if down.trains:
-                down.add_gradients(grads, act_NI, dy_NH, rows, weighted)
-                _to_hook(bank, down, grads)
+                down.add_gradients(grads, act_NI, dy_NH, gemm, row_weights)
+                grads.hand_over(down)
             del act_NI, dy_NH, down
             if dx_TH is not None:
-                tokens.add(group, gate_up.grad_input(dgate_up_NO, rows, unpacked, into=tokens.place(group)))
+                tokens.add(group, gate_up.grad_input(dgate_up_NO, gemm, dequantized, into=tokens.place(group)))
             if x_NH is not None:
-                gate_up.add_gradients(grads, x_NH, dgate_up_NO, rows)
-                _to_hook(bank, gate_up, grads)  # last: it may change the weight that was used above
+                gate_up.add_gradients(grads, x_NH, dgate_up_NO, gemm)
+                grads.hand_over(gate_up)  # last: the hook may change the weight that was used above
 
-        for number, group in enumerate(bank.watched(routing.groups(groups))):
+        for number, group in enumerate(_announced(experts, permutation.groups(groups))):
             add_group(group, kept[number] if kept else None)
         tokens.finish()
+        if grads.hook is not None:
+            for slots in groups:
+                if not any(permutation.counts[slots.start : slots.stop]):
+                    for projection in experts.projections(slots, x_TH.dtype):
+                        grads.hand_over(projection)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
-        return None, None, None, dx_TH, dweights_TK, ddense_TE, *_of_parameters(bank, routing, grads)
+        return None, None, None, dx_TH, dweights_TK, ddense_TE, *map(grads.remaining, experts.parameters())
 
 
-def _to_hook(bank: ExpertBank, projection: Projection, grads: Gradients) -> None:
-    """Gives the eager gradient hook, if there is one, the gradients of a matrix that trains in full."""
-    hook = bank.links.eager_gradient_hook
-    if hook is not None:
-        for full in projection.trained:
-            for parameter in full.parameters():
-                hook(parameter, grads.pop(parameter))
+def _dense_gradient(experts: ExpertWeights, x_TH: Tensor, dy_TH: Tensor) -> Tensor:
+    """Return ⟨dy, E_e(x)⟩ of every expert for every token: [T, E], in x's dtype.
 
-
-def _of_parameters(bank: ExpertBank, routing: Routing, grads: Gradients) -> Iterator[Tensor | None]:
-    """What autograd is told of each parameter; None of those whose gradient the eager hook has had.
-
-    An expert without tokens has a gradient of zero, not none: optimizers and reductions treat both alike.
+    Computed as ⟨W_dᵀ·dy, act⟩, without any expert's output: three products of [T, H] with a matrix of [H, I] for each
+    expert. The rows of one expert are alive at a time.
     """
-    hook = bank.links.eager_gradient_hook
-    taken: set[nn.Parameter] = set()
-    if hook is not None:
-        taken = set(bank.trained.parameters())
-        for expert in bank.plan.trained:
-            if not routing.counts[bank.slot_of[expert]]:
-                for parameter in bank.trained[str(expert)].parameters():
-                    hook(parameter, torch.zeros_like(parameter))
-    for parameter in bank.parameters():
-        if parameter in taken:
-            yield None
-        else:
-            yield grads[parameter] if parameter in grads else torch.zeros_like(parameter)
+    gemm = GroupedGemm([len(x_TH)])
+    columns = []
+    for slot in experts.slots:
+        gate_up, down = experts.projections(range(slot, slot + 1), x_TH.dtype)
+        dact_TI = down.grad_input(dy_TH, gemm)
+        act_TI = experts.activation.forward(gate_up.forward(x_TH, gemm))
+        column_T = torch.einsum("ti,ti->t", dact_TI, act_TI)
+        if down.bias is not None:
+            column_T += gemm.dot(dy_TH, down.bias.to(dy_TH.dtype))
+        columns.append(column_T)
+        del dact_TI, act_TI
+    return torch.stack(columns, 1)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.experts.links import read_rows
+from moetune.experts.context import read_received, read_rows
 from moetune.memory.routing import Replayed
 from moetune.memory.trace import Steps, Trace, batches_of
 from moetune.memory.trace.tracker import Tracker
-from moetune.parallel.exchange import TokenExchange, read_arriving
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run import validation
 from moetune.run.resolve import ResolvedRun, raise_problems
@@ -32,7 +31,7 @@ class Measured:
             says is in use on the card at the end, by this process if it has the card to itself.
         routing: what each layer's experts received, call by call; its `load` is that of the micro-step in
             which one of them received most.
-        arrived: what arrived from other ranks, call by call.
+        received: what received from other ranks, call by call.
     """
 
     peak_allocated: int
@@ -41,7 +40,7 @@ class Measured:
     tokens_per_second: float
     routing: Replayed
     trace: Trace | None
-    arrived: list[list[list[int]]] = field(default_factory=list)
+    received: list[list[list[int]]] = field(default_factory=list)
 
     @property
     def counts(self) -> list[list[int]]:
@@ -88,7 +87,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     running = Steps(adapted, batch)
     tracker = Tracker(running.named)
     counts: list[list[int]] = []
-    arrived: list[list[list[int]]] = []
+    received: list[list[list[int]]] = []
     load: dict[int, list[int]] = {}
 
     def recorded(layer: int, ids: Tensor, num_experts: int) -> list[int]:
@@ -97,13 +96,11 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         load[layer] = max(load.get(layer, rows), rows, key=max)
         return rows
 
-    def recorded_arrivals(arriving: Tensor, leaving: list[list[int]], rank: int) -> list[list[int]]:
-        arrived.append(read_arriving(arriving, leaving, rank))
-        return arrived[-1]
+    def recorded_received(receive: Tensor, send: list[list[int]], rank: int) -> list[list[int]]:
+        received.append(read_received(receive, send, rank))
+        return received[-1]
 
-    if isinstance(adapted.links.exchange, TokenExchange):
-        adapted.links.exchange.count_arriving = recorded_arrivals
-    with adapted.links.counting_by(recorded):
+    with adapted.expert_context.hooks.using(count_rows=recorded, count_received=recorded_received):
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         trace = running.run(tracker, config.train.accumulate, steps=steps, tracking=not on_cuda)
@@ -119,6 +116,6 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         peak_process=total - free if on_cuda else None,
         tokens_per_second=tokens / (ended - began[steps - timed]),
         routing=routing,
-        arrived=arrived,
+        received=received,
         trace=None if on_cuda else trace,
     )

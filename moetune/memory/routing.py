@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moetune.errors import UserError
-from moetune.experts.links import CountRows
+from moetune.experts.context import CountRows
 from moetune.files import expanded
 from moetune.run.records import read_load
 
@@ -42,7 +42,7 @@ class Routing:
         return _capped(tokens * top_k, tokens, shares)
 
     def count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        """What a bank is told in place of what the ids say (`BankLinks.count_rows`)."""
+        """What a bank is told in place of what the ids say (`ExpertHooks.count_rows`)."""
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 
@@ -63,7 +63,7 @@ class Replayed(Routing):
     calls: tuple[tuple[int, ...], ...] = ()
 
     def answers(self) -> CountRows:
-        """What answers in place of `BankLinks.count_rows`, from the first call on."""
+        """What answers in place of `ExpertHooks.count_rows`, from the first call on."""
         left = iter(self.calls)
         return lambda layer, ids, num_experts: list(next(left))
 

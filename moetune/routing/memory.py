@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from moetune.experts.links import CountRows
+from moetune.experts.context import CountRows
 from moetune.memory.predict import Allocator, predict
 from moetune.memory.report import MemoryReport
 from moetune.memory.routing import BALANCED, Routing
@@ -69,7 +69,7 @@ def trace_score(
     count_rows = routing.count_rows if isinstance(routing, Routing) else routing
     with faked(run, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
         watched = Watched(adapted, None if short is None else short.kept, gpu)
-        with mode, adapted.links.counting_by(count_rows):
+        with mode, adapted.expert_context.hooks.using(count_rows=count_rows):
             log = follow(watched, Tracker(watched.named), sources)
         traced = Trace.of(log if short is None else repeat(log, short), 0, adapted.ranks.axis_of)
         return replace(traced, load=peaks_of_loading(adapted, run, short))

@@ -47,7 +47,7 @@ class Recorder:
         self._of_batch: Sums = {}
         self._logits: dict[int, Tensor] = {}
         self._chosen: dict[int, tuple[Tensor, Tensor]] = {}  # ids and weights [T, K]
-        self._links = adapted.links
+        self._expert_hooks = adapted.expert_context.hooks
         self._hooks = [hook for layer in self.layers.values() for hook in self._watch(adapted.model, layer)]
 
     def _watch(self, model: nn.Module, layer: MoeLayer) -> Iterator[Any]:
@@ -83,7 +83,7 @@ class Recorder:
         for scope, mask_T in tokens.scopes.items():
             self._of_batch[f"{source}.{scope}.count"] = mask_T.sum()
         try:
-            with self._links.watching_norms(self._saw_norms):
+            with self._expert_hooks.using(norms=self._saw_norms):
                 yield
             added = {name: self.sums[name] + x if name in self.sums else x for name, x in self._of_batch.items()}
             # At once, so that an interruption finds a batch in all sums or in none.
@@ -97,7 +97,7 @@ class Recorder:
     def nothing(self) -> Iterator[None]:
         """Inside, the model does what it does inside `batch`, of which nothing is recorded: other ranks may count on
         this one's part in it."""
-        with self._links.watching_norms(self._saw_norms):
+        with self._expert_hooks.using(norms=self._saw_norms):
             yield
 
     def total(self, ranks: Ranks) -> Sums:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moetune.adapt.fake import tensors_of
 from moetune.errors import one_line
-from moetune.experts.links import read_rows
+from moetune.experts.context import read_rows
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.live import Refused, refused_by_tracker, watch_cuda
@@ -79,7 +79,8 @@ class MemoryRecord:
         return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
 
     def _begin(self) -> None:
-        self._tracking.enter_context(self.loop.adapted.links.counting_by(self._count_rows))
+        hooks = self.loop.adapted.expert_context.hooks
+        self._tracking.enter_context(hooks.using(count_rows=self._count_rows))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return

@@ -45,7 +45,7 @@ from _common import ROOT, MiB, commit, cpu_name, versions, write_json
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.experts.links import CountRows
+from moetune.experts.context import CountRows
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.measure import Measured, measure

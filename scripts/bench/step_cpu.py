@@ -213,7 +213,7 @@ def compare(moetune: Side, peft: Side) -> dict[str, float]:
     Raises:
         SystemExit: one exceeds `TOLERANCE`; a time would compare two different things.
     """
-    ours, theirs = moetune.training.step(), peft.step()
+    ours, theirs = moetune.step(), peft.step()
     errors = {"loss": abs(ours / theirs - 1).item(), "worst_gradient": 0.0}
     expected, found = peft.gradients(), moetune.gradients()
     assert found, "nothing trains"

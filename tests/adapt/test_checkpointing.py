@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import moetune.experts.mlp
 from moetune.adapt.build import Adapted
 from moetune.adapt.checkpointing import RoutersOf, _Record, _Replay
 from moetune.errors import UserError
-from moetune.experts.links import read_rows
+from moetune.experts.context import read_rows
 from moetune.run.resolve import resolve
 from tests.reference import assert_close, build_toy, next_token_loss, token_ids
 from tests.toys import LAYERS, toy_config
@@ -81,7 +82,9 @@ def test_a_tie_that_falls_the_other_way_in_recomputation_changes_no_gradient(tmp
 
 def test_under_stock_checkpointing_that_tie_spoils_them(tmp_path: Path, ties: Ties) -> None:
     adapted = mixtral(tmp_path, ADAPT)
-    adapted.links.keep_rows = False  # the rows of another choice do not even fit
+    for layer in adapted.structure.moe_layers:
+        bank = adapted.model.get_submodule(layer.experts)
+        bank.context = replace(bank.context, keep_rows=False)  # the rows of another choice do not even fit
     expected = gradients(adapted, ties)
     for layer in adapted.model.model.layers:
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
@@ -161,7 +164,7 @@ def test_rows_are_counted_once_for_forward_and_recomputation(tmp_path: Path) -> 
         asked.append(layer)
         return read_rows(layer, ids, num_experts)
 
-    with adapted.links.counting_by(count):
+    with adapted.expert_context.hooks.using(count_rows=count):
         next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
     assert asked == list(range(LAYERS))
 

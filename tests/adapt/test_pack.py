@@ -112,7 +112,7 @@ def test_a_bank_that_holds_fewer_packed_experts_than_chosen_is_refused(tmp_path:
         check(other)
 
 
-@pytest.mark.parametrize("skipped", ["fill_bank", "pack_linear"])
+@pytest.mark.parametrize("skipped", ["fill_bank", "quantize_linear"])
 def test_a_build_that_leaves_them_out_fails(skipped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"moetune.adapt.build.{skipped}", lambda *args: None)
     with pytest.raises(UserError, match=r"should be stored as nf4 and (are|is) not"):

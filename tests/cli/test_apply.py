@@ -132,7 +132,7 @@ def test_folders_that_will_not_do(
         message = r"--out '.*' holds what is being read; choose another"
         refused(moetune("apply", delta, "--to", small_model, "--out", occupied, "--overwrite"), message)
     write_packed_base(str(small_model), tmp_path / "packed", "nf4", True)
-    message = r"--to '.*packed' is a quantized base; give the checkpoint .*: '.*small-mixtral'"
+    message = r"--to '.*packed' is a quantized base; give the checkpoint that it was made from: '.*small-mixtral'"
     refused(moetune("apply", delta, "--to", tmp_path / "packed", "--out", out), message)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     message = r"--out '.*out': [\d,]+ bytes are needed there and 1,000 are free"

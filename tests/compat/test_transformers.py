@@ -4,12 +4,9 @@ import inspect
 
 import torch
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.distributed.expert_parallel import AllToAllEP, _AllToAllState
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moetune.compat.transformers import (
-    Dispatcher,
-    Sent,
     activation_of,
     checkpoint_layers_by,
     draw,
@@ -45,17 +42,6 @@ def test_rules_draw_what_is_not_marked() -> None:
         draw(model, linear)
     assert not (drawn.weight == 7.0).any()
     assert (kept.weight == 7.0).all()
-
-
-def test_the_dispatch_is_made_for_one_experts_module() -> None:
-    """Were it not, ours could be its own; and what is used of it takes what it took."""
-    assert list(inspect.signature(AllToAllEP.__init__).parameters) == ["self", "experts", "ep_mesh", "tp_mesh"]
-    assert len(_AllToAllState._fields) == len(Sent._fields)
-    uses = inspect.getsource(AllToAllEP._combine_tokens).split("self.")[1:]
-    assert uses
-    assert all(use.startswith(("ep_mesh", "tp_mesh")) for use in uses)
-    rows = torch.ones(2, 3, requires_grad=True)
-    assert torch.equal(Dispatcher.wait(rows), rows)
 
 
 def test_an_activation_is_what_experts_compute_between_their_products() -> None:

@@ -29,7 +29,7 @@ FEWER_STEPS = ("train.steps=6", "train.eval_every=6")
 """A tenth of a recipe's steps, which is enough to see it learn; held-out loss before and after them."""
 FEWER_TRACED = ("train.accumulate=1", "train.router_aux_loss=0")
 """Of a prediction: one micro-step, and a few layers, which stand for all where no loss needs all."""
-HELD_OUT = ROOT / "moetune/catalog/data/unicode-names/heldout.jsonl"
+HELD_OUT = ROOT / "moetune/models/catalog/data/unicode-names/heldout.jsonl"
 
 Run = Callable[[str], str]
 

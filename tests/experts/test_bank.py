@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from moetune.experts.activation import Activation
+from moetune.experts.activation import AutogradActivation, SwiGLU, recognize
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
-from moetune.experts.links import read_rows
+from moetune.experts.context import read_rows
+from moetune.experts.permutation import Permutation
 from moetune.experts.quantized import Storage
-from moetune.experts.routing import Routing
 from moetune.models.moe import ExpertShape, read_shape
 from moetune.models.structure import read_structure
 from tests.reference import assert_close, excite_, expert_weights
@@ -165,15 +166,18 @@ def test_only_what_trains_is_a_parameter(model_type: str) -> None:
 
 
 def test_an_activation_is_known_by_the_numbers_that_it_gives() -> None:
-    gates = {model_type: bank_of(stock_experts(model_type), PLANS["frozen"]).gate for model_type in LAYOUTS}
-    assert gates["mixtral"] == Activation(interleaved=False)
+    gates = {model_type: bank_of(stock_experts(model_type), PLANS["frozen"]).activation for model_type in LAYOUTS}
+    assert gates["mixtral"] == SwiGLU(interleaved=False)
     experts = stock_experts("gpt_oss")
-    assert gates["gpt_oss"] == Activation(True, experts.alpha, experts.limit)
-    assert None in gates.values()  # one without a gate
+    assert gates["gpt_oss"] == SwiGLU(True, experts.alpha, experts.limit)
+    assert isinstance(gates["nemotron_h"], AutogradActivation)  # has no gate
     shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
     gelu = nn.GELU()
-    assert Activation.of(lambda rows: gelu(rows[:, :24]) * rows[:, 24:], shape) is None
-    assert Activation.of(lambda rows: nn.functional.silu(rows.chunk(2, 1)[1]) * rows.chunk(2, 1)[0], shape) is None
+    for other in (
+        lambda rows: gelu(rows[:, :24]) * rows[:, 24:],
+        lambda rows: nn.functional.silu(rows.chunk(2, 1)[1]) * rows.chunk(2, 1)[0],
+    ):
+        assert isinstance(recognize(other, shape), AutogradActivation)
 
 
 @pytest.mark.parametrize("limit", [11.9, 12.0, 30_000.0])
@@ -188,7 +192,7 @@ def test_a_limit_holds_at_any_value(limit: float) -> None:
             return nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
     shape = ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)
-    assert Activation.of(Limited().act, shape) is None
+    assert isinstance(recognize(Limited().act, shape), AutogradActivation)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -248,8 +252,8 @@ def test_routing_groups_every_row_under_its_expert() -> None:
     ids_TK = torch.tensor([[3, 1], [1, 0], [3, 0], [1, 3]])
     counts = read_rows(0, ids_TK, EXPERTS)
     assert counts == [2, 3, 0, 3, 0, 0, 0, 0]
-    routing = Routing.of(ids_TK, counts)
-    groups = {group.turns.start: group for group in routing.groups(bank.groups(torch.float32))}
+    routing = Permutation.of(ids_TK, counts)
+    groups = {group.slots.start: group for group in routing.groups(bank.groups(torch.float32))}
     assert {slot: group.order.tolist() for slot, group in groups.items()} == {0: [3, 5], 1: [1, 2, 6], 3: [0, 4, 7]}
     assert all(torch.equal(group.order, routing.order[group.at]) for group in groups.values())
 
@@ -265,7 +269,7 @@ def test_rows_are_counted_so_on_every_thread() -> None:
         return read_rows(layer, ids, num_experts)
 
     bank.layer = 7
-    with bank.links.counting_by(count_rows):
+    with bank.hooks.using(count_rows=count_rows):
         other = threading.Thread(target=bank, args=(x_TH, ids_TK, weights_TK))
         other.start()
         other.join()
@@ -279,7 +283,7 @@ def test_kept_rows_spare_a_product_and_change_no_bit(model_type: str, plan: Bank
     bank = bank_of(stock_experts(model_type), plan)
     trained = dict(bank.named_parameters())
     expected = run(bank, trained, *routed())
-    bank.links.keep_rows = True
+    bank.context = replace(bank.context, keep_rows=True)
     found = run(bank, trained, *routed())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -287,7 +291,7 @@ def test_kept_rows_spare_a_product_and_change_no_bit(model_type: str, plan: Bank
 
 def test_a_bank_that_keeps_rows_keeps_those_of_gate_up() -> None:
     bank = bank_of(stock_experts("mixtral"), PLANS["frozen"])
-    bank.links.keep_rows = True
+    bank.context = replace(bank.context, keep_rows=True)
     x_TH, ids_TK, weights_TK = routed()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):

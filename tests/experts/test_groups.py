@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -36,7 +37,7 @@ ROUTINGS = {
 def grouped(bank: ExpertBank, size: int, dtype: torch.dtype = torch.float32) -> ExpertBank:
     """The bank, with groups of at most so many."""
     largest = max(math.prod(bank.gate_up.shape), math.prod(bank.down.shape))
-    bank.links.expert_memory = size * largest * dtype.itemsize
+    bank.context = replace(bank.context, expert_memory=size * largest * dtype.itemsize)
     return bank
 
 
@@ -89,7 +90,7 @@ def test_a_second_run_and_kept_rows_change_no_bit(model_type: str, plan: str) ->
     trained = dict(bank.named_parameters())
     expected = run(bank, trained, *routed())
     again = run(bank, trained, *routed())
-    bank.links.keep_rows = True
+    bank.context = replace(bank.context, keep_rows=True)
     kept = run(bank, trained, *routed())
     for found in (again, kept):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -100,7 +101,7 @@ def test_a_group_has_neighbours_of_one_kind_as_many_as_have_room() -> None:
 
     def of(plan: str, size: int) -> list[list[int]]:
         bank = grouped(bank_of(experts, PLANS[plan]), size)
-        return [[bank.in_slot_order[turn] for turn in turns] for turns in bank.groups(torch.float32)]
+        return [[bank.expert_order[slot] for slot in slots] for slots in bank.groups(torch.float32)]
 
     assert of("frozen", 0) == of("frozen", 1) == [[expert] for expert in range(EXPERTS)]
     assert of("frozen", 3) == [[0, 1], [2, 3, 4], [5, 6, 7]]
@@ -111,7 +112,7 @@ def test_a_group_has_neighbours_of_one_kind_as_many_as_have_room() -> None:
     assert of("trained, split LoRA, frozen", 2) == [[1], [2, 3], [4, 6], [7], [0, 5]]
     assert of("trained, split LoRA, frozen", 100) == [[1], [2, 3, 4, 6], [7], [0, 5]]
     bank = grouped(bank_of(experts, PLANS["all trained"]), EXPERTS)
-    with bank.links.eager_gradients_to(lambda parameter, gradient: None):
+    with bank.hooks.using(gradient=lambda parameter, gradient: None):
         assert len(list(bank.groups(torch.float32))) == EXPERTS  # their gradients leave alone
     bank = grouped(bank_of(experts, PLANS["frozen"]), 2)
     assert len(list(bank.groups(torch.bfloat16))) == EXPERTS // 4  # half as wide
@@ -128,7 +129,7 @@ def test_eager_gradients_of_trained_experts_leave_one_at_a_time() -> None:
         found[parameter] = gradient
 
     x_TH, ids_TK, weights_TK = routed()
-    with bank.links.eager_gradients_to(take):
+    with bank.hooks.using(gradient=take):
         y_TH = bank(x_TH.requires_grad_(), ids_TK, weights_TK)
         y_TH.backward(torch.linspace(-1, 1, y_TH.numel()).view_as(y_TH))
     whole = {name: parameter for name, parameter in trained.items() if name.startswith("trained.")}

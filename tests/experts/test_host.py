@@ -38,8 +38,8 @@ def toy(
 
 
 def prefetcher_of(adapted: Adapted) -> ExpertPrefetcher:
-    assert adapted.links.prefetcher is not None
-    return adapted.links.prefetcher
+    assert adapted.expert_context.prefetcher is not None
+    return adapted.expert_context.prefetcher
 
 
 @pytest.mark.parametrize(("model_type", "adapt", "checkpointing"), in_pairs(TYPES, ADAPT, ["none", "full", "offload"]))

@@ -12,7 +12,7 @@ from moetune.models.structure import COMPONENTS, meta_model, read_structure
 from tests.toys import EXPERTS, LAYERS, TOP_K, toy_config
 
 
-def census_of(model_type: str, **overrides: object) -> ParameterCount:
+def count_of(model_type: str, **overrides: object) -> ParameterCount:
     return count_parameters(read_structure(meta_model(toy_config(model_type, **overrides))))
 
 
@@ -27,7 +27,7 @@ def test_mixtral_8x7b() -> None:
 
 
 def test_json_has_the_keys_that_other_programs_read() -> None:
-    result = json.loads(json.dumps(census_of("qwen2_moe").to_json()))
+    result = json.loads(json.dumps(count_of("qwen2_moe").to_json()))
     assert result["schema"] == 1
     assert tuple(result["components"]) == COMPONENTS
     assert sum(result["components"].values()) == result["total"]
@@ -40,15 +40,15 @@ def test_json_has_the_keys_that_other_programs_read() -> None:
 
 
 def test_active_leaves_out_the_experts_a_token_does_not_use() -> None:
-    parameters = census_of("mixtral")
+    parameters = count_of("mixtral")
     assert isinstance(parameters.per_expert, int)
     assert parameters.total - parameters.active_per_token == LAYERS * (EXPERTS - TOP_K) * parameters.per_expert
     assert parameters.active["experts"] == LAYERS * TOP_K * parameters.per_expert
-    assert census_of("mixtral", num_experts_per_tok=EXPERTS).active_per_token == parameters.total
+    assert count_of("mixtral", num_experts_per_tok=EXPERTS).active_per_token == parameters.total
 
 
 def test_dense_model() -> None:
-    parameters = census_of("llama")
+    parameters = count_of("llama")
     assert parameters.active_per_token == parameters.total
     assert (
         parameters.per_expert,
@@ -65,7 +65,7 @@ def test_dense_model() -> None:
 
 
 def test_what_differs_by_layer_is_a_list() -> None:
-    parameters = census_of("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
+    parameters = count_of("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
     assert parameters.top_k == [1, 2, 2, 2]
     assert parameters.num_experts == EXPERTS
     assert isinstance(parameters.per_expert, int)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetune.experts import links
+from moetune.experts import context
 
 _library = ctypes.CDLL(None)
 
@@ -78,7 +78,7 @@ def answering() -> Iterator[None]:
     whether all positions of a batch follow on one another, finds that they do not, as in a batch of packed documents,
     and makes their mask. And cuDNN is not asked for attention: its plans are made on a real card.
     """
-    occurrences, tolist, cpu = links.occurrences, Tensor.tolist, Tensor.cpu
+    occurrences, tolist, cpu = context.occurrences, Tensor.tolist, Tensor.cpu
     with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
     def balanced(ids: Tensor, num_experts: int) -> Tensor:
@@ -97,10 +97,10 @@ def answering() -> Iterator[None]:
         copy = cpu(self, *args, **kwargs)
         return copy.detach().fill_(1) if self.is_cuda and self.is_floating_point() else copy
 
-    links.occurrences, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
+    context.occurrences, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        links.occurrences, Tensor.tolist, Tensor.cpu = occurrences, tolist, cpu  # type: ignore[method-assign]
+        context.occurrences, Tensor.tolist, Tensor.cpu = occurrences, tolist, cpu  # type: ignore[method-assign]
         torch.backends.cuda.enable_cudnn_sdp(with_cudnn)

@@ -30,7 +30,7 @@ class Counts:
     """What the experts received, call by call: of this rank's tokens, and from each rank."""
 
     left: list[list[int]]
-    arrived: list[list[list[int]]]
+    received: list[list[list[int]]]
 
 
 def measured(config: RunConfig, ranks: Ranks) -> tuple[Solution, Counts]:
@@ -38,19 +38,19 @@ def measured(config: RunConfig, ranks: Ranks) -> tuple[Solution, Counts]:
     torch.manual_seed(ranks.data_index)
     found = measure(config, "cpu", 2, ranks)
     assert found.trace is not None
-    return _found(found.trace), Counts(found.counts, found.arrived)
+    return _found(found.trace), Counts(found.counts, found.received)
 
 
 def predicted(config: RunConfig, rank: int, counts: Counts) -> Solution:
     """The same steps on fake tensors, told what the experts received."""
-    left, arrived = iter(counts.left), iter(counts.arrived)
+    left, received = iter(counts.left), iter(counts.received)
     traced = trace(
         config,
         lambda *_: next(left),
         shortened=False,
         micro_steps=config.train.accumulate,
         rank=rank,
-        arriving=lambda *_: next(arrived),
+        received=lambda *_: next(received),
     )
     return _found(traced)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.experts.bank import ExpertBank
-from moetune.parallel.exchange import CountArriving, TokenExchange, read_arriving
+from moetune.experts.context import CountReceived, read_received
 from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.training.optim.optimizers import CombinedOptimizer, make_optimizer
 from moetune.training.optim.zero import ZeroUpdater
@@ -38,17 +38,16 @@ def take(
     micro_batches: int,
     *,
     word: int | None = None,
-    count_arriving: CountArriving = read_arriving,
+    count_received: CountReceived = read_received,
 ) -> Taken:
     """`micro_batches` of all ranks together make a step.
 
     Args:
         word: makes every token this one.
-        count_arriving: reads, where ranks exchange tokens, how many came.
+        count_received: reads the receive counts of a dispatch.
     """
     adapted = build(config, "cpu", ranks=ranks)
-    if isinstance(adapted.links.exchange, TokenExchange):
-        adapted.links.exchange.count_arriving = count_arriving
+    adapted.expert_context.hooks.count_received = count_received
     adapted.model.train()
     optimizer = make_optimizer(adapted)
     stepper = Stepper(adapted, optimizer)

@@ -13,7 +13,7 @@ from transformers import core_model_loading
 from moetune.cli.quantize import quantize
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.parallel.exchange import read_arriving
+from moetune.experts.context import read_received
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
 from tests import small
@@ -71,13 +71,13 @@ def one_word(model: Path, parallel: dict[str, Any], adapt: str) -> tuple[steps.T
     config = layouts.config_of(parallel, (adapt, "nf4"), model)
     idle = 0
 
-    def counted(arriving: Any, leaving: Any, rank: int) -> list[list[int]]:
+    def counted(receive: Any, send: Any, rank: int) -> list[list[int]]:
         nonlocal idle
-        rows = read_arriving(arriving, leaving, rank)
+        rows = read_received(receive, send, rank)
         idle += not any(map(sum, rows))
         return rows
 
-    taken = steps.take(config, Ranks.join(config.parallel, "cpu"), 2, 4, word=77, count_arriving=counted)
+    taken = steps.take(config, Ranks.join(config.parallel, "cpu"), 2, 4, word=77, count_received=counted)
     return taken, idle
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.experts.links import read_rows
+from moetune.experts.context import read_rows
 from moetune.memory.trace import Trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
@@ -26,6 +26,6 @@ def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1
         calls.append(read_rows(layer, ids, num_experts))
         return calls[-1]
 
-    with watched.adapted.links.counting_by(recorded):
+    with watched.adapted.expert_context.hooks.using(count_rows=recorded):
         log = follow(watched, Tracker(watched.named), sources, tracking=not is_cuda)
     return Trace.of(log, 0, watched.adapted.ranks.axis_of), calls

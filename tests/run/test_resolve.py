@@ -58,7 +58,7 @@ def test_a_training_start_resolves_once(
                 monkeypatch.setattr(module, function.__name__, counted)
     config = small.run_config(small_model, small_data, tmp_path / "run", "experts", train={"steps": 1})
     train(resolve(config, "cpu"))
-    assert called == {"find_model_source": 1, "meta_model": 1, "read_anatomy": 1}
+    assert called == {"find_model_source": 1, "meta_model": 1, "read_structure": 1}
 
 
 def test_a_run_on_the_same_model_takes_it_over(small_model: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from moetune.adapt.build import load_pretrained
-from moetune.adapt.pack import bank_links
+from moetune.adapt.pack import make_expert_context
 from moetune.adapt.weights import quantized_base
 from moetune.adapt.weights.base import checkpoint_of, folder_of
 from moetune.adapt.weights.quantized_base import is_quantized_base
@@ -67,7 +67,7 @@ def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[
         on_bank=lambda experts, bank: quantized_base.write_bank(out, experts, bank),
         done=[experts for experts in paths if (out / quantized_base.layer_file(experts)).is_file()],
         structure=model.structure,
-        links=bank_links(model.config, NOTHING, SINGLE_RANK, device, gate_up_apart=model.gate_up_apart),
+        context=make_expert_context(model.config, NOTHING, SINGLE_RANK, device, split_gate_up=model.gate_up_apart),
     )
     with taking_fingerprint(folder) as taken:
         loaded = load_pretrained(model, packing, device)

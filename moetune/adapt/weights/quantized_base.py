@@ -26,8 +26,8 @@ from moetune.config.schema import ModelConfig
 from moetune.documents import read_json
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
+from moetune.experts.context import ExpertContext
 from moetune.experts.host import stays_on_host
-from moetune.experts.links import BankLinks
 from moetune.files import WriterLock, aside_of, settle, write_whole
 from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.names import find_homes
@@ -200,7 +200,7 @@ def read(
     device: torch.device,
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
-    links: BankLinks | None = None,
+    context: ExpertContext | None = None,
 ) -> None:
     """Fills a model on the meta device from a packed base, in place: of several ranks, each reads its own experts, and
     digests its share of the files.
@@ -213,7 +213,7 @@ def read(
     for layer in run.structure.moe_layers:
         # of meta tensors: banks without contents
         experts = model.get_submodule(layer.experts)
-        bank = make_bank(experts, layer, run.selection, config, dtype, device, ranks.placement, links)
+        bank = make_bank(experts, layer, run.selection, config, dtype, device, ranks.placement, context)
         fill_bank(model, layer, bank)
     for path in run.quantized_linears:
         quantize_linear(model, path, config, dtype, torch.device("meta"))

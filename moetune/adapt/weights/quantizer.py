@@ -31,13 +31,13 @@ from transformers.core_model_loading import (
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moetune.adapt.pack import bank_links, install_bank, keep_4bit, make_bank, out_in, quantize_linear
+from moetune.adapt.pack import install_bank, keep_4bit, make_bank, make_expert_context, out_in, quantize_linear
 from moetune.adapt.weights.lazy_tensor import LazyTensor
 from moetune.compat.transformers import mark_initialized
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.experts.links import BankLinks
+from moetune.experts.context import ExpertContext
 from moetune.models.hub.names import STACKS
 from moetune.models.hub.quantized import BitsAndBytes, Mxfp4
 from moetune.models.hub.tensor_files import Stored
@@ -68,7 +68,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         done: paths of experts that need not be read.
         placement: the experts that this rank holds; the others' are not read where a checkpoint has them apart.
         structure: of the model, if it has been read.
-        links: what the banks are given from outside; by default what one GPU needs.
+        context: what the banks share; by default what one GPU needs.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         done: Collection[str] = (),
         placement: Placement = EVERYTHING,
         structure: ModelStructure | None = None,
-        links: BankLinks | None = None,
+        context: ExpertContext | None = None,
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         self.model = ModelConfig.model_validate(settings)
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
         self.on_read, self.on_bank, self.done, self.placement = on_read, on_bank, done, placement
-        self.structure, self.links = structure, links
+        self.structure, self.context = structure, context
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
@@ -132,7 +132,7 @@ class MoetuneQuantizer(HfQuantizer):
         self.layers = {layer.experts: layer for layer in self.structure.moe_layers}
         self.banks: dict[str, ExpertBank] = {}
         config = self.quantization_config
-        self.links = config.links or bank_links(config.model, selection, SINGLE_RANK, device)
+        self.context = config.context or make_expert_context(config.model, selection, SINGLE_RANK, device)
         self.missing = {
             path: {(name, expert) for name in stacks(layer) for expert in range(layer.shape.num_experts)}
             for path, layer in self.layers.items()
@@ -274,7 +274,7 @@ class MoetuneQuantizer(HfQuantizer):
             config = self.quantization_config
             experts, layer = self._model.get_submodule(path), self.layers[path]
             self.banks[path] = make_bank(
-                experts, layer, config.selection, config.model, self.dtype, self.device, config.placement, self.links
+                experts, layer, config.selection, config.model, self.dtype, self.device, config.placement, self.context
             )
         return self.banks[path]
 

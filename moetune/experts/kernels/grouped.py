@@ -14,12 +14,12 @@ from torch.nn.functional import grouped_mm
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How the N rows of a group are spread over its C experts.
+class GroupedGemm:
+    """Products of N rows, sorted by expert, with a matrix of each of C experts.
 
     Attributes:
-        counts: rows of each.
-        ends: [C] int32, where the rows of each end; not needed for one expert.
+        counts: rows of each expert.
+        ends: [C] int32, where the rows of each expert end; not needed for one expert.
     """
 
     counts: list[int]

@@ -77,7 +77,7 @@ class Work:
 READ = Work(synchronizations=1, copies=1)
 """The host asks for a number and waits for it."""
 COUNTING = Work(launches=3) + READ
-"""The tokens of each expert are counted and read (`experts/links.py: read_rows`), which a trace assumes instead."""
+"""The tokens of each expert are counted and read (`experts/context.py: read_rows`), which a trace assumes instead."""
 
 
 class Done(NamedTuple):

@@ -15,7 +15,7 @@ from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
-from moetune.experts.links import CountRows
+from moetune.experts.context import CountRows
 from moetune.memory.routing import Routing
 from moetune.memory.time.counter import Counter, parts_of
 from moetune.memory.time.work import COUNTING, READ, Work, size_of
@@ -200,7 +200,8 @@ class Steps(Watched):
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
         """Inside, experts receive what is assumed."""
-        return self.adapted.links.counting_by(routing.count_rows if isinstance(routing, Routing) else routing)
+        count_rows = routing.count_rows if isinstance(routing, Routing) else routing
+        return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     @contextmanager
     def _counting_work(self, tracker: Tracker) -> Iterator[None]:
@@ -208,15 +209,15 @@ class Steps(Watched):
         if self.gpu is None:
             yield
             return
-        parts, links = parts_of(self.adapted, self.named), self.adapted.links
+        parts, hooks = parts_of(self.adapted, self.named), self.adapted.expert_context.hooks
         counter = tracker.counter = Counter(self.gpu.capability, tracker, parts, tracker.log.done)
-        assumed = links.count_rows
+        assumed = hooks.count_rows
 
         def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
             counter.note(COUNTING)
             return assumed(layer, ids, num_experts)
 
-        with links.counting_by(count_rows):
+        with hooks.using(count_rows=count_rows):
             yield
         tracker.counter = None
 

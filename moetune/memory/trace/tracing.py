@@ -19,8 +19,8 @@ from moetune.compat.torch import QuickFakeMode
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
+from moetune.experts.context import CountReceived, CountRows, received_as_sent
 from moetune.experts.host import stays_on_host
-from moetune.experts.links import CountRows
 from moetune.memory.loading import load_peaks
 from moetune.memory.report import LoadPeaks
 from moetune.memory.routing import BALANCED, Replayed, Routing
@@ -30,7 +30,6 @@ from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
 from moetune.models.stack import decoder_layers
-from moetune.parallel.exchange import CountArriving, TokenExchange, as_they_leave
 from moetune.parallel.fake_group import fake_ranks
 from moetune.run.resolve import ResolvedRun, resolve
 
@@ -46,18 +45,18 @@ def trace(
     shortened: bool = True,
     micro_steps: int | None = None,
     rank: int = 0,
-    arriving: CountArriving = as_they_leave,
+    received: CountReceived = received_as_sent,
     gpu: Gpu | None = None,
 ) -> Trace:
     """Traces the first steps of a run, without weights, data or a GPU.
 
     Args:
-        routing: what the experts receive: an assumption, or whatever answers in place of `BankLinks.count_rows`.
+        routing: what the experts receive: an assumption, or whatever answers in place of `ExpertHooks.count_rows`.
         shortened: run a few of the layers that are alike instead of each (docs/concepts/trace.md): the same result,
             sooner. Runs with a load that differs from layer to layer are traced in full.
         micro_steps: of each step; by default two at most, because all further ones are like the second.
         rank: which one of `parallel:` it is.
-        arriving: what its experts receive of other ranks; by default as if these sent what it sends.
+        received: what its experts receive from other ranks; by default as if these sent what it sends.
         gpu: the card whose kernels run; None for the CPU's.
 
     Raises:
@@ -71,7 +70,7 @@ def trace(
     if isinstance(routing, Replayed):  # the same steps, or its answers would be those to other questions
         steps_to_take, micro_steps, routing = routing.steps, config.train.accumulate, routing.answers()
     is_even = micro_steps is None and isinstance(routing, Routing) and not routing.load
-    with faked(whole, rank, gpu, shortened=shortened and is_even, arriving=arriving) as (adapted, short, mode):
+    with faked(whole, rank, gpu, shortened=shortened and is_even, received=received) as (adapted, short, mode):
         adapted.model.train()
         makes_its_own = config.parallel.engine == "deepspeed"  # tensors; torch's and bitsandbytes' optimizers read some
         with mode if makes_its_own else nullcontext():
@@ -88,7 +87,7 @@ def trace(
 
 @contextmanager
 def faked(
-    run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, arriving: CountArriving = as_they_leave
+    run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, received: CountReceived = received_as_sent
 ) -> Iterator[tuple[Adapted, Shortened | None, QuickFakeMode]]:
     """The model of a run on fake tensors, what its layers stand for, and the mode that it computes in.
 
@@ -103,10 +102,9 @@ def faked(
         short = shorten(run, ranks) if shortened and can_be_shortened(run.config) else None
         capability = None if gpu is None else gpu.capability
         adapted = build_fake(run if short is None else short.run, mode, ranks, capability)
-        if isinstance(adapted.links.exchange, TokenExchange):
-            adapted.links.exchange.count_arriving = arriving
         try:
-            yield adapted, short, mode
+            with adapted.expert_context.hooks.using(count_received=received):
+                yield adapted, short, mode
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraceable(
                 f"{run.config.model.path!r} cannot be traced: the code of model type "

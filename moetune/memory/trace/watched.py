@@ -64,7 +64,7 @@ class Watched:
         Args:
             tracking: without it only layers and experts are noted.
         """
-        watching = self.adapted.links.watching_experts(tracker.enter_experts)
+        watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
         tracked = tracker if tracking else nullcontext()
         with self._cutting(tracker), watching, tracked, kernels_of(self.gpu, tracker):
             yield

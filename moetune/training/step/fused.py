@@ -68,7 +68,7 @@ class FusedBackward:
 
         for parameter in self.names:
             parameter.register_post_accumulate_grad_hook(hook)
-        self.links = adapted.links
+        self.hooks = adapted.expert_context.hooks
 
     @contextmanager
     def measuring(self, max_value: float = 0.0) -> Iterator[Measured]:
@@ -126,7 +126,7 @@ class FusedBackward:
 
         self._use = bound_and_use
         try:
-            with self.links.eager_gradients_to(self.take):
+            with self.hooks.using(gradient=self.take):
                 yield
         finally:
             self._use = None

@@ -188,7 +188,7 @@ def test_models_on_the_hub(small_model: Path, small_data: Path, tmp_path: Path) 
     (snapshot / "model.safetensors").unlink()
     run = small.run_file(Path("someone/small-mixtral"), small_data, Path("run"), adapt=ADAPT, model={"base": "fp32"})
     (tmp_path / "run.yaml").write_text(RunConfig.model_validate(run).to_yaml())
-    where = {"HF_HUB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    where = {"HF_HUB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(Path(__file__).parents[3])}
     environment = os.environ | where | {"HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -123,7 +123,7 @@ def test_config_names_no_remote_code_and_no_local_path(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_documentation_states_the_same_facts(name: str) -> None:
-    page = Path(__file__).parents[2] / "docs/reference/catalog.md"
+    page = Path(__file__).parents[3] / "docs/reference/catalog.md"
     (row,) = [line for line in page.read_text().splitlines() if line.startswith(f"| `{name}` |")]
     entry = get(name)
     assert f" {entry.published['total']:,} " in row

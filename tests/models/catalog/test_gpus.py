@@ -10,7 +10,7 @@ import pytest
 from moetune.errors import UserError
 from moetune.models.catalog.gpus import Figure, Gpu, find_gpu, gpu_names
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "gpus.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "gpus.md"
 GIB, GB, MIB = 2**30, 10**9, 2**20
 
 

@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralForCausalLM
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "moetune/catalog/tiny-mixtral"
-DATA = ROOT / "moetune/catalog/data/unicode-names"
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "moetune/models/catalog/tiny-mixtral"
+DATA = ROOT / "moetune/models/catalog/data/unicode-names"
 
 
 def load_script(name):

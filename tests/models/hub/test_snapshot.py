@@ -19,7 +19,7 @@ class File(NamedTuple):
 
 def online(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     """Every module asks whether the hub can be reached, and no client gets to try again and again."""
-    for module in ("anatomy.source", "data.load", "data.sources", "hub.snapshot"):
+    for module in ("models.source", "training.data.load", "training.data.sources", "models.hub.snapshot"):
         monkeypatch.setattr(f"moetune.{module}.hub_is_reachable", lambda: answers)
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("asked the hub"))
 

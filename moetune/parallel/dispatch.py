@@ -1,0 +1,114 @@
+"""Dispatch of tokens to the ranks that hold their experts, and combination of the results.
+
+An all-to-all as transformers' `AllToAllEP` makes it, with experts on any rank, send and receive counts that a
+prediction can assume, and experts that also run on no rows at all.
+
+Shapes: T tokens of this rank, K experts a token, E experts of the layer, R ranks that share them, L = E/R experts of a
+rank, S rows received here, H model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from moetune.compat.torch import all_to_all
+from moetune.experts.context import Dispatched, ExpertHooks
+from moetune.experts.permutation import sorted_positions
+
+
+class _Sent(NamedTuple):
+    """What the way back needs: the routing weights of this rank's tokens, the order of the rows sent, rows to and from
+    each rank, and T before tensor parallelism slices the tokens."""
+
+    weights_TK: Tensor
+    order: Tensor
+    sends: list[int]
+    receives: list[int]
+    tokens: int
+
+
+class TokenDispatcher:
+    """Dispatcher of all banks of a model.
+
+    Args:
+        placement: by layer, the expert ids of each of the R ranks.
+        trained: layers whose bank trains on any rank. Their rows must carry gradients on every rank, because a rank
+            that trains nothing would leave the others waiting in backward.
+        ep, tp: the meshes of this rank.
+    """
+
+    def __init__(
+        self,
+        placement: Mapping[int, Sequence[Sequence[int]]],
+        trained: Collection[int],
+        ep: DeviceMesh,
+        tp: DeviceMesh,
+    ) -> None:
+        self._ep, self._tp, self._trained = ep, tp, trained
+        # ids of all experts, rank by rank
+        self._order = {layer: [expert for held in of_ranks for expert in held] for layer, of_ranks in placement.items()}
+        self._positions = {
+            layer: torch.tensor([order.index(expert) for expert in range(len(order))], device=ep.device_type)
+            for layer, order in self._order.items()  # on the device, where quantized experts may not be
+        }
+
+    def dispatch(
+        self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks
+    ) -> Dispatched:
+        """Send every token to the ranks of its experts, and receive those of this rank's."""
+        if layer in self._trained and torch.is_grad_enabled() and not hidden_TH.requires_grad:
+            hidden_TH = hidden_TH.detach().requires_grad_()
+        tokens = len(hidden_TH)
+        if self._tp.size() > 1:  # ranks that have the same tokens send a slice of them each
+            hidden_TH, ids_TK, weights_TK = (
+                DTensor.from_local(tensor, self._tp, [Replicate()], run_check=False)
+                .redistribute(self._tp, [Shard(0)])
+                .to_local()
+                for tensor in (hidden_TH, ids_TK, weights_TK)
+            )
+        group, ranks, top_k, experts = self._ep.get_group(), self._ep.size(), ids_TK.shape[-1], self._order[layer]
+        held = len(experts) // ranks
+        counts = hooks.count_rows(layer, ids_TK, len(experts))
+        send_counts = [[counts[e] for e in experts[r * held : (r + 1) * held]] for r in range(ranks)]
+        send_RL = torch.tensor(send_counts, device=hidden_TH.device)
+        receive_RL = torch.empty_like(send_RL)
+        dist.all_to_all_single(receive_RL, send_RL, group=group)
+        receive_counts = hooks.count_received(receive_RL, send_counts, self._ep.get_local_rank())
+
+        order = sorted_positions(self._positions[layer][ids_TK.flatten()], len(experts))
+        sends, receives = [sum(row) for row in send_counts], [sum(row) for row in receive_counts]
+        rows_SH = all_to_all(hidden_TH[order // top_k], receives, sends, group)
+        held_RL = torch.arange(held, device=ids_TK.device).repeat(ranks)
+        rows_RL = torch.tensor(receive_counts, device=ids_TK.device).flatten()
+        held_S = held_RL.repeat_interleave(rows_RL, output_size=sum(receives))
+        by_expert = [sum(row[expert] for row in receive_counts) for expert in range(held)]
+        return Dispatched(rows_SH, held_S[:, None], by_expert, _Sent(weights_TK, order, sends, receives, tokens))
+
+    def combine(self, output_SH: Tensor, sent: _Sent) -> Tensor:
+        """Send results back to the ranks of their tokens; return their weighted sum for each token, [T, H]."""
+        rows = all_to_all(output_SH, sent.sends, sent.receives, self._ep.get_group())
+        by_choice = torch.empty_like(rows)
+        by_choice[sent.order] = rows
+        by_choice = by_choice.view(*sent.weights_TK.shape, output_SH.shape[-1])
+        return self._gathered((by_choice * sent.weights_TK.unsqueeze(-1)).sum(dim=1), sent.tokens)
+
+    def combine_norms(self, norms_S: Tensor, sent: _Sent) -> Tensor:
+        """Send the norms of experts' outputs back to the ranks of their tokens: [T, K]."""
+        returned, norms = norms_S.new_empty(2, len(sent.order))
+        dist.all_to_all_single(returned, norms_S, sent.sends, sent.receives, self._ep.get_group())
+        norms[sent.order] = returned
+        return self._gathered(norms.view(sent.weights_TK.shape), sent.tokens)
+
+    def _gathered(self, rows: Tensor, tokens: int) -> Tensor:
+        """All T rows of a tensor of which tensor-parallel ranks have a slice each."""
+        if self._tp.size() == 1:
+            return rows
+        shape, stride = torch.Size((tokens, rows.shape[1])), (rows.shape[1], 1)
+        return DTensor.from_local(rows.contiguous(), self._tp, [Shard(0)], shape=shape, stride=stride).full_tensor()
