@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from moetune.memory.predict import predict
     from moetune.memory.report import MemoryReport
     from moetune.memory.verify import verify
-    from moetune.routing.budget import within_budget
     from moetune.routing.drift import drift
     from moetune.routing.score import score
+    from moetune.routing.select import within_budget
     from moetune.run.resolve import resolve
     from moetune.watch.train import train
 
@@ -67,7 +67,7 @@ _HOMES = {
     "score": "routing.score",
     "train": "watch.train",
     "verify": "memory.verify",
-    "within_budget": "routing.budget",
+    "within_budget": "routing.select",
 }
 
 

@@ -113,15 +113,19 @@ def refuse_taken(path: Path) -> None:
         raise UserError(f"{str(path)!r} exists and is not moetune's to replace; choose another")
 
 
-def write_output(path: Path, content: str | bytes) -> None:
-    """Writes what a command was asked to leave in a file, whole or not at all.
+def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> None:
+    """Write what a command was asked to leave in a file, whole or not at all.
+
+    Args:
+        replace: whatever has that name; otherwise only what is moetune's.
 
     Raises:
         UserError: the name is taken by what is not ours, or the system refuses.
     """
-    refuse_taken(path)
+    if not replace:
+        refuse_taken(path)
     try:
-        write_whole(path, content, new=not path.exists())
+        write_whole(path, content, new=not replace and not path.exists())
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 

@@ -5,29 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, NewFolder, Overwrite, answer, heavy_imports
+from moetune.cli.options import Json, NewFolder, Overwrite, answer, argument, heavy_imports, option
 from moetune.files import expanded, is_occupied
 from moetune.report.console import note, terminal
 
 
 def apply(
-    delta: Annotated[Path, typer.Argument(metavar="DELTA_DIR", help="The folder of a delta.", show_default=False)],
+    delta: Annotated[Path, argument("DELTA_DIR", "The folder of a delta.")],
     to: Annotated[
         str,
-        typer.Option(
-            metavar="MODEL",
-            help="The checkpoint that it was made for: a folder, or a catalog name or hub id that is on this machine.",
-            show_default=False,
-        ),
+        option("MODEL", "The checkpoint that it was made for: a folder, or a name whose weights are on this machine."),
     ],
     out: NewFolder,
     force: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The name of MODEL or of its folder: apply although it is another checkpoint."
-        ),
+        str | None, option("NAME", "The name of MODEL or of its folder: apply although it is another checkpoint.")
     ] = None,
     overwrite: Overwrite = False,
     json_: Json = False,

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, Method, Overrides, answer, heavy_imports, read_run
+from moetune.cli.options import Json, Method, Overrides, answer, argument, heavy_imports, option, read_run
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN.yaml…", help="Run files.", show_default=False)],
+    runs: Annotated[list[Path], argument("RUN.yaml…", "Run files.")],
     gpu: Annotated[
-        list[str] | None, typer.Option(help="A card to put each on; repeatable. Default: hardware.gpu of each.")
+        list[str] | None, option(None, "A card to put each on; repeatable. Default: hardware.gpu of each.")
     ] = None,
     method: Method = "formula",
     set_: Overrides = None,

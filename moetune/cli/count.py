@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from moetune.cli.options import Json, Overrides, answer, heavy_imports, read_run, refuse_set
+from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, option, read_run, refuse_set
 from moetune.errors import UserError, counted
 from moetune.report.view import Section, Table
 
@@ -19,13 +17,9 @@ if TYPE_CHECKING:
 
 def count(
     model: Annotated[
-        str | None,
-        typer.Argument(help="Catalog name, local folder or hub id. Default: the model of --run.", show_default=False),
+        str | None, argument(None, "Catalog name, local folder or hub id. Default: the model of --run.")
     ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="RUN.yaml", help="Also count what this run file would train."),
-    ] = None,
+    run: Annotated[Path | None, option("RUN.yaml", "Also count what this run file would train.", "--run")] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:

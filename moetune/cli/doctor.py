@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, Overrides, answer, heavy_imports, refuse_set
+from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, refuse_set
 
 
 def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.yaml]", help="Also check what this run needs.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, argument("[RUN.yaml]", "Also check what this run needs.")] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:

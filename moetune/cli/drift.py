@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, Picture, RunFolder, Scored, answer, heavy_imports
+from moetune.cli.options import Json, Picture, RunFolder, Scored, answer, heavy_imports, option
 
 
 def drift(
     run: RunFolder,
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="What to route. Default: the run's held-out data.")
-    ] = None,
+    data: Annotated[str | None, option("FILE", "What to route. Default: the run's held-out data.")] = None,
     tokens: Scored = 131_072,
     figure: Picture = None,
     json_: Json = False,

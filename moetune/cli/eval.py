@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import DataFormat, Json, KeepQuantized, Opens, answer, heavy_imports, opened
+from moetune.cli.options import DataFormat, Json, KeepQuantized, Opens, answer, heavy_imports, opened, option
 from moetune.config.load import refuse_missing
 
 
 def eval_(
     model: Opens,
     data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="As data.train in a run file; by default what the run held out.")
+        str | None, option("DATA", "As data.train in a run file; by default what the run held out.")
     ] = None,
     format_: DataFormat = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Tokens a record may have; by default the run's, or 2048.")
+        int | None, option("N", "Tokens a record may have; by default the run's, or 2048.", min=2)
     ] = None,
     base: KeepQuantized = None,
     json_: Json = False,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
-from moetune.cli.options import Json, NewFolder, Overwrite, RunFolder, answer, heavy_imports, one_of
+from moetune.cli.options import Json, NewFolder, Overwrite, RunFolder, answer, choice, heavy_imports, option
 from moetune.errors import UserError, counted
 from moetune.files import expanded, is_occupied
 from moetune.report.console import note
@@ -16,25 +14,14 @@ def export(
     run: RunFolder,
     format_: Annotated[
         Any,
-        typer.Option(
-            "--format",
-            metavar="delta|peft|merged|vllm",
-            help="Changed tensors only, a PEFT adapter, a whole checkpoint, or an adapter for vLLM.",
-            show_default=False,
-            callback=one_of,
-        ),
+        choice("delta|peft|merged|vllm", "Changed tensors, a PEFT adapter, a checkpoint, vLLM's adapter.", "--format"),
     ],
     out: NewFolder,
     overwrite: Overwrite = False,
     check: Annotated[
-        int,
-        typer.Option(
-            min=0, max=1000, metavar="N", help="Compare the loss on N held-out records with the trained model's."
-        ),
+        int, option("N", "Compare the loss on N held-out records with the trained model's.", min=0, max=1000)
     ] = 0,
-    push: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="Also upload it to the hub, private, with a model card.")
-    ] = None,
+    push: Annotated[str | None, option("ORG/NAME", "Also upload it to the hub, private, with a model card.")] = None,
     json_: Json = False,
 ) -> None:
     """Write what the newest checkpoint of a run holds as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, KeepQuantized, Opens, answer, heavy_imports, opened, utf8
+from moetune.cli.options import Json, KeepQuantized, Opens, answer, flag, heavy_imports, opened, option, utf8
 from moetune.errors import UserError
 
 
@@ -18,17 +16,17 @@ def temperature_in_range(value: float) -> float:
     raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")
 
 
-MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to write at most.")]
+MaxNewTokens = Annotated[int, option("N", "Tokens to write at most.", min=1)]
 Temperature = Annotated[
-    float, typer.Option(help="0 takes the likeliest token; higher ones draw.", callback=temperature_in_range)
+    float, option(None, "0 takes the likeliest token; higher ones draw.", check=temperature_in_range)
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of what is drawn.")]
+Seed = Annotated[int, option(None, "Of what is drawn.", min=0, max=2**63 - 1)]
 
 
 def generate(
     model: Opens,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.", show_default=False, callback=utf8)],
-    chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a message for the chat template.")] = False,
+    prompt: Annotated[str, option("TEXT", "What to go on from.", check=utf8, show_default=False)],
+    chat: Annotated[bool, flag("--chat", "Take the prompt as a message for the chat template.")] = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -48,9 +46,7 @@ def generate(
 
 def chat(
     model: Opens,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the model is told first.", callback=utf8)
-    ] = None,
+    system: Annotated[str | None, option("TEXT", "What the model is told first.", check=utf8)] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
     seed: Seed = 0,

@@ -5,32 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from moetune.cli.options import Json, Overrides, answer, heavy_imports, in_a_folder, one_of
+from moetune.cli.options import (
+    Json,
+    Overrides,
+    answer,
+    argument,
+    choice,
+    flag,
+    heavy_imports,
+    in_a_folder,
+    option,
+)
 from moetune.errors import UserError, suggest
 from moetune.files import refuse_taken, write_output
 
 
 def init(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|MODEL",
-            help="Recipe name; `moetune init --list` shows them. Or a model.",
-            show_default=False,
-        ),
-    ] = "",
+    recipe: Annotated[str, argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")] = "",
     gpu: Annotated[
-        str | None, typer.Option(help="Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
+        str | None, option(None, "Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
     ] = None,
-    goal: Annotated[
-        str, typer.Option(metavar="router|experts|lora", help="Of a MODEL: what shall train.", callback=one_of)
-    ] = "lora",
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write it.", callback=in_a_folder)] = Path(
-        "run.yaml"
-    ),
-    list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
+    goal: Annotated[str, choice("router|experts|lora", "Of a MODEL: what shall train.")] = "lora",
+    out: Annotated[Path, option("FILE", "Where to write it.", "--out", check=in_a_folder)] = Path("run.yaml"),
+    list_: Annotated[bool, flag("--list", "List the recipes.")] = False,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What commands share: options and their checks, how a run file is read, and how an answer is printed."""
+"""Shared by all commands: options and their checks, reading a run file, printing an answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import json
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,60 +106,55 @@ def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
 
 # --- Options ------------------------------------------------------------------------------------------------------
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
-RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False, callback=existing_run)
-]
+
+def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, callback=check)
+
+
+def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, callback=check, **more)
+
+
+def choice(metavar: str, help: str, *names: str) -> Any:
+    """An option that takes one of the values in its metavar, `a|b|c`."""
+    return typer.Option(*names, metavar=metavar, help=help, callback=one_of)
+
+
+def flag(name: str, help: str) -> Any:
+    return typer.Option(name, help=help)
+
+
+RunFile = Annotated[Path, argument("RUN.yaml", "The run file.")]
+RunFolder = Annotated[Path, argument("RUN_DIR", "The folder of a run.", existing_run)]
 Opens = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN_DIR|MODEL",
-        help="A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id.",
-        show_default=False,
-    ),
+    argument("RUN_DIR|MODEL", "A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id."),
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
-]
+Overrides = Annotated[list[str] | None, option("KEY=VALUE", "Override a key of the run file; repeatable.", "--set")]
 Card = Annotated[
     str | None,
-    typer.Option(help="A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.", callback=known_gpu),
+    option(None, "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.", check=known_gpu),
 ]
-Method = Annotated[str | None, typer.Option(metavar="trace|formula", help="How memory is predicted.", callback=one_of)]
-Routed = Annotated[
-    str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="How many tokens each expert receives.")
-]
-Tokens = Annotated[
-    int | None, typer.Option("--tokens", min=1, help="Of the data: say how many hours they take.", show_default=False)
-]
-Scored = Annotated[int, typer.Option("--tokens", min=1, help="Of each data set.")]
+Method = Annotated[str | None, choice("trace|formula", "How memory is predicted.")]
+Routed = Annotated[str, option("balanced|skew:S|worst|FILE", "How many tokens each expert receives.")]
+Tokens = Annotated[int | None, option(None, "Of the data: say how many hours they take.", min=1)]
+Scored = Annotated[int, option(None, "Of each data set.", min=1)]
 KeepQuantized = Annotated[
-    str | None,
-    typer.Option(
-        "--base", metavar="nf4|int8|mxfp4", help="Keep a model quantized; a run is as in training.", callback=one_of
-    ),
+    str | None, choice("nf4|int8|mxfp4", "Keep a model quantized; a run is as in training.", "--base")
 ]
 DataFormat = Annotated[
     str | None,
-    typer.Option(
+    choice(
+        "|".join(typing.get_args(DataConfig.model_fields["format"].annotation)),
+        "As data.format; by default the run's.",
         "--format",
-        metavar="|".join(typing.get_args(DataConfig.model_fields["format"].annotation)),
-        help="As data.format; by default the run's.",
-        callback=one_of,
     ),
 ]
-NewFolder = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="Where to; a new or empty folder.", show_default=False)
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what moetune has written there.")]
-Page = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=output_file)
-]
-Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=picture)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+NewFolder = Annotated[Path, option("DIR", "Where to; a new or empty folder.")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace what moetune has written there.")]
+Page = Annotated[Path | None, option("FILE", "Also write one self-contained page.", check=output_file)]
+Picture = Annotated[Path | None, option("FILE", "Also write a picture, .png or .svg.", check=picture)]
+Json = Annotated[bool, flag("--json", "Print JSON for programs.")]
 
 
 # --- Reading and answering ----------------------------------------------------------------------------------------
@@ -175,7 +170,7 @@ def within_memory(config: RunConfig) -> RunConfig:
     if not config.adapt.has_memory_budget:
         return config
     with heavy_imports():
-        from moetune.routing.budget import within_budget
+        from moetune.routing.select import within_budget
 
     def tried(k: int, fits: bool) -> None:
         print(f"{counted(k, 'expert')} of each layer: {'fits' if fits else 'does not fit'}", file=sys.stderr)

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from moetune.cli.options import (
     Card,
     Json,
@@ -17,8 +15,11 @@ from moetune.cli.options import (
     Routed,
     Tokens,
     answer,
+    argument,
+    choice,
+    flag,
     heavy_imports,
-    one_of,
+    option,
     read_run,
     refuse_set,
 )
@@ -32,26 +33,19 @@ if TYPE_CHECKING:
 
 
 def plan(
-    what: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN.yaml", help="A model to plan for, or a run file.", show_default=False)
-    ],
+    what: Annotated[str, argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
     solve: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Of a run file: find the largest value of this setting that fits."),
+        str | None, option("KEY", "Of a run file: find the largest value of this setting that fits.")
     ] = None,
     gpu: Card = None,
-    count: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
-    goal: Annotated[
-        str, typer.Option(metavar="router|experts|lora|any", help="What shall train.", callback=one_of)
-    ] = "any",
-    host: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory that a run may take. Default: any.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(metavar="FILE", help="What the run files train on.")] = None,
+    count: Annotated[int, option(None, "How many of them.", min=1)] = 1,
+    goal: Annotated[str, choice("router|experts|lora|any", "What shall train.")] = "any",
+    host: Annotated[str | None, option("SIZE", "Host memory that a run may take. Default: any.")] = None,
+    data: Annotated[str | None, option("FILE", "What the run files train on.")] = None,
     tokens: Tokens = None,
-    min_sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why no more of each fits.")] = False,
-    write: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave each as a run file in this folder.")] = None,
+    min_sequence: Annotated[int, option(None, "Tokens of a sequence.", min=2)] = 1024,
+    explain: Annotated[bool, flag("--explain", "Say why no more of each fits.")] = False,
+    write: Annotated[Path | None, option("DIR", "Leave each as a run file in this folder.")] = None,
     html: Page = None,
     figure: Picture = None,
     routing: Routed = "balanced",

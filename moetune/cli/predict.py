@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
-
 from moetune.cli.options import (
     Card,
     Json,
@@ -17,8 +15,10 @@ from moetune.cli.options import (
     Routed,
     Tokens,
     answer,
+    argument,
+    choice,
     heavy_imports,
-    one_of,
+    option,
     within_memory,
 )
 from moetune.errors import UserError
@@ -26,41 +26,29 @@ from moetune.report.console import note
 
 
 def predict(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN.yaml|MODEL", help="A run file; or a model, and what of it trains.", show_default=False
-        ),
-    ],
+    run: Annotated[str, argument("RUN.yaml|MODEL", "A run file; or a model, and what of it trains.")],
     router: Annotated[
-        str | None, typer.Option(metavar="LAYERS", help="Of a MODEL: routers of these layers train, as in all or 0-5.")
+        str | None, option("LAYERS", "Of a MODEL: routers of these layers train, as in all or 0-5.")
     ] = None,
     experts: Annotated[
-        str | None,
-        typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, as in 0-5:0,1."),
+        str | None, option("LAYERS:EXPERTS", "Of a MODEL: these experts of these layers train, as in 0-5:0,1.")
     ] = None,
-    lora: Annotated[
-        int | None, typer.Option(metavar="RANK", min=1, help="Of a MODEL: LoRA on attention and experts trains.")
-    ] = None,
+    lora: Annotated[int | None, option("RANK", "Of a MODEL: LoRA on attention and experts trains.", min=1)] = None,
     gpu: Card = None,
     method: Method = None,
     routing: Routed = "balanced",
     allocator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="default|expandable", help="Torch's. Default: as PYTORCH_ALLOC_CONF says.", callback=one_of
-        ),
+        str | None, choice("default|expandable", "Torch's. Default: as PYTORCH_ALLOC_CONF says.")
     ] = None,
     tokens: Tokens = None,
     measured: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="A run folder like it, or its metrics.jsonl: estimate by its tokens/s."),
+        str | None, option("RUN", "A run folder like it, or its metrics.jsonl: estimate by its tokens/s.")
     ] = None,
     html: Page = None,
     figure: Picture = None,
     set_: Overrides = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")
+        bool, option(None, "Print formulas, single allocations and assumptions.", "--verbose", "-v")
     ] = False,
     json_: Json = False,
 ) -> None:

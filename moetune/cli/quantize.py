@@ -5,26 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, answer, heavy_imports, one_of
+from moetune.cli.options import Json, answer, argument, choice, heavy_imports, option
 from moetune.errors import counted
 from moetune.report.console import terminal
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a folder or a hub id.")],
-    out: Annotated[Path, typer.Option(help="The folder to write. One that was begun is continued.")],
+    model: Annotated[str, argument("MODEL", "A catalog name, a folder or a hub id.")],
+    out: Annotated[Path, option(None, "The folder to write. One that was begun is continued.")],
     base: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|nf4|int8|mxfp4",
-            help="Precision of what is quantized; auto: as published, or nf4.",
-            callback=one_of,
-        ),
+        str, choice("auto|nf4|int8|mxfp4", "Precision of what is quantized; auto: as published, or nf4.")
     ] = "auto",
     double_quant: Annotated[
-        bool | None, typer.Option(help="8-bit scales of nf4, which is the default.", show_default=False)
+        bool | None, option(None, "8-bit scales of nf4, which is the default.", show_default=False)
     ] = None,
     json_: Json = False,
 ) -> None:

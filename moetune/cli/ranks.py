@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def starts_ranks(parallel: ParallelConfig) -> bool:
-    """Whether this process is to start the ranks, and is none of them."""
+    """Return whether this process starts the ranks, and is none of them."""
     return parallel.ranks > 1 and not was_launched()
 
 

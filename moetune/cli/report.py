@@ -6,30 +6,24 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, RunFolder, answer, heavy_imports, output_file
+from moetune.cli.options import Json, RunFolder, answer, heavy_imports, option, output_file
 
 
 def report(
     run: RunFolder,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Where to; by default report.html in the run.", callback=output_file),
+        Path | None, option("FILE", "Where to; by default report.html in the run.", check=output_file)
     ] = None,
-    watch: Annotated[
-        int | None, typer.Option(min=1, metavar="SECONDS", help="Write it again and again, until Ctrl-C.")
-    ] = None,
-    timeline: Annotated[bool, typer.Option(help="Also trace a step, for its memory over time.")] = True,
+    watch: Annotated[int | None, option("SECONDS", "Write it again and again, until Ctrl-C.", min=1)] = None,
+    timeline: Annotated[bool, option(None, "Also trace a step, for its memory over time.")] = True,
     json_: Json = False,
 ) -> None:
     """Write one self-contained page: curves, speed, memory, expert load, what trained, the run file and versions."""
     with heavy_imports():
-        from moetune.inference.summary import facts_of, run_of
+        from moetune.inference.run_page import run_of, run_page
         from moetune.memory.predict import predict
         from moetune.report.memory_charts import memory_chart
         from moetune.report.page import write_page
-        from moetune.report.run import run_charts, run_view
         from moetune.run.resolve import resolve
         from moetune.training.run_folder import PAGE_FILE
         from moetune.training.run_folder import RunFolder as Folder
@@ -39,8 +33,8 @@ def report(
         Folder(run).own(PAGE_FILE)
     step = [memory_chart(predict(resolve(resolved.config), method="trace"))] if timeline else []
     while True:
-        facts = facts_of(run, resolved)
-        write_page(run_view(facts), path, [*run_charts(facts), *step], refresh=watch)
+        view, charts = run_page(run, resolved)
+        write_page(view, path, [*charts, *step], refresh=watch)
         if watch is None:
             break
         time.sleep(watch)

@@ -5,9 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from moetune.cli.options import Card, Json, Overrides, Overwrite, Scored, answer, heavy_imports, in_a_folder, refuse_set
+from moetune.cli.options import (
+    Card,
+    Json,
+    Overrides,
+    Overwrite,
+    Scored,
+    answer,
+    argument,
+    flag,
+    heavy_imports,
+    in_a_folder,
+    option,
+    refuse_set,
+)
 from moetune.config.load import load_run_config, read_run_config, refuse_missing
 from moetune.errors import UserError
 from moetune.report.view import Section, Table
@@ -17,21 +28,14 @@ if TYPE_CHECKING:
 
 
 def score(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN.yaml", help="A model, or a run file that it is to be trained by.")
-    ],
+    model: Annotated[str, argument("MODEL|RUN.yaml", "A model, or a run file that it is to be trained by.")],
     data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="What to read, as under data.train; repeatable. Default: the run file's."),
+        list[str] | None, option("FILE", "What to read, as under data.train; repeatable. Default: the run file's.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the scores are written.", callback=in_a_folder)
-    ] = Path("scores.json"),
+    out: Annotated[Path, option("FILE", "Where the scores are written.", check=in_a_folder)] = Path("scores.json"),
     tokens: Scored = 131_072,
     overwrite: Overwrite = False,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="Score nothing: predict the peak memory, and whether it fits.")
-    ] = False,
+    predict: Annotated[bool, flag("--predict", "Score nothing: predict the peak memory, and whether it fits.")] = False,
     gpu: Card = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -54,8 +58,9 @@ def score(
         with heavy_imports():
             from moetune.report.memory import memory_view
             from moetune.routing.memory import predict_score
-            from moetune.routing.score import names_of, to_score
             from moetune.routing.score import score as score_run
+            from moetune.routing.score import to_score
+            from moetune.routing.sources import names_of
             from moetune.run.dtypes import this_device
             from moetune.run.resolve import resolve
     if predict:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from moetune.cli.options import Json, Overrides, answer, heavy_imports, one_of, output_file, read_run, refuse_set
+from moetune.cli.options import (
+    Json,
+    Overrides,
+    answer,
+    argument,
+    choice,
+    heavy_imports,
+    option,
+    output_file,
+    read_run,
+    refuse_set,
+)
 from moetune.errors import UserError
 from moetune.files import write_output
 from moetune.report.console import terminal
@@ -18,33 +27,23 @@ if TYPE_CHECKING:
 
 
 def select(
-    scores: Annotated[Path, typer.Argument(metavar="SCORES.json", help="What moetune score wrote.")],
-    rule: Annotated[
-        str,
-        typer.Option(metavar="tokens|gate|reap|foreground|random|least", help="What ranks experts.", callback=one_of),
-    ] = "tokens",
+    scores: Annotated[Path, argument("SCORES.json", "What moetune score wrote.")],
+    rule: Annotated[str, choice("tokens|gate|reap|foreground|random|least", "What ranks experts.")] = "tokens",
     p: Annotated[
-        float | None, typer.Option(help="As few as have this share of a layer's tokens, or of its gate weight.")
+        float | None, option(None, "As few as have this share of a layer's tokens, or of its gate weight.")
     ] = None,
-    k: Annotated[int | None, typer.Option(help="So many of each layer.")] = None,
-    experts: Annotated[int | None, typer.Option(help="At most so many in all.")] = None,
-    parameters: Annotated[int | None, typer.Option(help="At most so many parameters in all.")] = None,
+    k: Annotated[int | None, option(None, "So many of each layer.")] = None,
+    experts: Annotated[int | None, option(None, "At most so many in all.")] = None,
+    parameters: Annotated[int | None, option(None, "At most so many parameters in all.")] = None,
     budget: Annotated[
-        str | None, typer.Option(help="As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
+        str | None, option(None, "As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
     ] = None,
-    background: Annotated[
-        Path | None, typer.Option(metavar="SCORES.json", help="Of general text, for --rule foreground.")
-    ] = None,
-    layers: Annotated[str, typer.Option(help="Only these, such as 0-5.")] = "all",
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of --rule random.")] = 0,
-    run: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="The run file that is filled in.")] = None,
-    part: Annotated[
-        str, typer.Option("--as", metavar="experts|lora", help="Train them whole, or put LoRA on.", callback=one_of)
-    ] = "experts",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the run file here. Default: stdout.", callback=output_file),
-    ] = None,
+    background: Annotated[Path | None, option("SCORES.json", "Of general text, for --rule foreground.")] = None,
+    layers: Annotated[str, option(None, "Only these, such as 0-5.")] = "all",
+    seed: Annotated[int, option(None, "Of --rule random.", min=0, max=2**31)] = 0,
+    run: Annotated[Path | None, option("RUN.yaml", "The run file that is filled in.")] = None,
+    part: Annotated[Any, choice("experts|lora", "Train them whole, or put LoRA on.", "--as")] = "experts",
+    out: Annotated[Path | None, option("FILE", "Write the run file here. Default: stdout.", check=output_file)] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -56,8 +55,7 @@ def select(
     with heavy_imports():
         from moetune.adapt.weights.base import folder_of, noting_base
         from moetune.report.terminal import show
-        from moetune.routing.budget import within_budget
-        from moetune.routing.select import choice_of, with_choice
+        from moetune.routing.select import choice_of, with_choice, within_budget
         from moetune.run.choice import coverage
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve

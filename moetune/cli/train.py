@@ -7,9 +7,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, Overrides, Overwrite, RunFile, answer, heavy_imports, known_gpu, read_run
+from moetune.cli.options import (
+    Json,
+    Overrides,
+    Overwrite,
+    RunFile,
+    answer,
+    flag,
+    heavy_imports,
+    known_gpu,
+    option,
+    read_run,
+)
 from moetune.config.load import refuse_existing_run, refuse_missing_files
 from moetune.errors import DoesNotFit, counted
 
@@ -18,14 +27,11 @@ def train(
     run: RunFile,
     resume: Annotated[
         str,
-        typer.Option(
-            metavar="auto|never|PATH",
-            help="Continue from the newest checkpoint, from none, or from a checkpoints/step-N folder.",
-        ),
+        option("auto|never|PATH", "Continue from the newest checkpoint, none, or a checkpoints/step-N folder."),
     ] = "never",
     overwrite: Overwrite = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check run file, data and output; train nothing, write nothing.")
+        bool, flag("--dry-run", "Check run file, data and output; train nothing, write nothing.")
     ] = False,
     set_: Overrides = None,
     json_: Json = False,

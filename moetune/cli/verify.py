@@ -5,29 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.options import Json, Overrides, RunFile, answer, heavy_imports, output_file, read_run
+from moetune.cli.options import Json, Overrides, RunFile, answer, heavy_imports, option, output_file, read_run
 from moetune.report.console import note
 from moetune.report.view import Section
 
 
 def verify(
     run: RunFile,
-    steps: Annotated[int, typer.Option(min=2, max=10_000, help="Optimizer steps; states appear in the first.")] = 3,
+    steps: Annotated[int, option(None, "Optimizer steps; states appear in the first.", min=2, max=10_000)] = 3,
     routing: Annotated[
-        str,
-        typer.Option(
-            metavar="measured|balanced|skew:S|worst|FILE", help="What the prediction assumes of the experts' tokens."
-        ),
+        str, option("measured|balanced|skew:S|worst|FILE", "What the prediction assumes of the experts' tokens.")
     ] = "measured",
     profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also profile a step: its time by part, and a trace for chrome://tracing.",
-            callback=output_file,
-        ),
+        option("FILE", "Also profile a step: its time by part, and a trace for chrome://tracing.", check=output_file),
     ] = None,
     set_: Overrides = None,
     json_: Json = False,

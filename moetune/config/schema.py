@@ -168,7 +168,7 @@ class AdaptConfig(Section):
 
     @property
     def has_memory_budget(self) -> bool:
-        """Whether how many experts are chosen takes predictions of the run (routing/budget.py)."""
+        """Whether how many experts are chosen takes predictions of the run (routing/select.py)."""
         of_lora = None if self.lora is None else self.lora.ids
         return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
 

@@ -1,4 +1,4 @@
-"""What a run's data become, in words: the JSON of `moetune data` as a view."""
+"""The preview of a run's data, from the JSON of `moetune data`."""
 
 from __future__ import annotations
 

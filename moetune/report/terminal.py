@@ -90,7 +90,7 @@ def _list(lines: Iterable[str]) -> RenderableType:
 
 
 def _records(records: Records) -> Iterator[RenderableType]:
-    """Tokens that carry loss are green, every other token underlined; without colours, `«` and `»` enclose the loss."""
+    """Show tokens that carry loss in green, enclosed by `«` and `»`; every other token is underlined."""
 
     for number, record in enumerate(records.records, 1):
         text, before = Text(f"{number}: ", "dim"), False

@@ -1,4 +1,4 @@
-"""How bytes, shares, speeds and times are written for people. Nothing else writes GiB."""
+"""Bytes, shares, speeds and times as text. Nothing else writes GiB."""
 
 from moetune.memory.time.roofline import Duration, Range
 

@@ -1,4 +1,4 @@
-"""What a command found, as text: one description, which a terminal (terminal.py) and a page (page.py) print."""
+"""The answer of a command as text: one description, printed on a terminal (terminal.py) and as a page (page.py)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: Lo
     """The experts that a choice names.
 
     Args:
-        choice: its budget, if it is one of memory, was made a number before (routing/budget.py).
+        choice: its budget, if it is one of memory, was made a number before (routing/select.py).
         where: the key of the run file, for messages.
         lora: what is put on them, where they do not train whole: `parameters` then counts its factors.
 
