@@ -2,10 +2,11 @@
 
     import moetune
 
-    run = moetune.resolve(moetune.load_run_config("run.yaml"))
-    print(moetune.predict(run).fits)
+    print(moetune.predict("run.yaml").fits)
+    moetune.train("run.yaml")
 
-What is here is loaded when it is asked for: importing moetune costs nothing.
+Every function takes the path of a run file, its values (`RunConfig`), or a `ResolvedRun`. Names are imported when they
+are first used, so importing moetune costs nothing.
 """
 
 from __future__ import annotations
@@ -14,61 +15,69 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moetune.adapt.build import build
-    from moetune.adapt.count import count
+    from moetune.adapt.build import Adapted, build
+    from moetune.adapt.count import Count, count
+    from moetune.adapt.weights.quantize import quantize
     from moetune.adapt.weights.quantizer import MoetuneConfig
     from moetune.config.load import load_run_config
-    from moetune.config.schema import RunConfig
-    from moetune.errors import UserError
+    from moetune.config.schema import ResolvedConfig, RunConfig
+    from moetune.errors import DoesNotFit, UserError
     from moetune.exporting.apply import apply_delta
-    from moetune.exporting.export import export
+    from moetune.exporting.export import ExportResult, export
+    from moetune.inference.evaluate import Evaluation, evaluate
+    from moetune.inference.generate import generate
+    from moetune.inference.opened import Opened, open_model
     from moetune.memory.predict import predict
     from moetune.memory.report import MemoryReport
-    from moetune.memory.verify import verify
-    from moetune.routing.drift import drift
+    from moetune.memory.verify import Outcome, verify
+    from moetune.planning.plan import Plan, plan
+    from moetune.planning.predictor import Predictor
+    from moetune.planning.solve import Solved, solve
+    from moetune.routing.drift import Drift, drift
     from moetune.routing.score import score
     from moetune.routing.select import within_budget
-    from moetune.run.resolve import resolve
+    from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve
+    from moetune.run.scores import Scores
+    from moetune.training.run import TrainResult
     from moetune.watch.train import train
 
 __version__ = "0.1.0"
 __all__ = [
-    "MemoryReport",
-    "MoetuneConfig",
-    "RunConfig",
-    "UserError",
-    "apply_delta",
-    "build",
-    "count",
-    "drift",
-    "export",
-    "load_run_config",
-    "predict",
-    "resolve",
-    "score",
-    "train",
-    "verify",
+    "Adapted", "Count", "DoesNotFit", "Drift", "Evaluation", "ExportResult", "MemoryReport", "MoetuneConfig", "Opened",
+    "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun", "RunConfig", "Scores", "Solved",
+    "TrainResult", "UserError", "apply_delta", "build", "count", "drift", "evaluate", "export", "generate",
+    "load_run_config", "open_model", "plan", "predict", "quantize", "resolve", "score", "solve", "train", "verify",
     "within_budget",
-]
+]  # fmt: skip
 
-_HOMES = {
-    "MemoryReport": "memory.report",
-    "MoetuneConfig": "adapt.weights.quantizer",
-    "RunConfig": "config.schema",
-    "UserError": "errors",
-    "apply_delta": "exporting.apply",
-    "build": "adapt.build",
-    "count": "adapt.count",
-    "drift": "routing.drift",
-    "export": "exporting.export",
-    "load_run_config": "config.load",
-    "predict": "memory.predict",
-    "resolve": "run.resolve",
-    "score": "routing.score",
-    "train": "watch.train",
-    "verify": "memory.verify",
-    "within_budget": "routing.select",
+_NAMES = {
+    "adapt.build": "Adapted build",
+    "adapt.count": "Count count",
+    "adapt.weights.quantize": "quantize",
+    "adapt.weights.quantizer": "MoetuneConfig",
+    "config.load": "load_run_config",
+    "config.schema": "ResolvedConfig RunConfig",
+    "errors": "DoesNotFit UserError",
+    "exporting.apply": "apply_delta",
+    "exporting.export": "ExportResult export",
+    "inference.evaluate": "Evaluation evaluate",
+    "inference.generate": "generate",
+    "inference.opened": "Opened open_model",
+    "memory.predict": "predict",
+    "memory.report": "MemoryReport",
+    "memory.verify": "Outcome verify",
+    "planning.plan": "Plan plan",
+    "planning.predictor": "Predictor",
+    "planning.solve": "Solved solve",
+    "routing.select": "within_budget",
+    "routing.drift": "Drift drift",
+    "routing.score": "score",
+    "run.resolve": "ResolvedModel ResolvedRun resolve",
+    "run.scores": "Scores",
+    "training.run": "TrainResult",
+    "watch.train": "train",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -25,7 +25,7 @@ from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedLinear
-from moetune.models.structure import ExpertShape
+from moetune.models.moe import ExpertShape
 from tests.resolved import build
 from tests.toys import VOCAB
 

@@ -8,27 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import moetune
-from moetune.errors import UserError
-from moetune.watch.train import train
-
-CONTRACT = [
-    "MemoryReport", "MoetuneConfig", "RunConfig", "UserError", "apply_delta", "build", "count", "drift", "export",
-    "load_run_config", "predict", "resolve", "score", "train", "verify", "within_budget",
-]  # fmt: skip
 
 
 def test_all_names_are_there() -> None:
-    assert moetune.__all__ == CONTRACT
-    assert set(CONTRACT) <= set(dir(moetune))
-    for name in CONTRACT:
+    assert set(moetune.__all__) == moetune._HOMES.keys() <= set(dir(moetune))
+    for name in moetune.__all__:
         value = getattr(moetune, name)
         assert callable(value)
         assert value.__name__ == name
-        assert value.__module__.startswith("moetune.")
-    assert moetune.train is train  # not the room of that name
-    assert moetune.UserError is UserError
+        assert value.__module__ == f"moetune.{moetune._HOMES[name]}" or name.startswith("Resolved")
     with pytest.raises(AttributeError, match="'moetune' has no attribute 'trian'"):
         _ = moetune.trian  # type: ignore[attr-defined]
 
@@ -48,3 +39,21 @@ def test_importing_loads_nothing() -> None:
     seen = "import sys, moetune; moetune.load_run_config; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_run_its_values_and_its_path_are_alike(small_model: Path, tmp_path: Path) -> None:
+    run = {"model": {"path": str(small_model)}, "adapt": {"router": "all"}, "hardware": {"gpu": "1GiB"}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run), encoding="utf-8")
+    config = moetune.load_run_config(file)
+    resolved = moetune.resolve(file, "cuda")
+    assert resolved.config.to_yaml() == moetune.resolve(config, "cuda").config.to_yaml()
+    assert moetune.resolve(resolved) is resolved
+    reports = [moetune.predict(given) for given in (file, str(file), config, resolved)]
+    assert all(report == reports[0] for report in reports)
+    assert "allocator: expandable segments" in " ".join(reports[0].assumptions)  # as `moetune predict` prints
+    trained = [moetune.count(given).trainable for given in (file, str(file), config, resolved)]
+    built = moetune.build(str(file), "meta")
+    assert all(
+        one == trained[0] == {**one, "total": sum(p.numel() for p in built.trainable().values())} for one in trained
+    )

@@ -48,8 +48,9 @@ from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.dtypes import kind_of
 from moetune.run.placement import Placement
-from moetune.run.resolve import ResolvedModel, ResolvedRun
+from moetune.run.resolve import AnyRun, ResolvedModel, ResolvedRun, resolve
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Types of tensors that are weights, when nothing says that they are quantized."""
@@ -102,7 +103,7 @@ class Adapted:
 
 
 def build(
-    run: ResolvedRun,
+    run: AnyRun,
     device: torch.device | str,
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
@@ -121,8 +122,8 @@ def build(
     Raises:
         UserError: the weights cannot be read, or an expert that should be packed is not.
     """
-    assert not run.problems, run.problems
     device = torch.device(device)
+    run = resolve(run, kind_of(device))
     config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -275,7 +276,10 @@ def checked_folder(model: ResolvedModel) -> Path:
         if len(keys) == 1 and (found := stored[keys[0]]).numel != there.numel():
             wrong.append(f"{name} is {[*found.shape]}, not {[*there.shape]}")
     refuse_misfit(wrong, f"the weights in {source.folder!r}", source.name)
-    described, held = sum(part.numel for part in model.structure.parts), sum(tensor.numel for tensor in stored.values())
+    described, held = (
+        sum(part.numel for part in model.structure.parameters),
+        sum(tensor.numel for tensor in stored.values()),
+    )
     if described > 2 * held:
         raise UserError(
             f"the weights in {source.folder!r} do not fit {source.name!r}: config.json describes {described:,} "

@@ -9,7 +9,7 @@ from moetune.adapt.build import Adapted, build
 from moetune.models.parameter_count import ParameterCount, count_parameters
 from moetune.models.source import find_model_source
 from moetune.models.structure import meta_model, read_structure
-from moetune.run.resolve import ResolvedRun
+from moetune.run.resolve import AnyRun, resolve
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,18 @@ class Count:
         return self.parameter_count.to_json() | ({} if self.trainable is None else {"trainable": self.trainable})
 
 
-def count(of: ResolvedRun | str) -> Count:
-    """Counts the parameters of a run's model and what would train, or of a model by `model.path`; reads no weights.
+def count(of: AnyRun) -> Count:
+    """Count the parameters of a run's model and of what would train, or of a model; reads no weights.
+
+    Args:
+        of: a run, a run file (`.yaml`), or a model, as under `model.path`.
 
     Raises:
-        UserError: no such model, or one that would be miscounted.
+        UserError: no such model, or one that would be miscounted; or as `resolve`.
     """
-    if isinstance(of, ResolvedRun):
-        return Count(of.config.model.path, count_parameters(of.structure), count_trainable(build(of, "meta")))
+    if not isinstance(of, str) or of.endswith((".yaml", ".yml")):
+        run = resolve(of)
+        return Count(run.config.model.path, count_parameters(run.structure), count_trainable(build(run, "meta")))
     return Count(of, count_parameters(read_structure(meta_model(find_model_source(of).config))))
 
 

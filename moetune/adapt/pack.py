@@ -10,9 +10,9 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.compat.bitsandbytes import keep_packing
+from moetune.compat.bitsandbytes import prepare_4bit
 from moetune.compat.transformers import activation_of
-from moetune.config.schema import ModelConfig
+from moetune.config.schema import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
@@ -37,7 +37,7 @@ def has_values(path: str) -> None:
 
 
 def make_expert_context(
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     selection: Selection,
     ranks: Ranks,
     device: torch.device,
@@ -71,7 +71,7 @@ def make_bank(
     experts: nn.Module,
     layer: MoeLayer,
     selection: Selection,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     placement: Placement = EVERYTHING,
@@ -87,7 +87,7 @@ def make_bank(
         layer.shape,
         BankPlan(selection.experts.get(layer.index, ()), lora),
         activation_of(experts, has_gate=layer.shape.has_gate),
-        storage=config.storage,
+        storage=config.base,
         double_quant=config.double_quant,
         dtype=dtype,
         device=device,
@@ -113,7 +113,7 @@ def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
 def quantize_linear(
     model: PreTrainedModel,
     path: str,
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     fill: Fill = has_values,
@@ -129,7 +129,7 @@ def quantize_linear(
         packed = _linear_4bit(linear, config.double_quant, dtype, device)
     else:
         weight, bias = linear.weight.to(device), linear.bias
-        packed = QuantizedLinear(weight, None if bias is None else bias.to(device), config.storage)
+        packed = QuantizedLinear(weight, None if bias is None else bias.to(device), config.base)
     model.set_submodule(path, packed.requires_grad_(False))
 
 
@@ -178,7 +178,7 @@ def _empty_4bit(linear: nn.Linear, double_quant: bool, dtype: torch.dtype) -> Li
         device="meta",
     )
     packed.bias = linear.bias
-    keep_packing(packed)
+    prepare_4bit(packed)
     return packed
 
 
@@ -204,7 +204,7 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
             raise UserError(f"{path}: should be stored as nf4 and is not")
 
 
-def refuse_misplaced(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
+def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:
     """Raises `UserError` naming the first tensor that is not where the run file says.
 
     Only the packed experts may be on the host, if asked for; what trains never is. A placement that goes by sizes, such

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from moetune.cli.options import Json, Overrides, Page, RunFile, answer, heavy_imports, option
+from moetune.cli.options import Json, Overrides, Page, RunFile, answer, heavy_imports, number
 from moetune.config.load import load_run_config, refuse_missing_files
 
 
 def data(
     run: RunFile,
-    records: Annotated[int, option("N", "How many records to show.", "--records", min=0)] = 3,
+    records: Annotated[int, number("How many records to show.", 0, metavar="N")] = 3,
     html: Page = None,
     set_: Overrides = None,
     json_: Json = False,

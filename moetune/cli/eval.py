@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from moetune.cli.options import DataFormat, Json, KeepQuantized, Opens, answer, heavy_imports, opened, option
+from moetune.cli.options import DataFormat, Json, KeepQuantized, Opens, answer, heavy_imports, number, opened, option
 from moetune.config.load import refuse_missing
 
 
@@ -15,7 +15,7 @@ def eval_(
     ] = None,
     format_: DataFormat = None,
     sequence_length: Annotated[
-        int | None, option("N", "Tokens a record may have; by default the run's, or 2048.", min=2)
+        int | None, number("Tokens a record may have; by default the run's, or 2048.", 2, 2**24, "N")
     ] = None,
     base: KeepQuantized = None,
     json_: Json = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from moetune.cli.options import Json, NewFolder, Overwrite, RunFolder, answer, choice, heavy_imports, option
+from moetune.cli.options import Json, NewFolder, Overwrite, RunFolder, answer, choice, heavy_imports, number, option
 from moetune.errors import UserError, counted
 from moetune.files import expanded, is_occupied
 from moetune.report.console import note
@@ -18,9 +18,7 @@ def export(
     ],
     out: NewFolder,
     overwrite: Overwrite = False,
-    check: Annotated[
-        int, option("N", "Compare the loss on N held-out records with the trained model's.", min=0, max=1000)
-    ] = 0,
+    check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to the hub, private, with a model card.")] = None,
     json_: Json = False,
 ) -> None:

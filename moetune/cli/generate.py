@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from moetune.cli.options import Json, KeepQuantized, Opens, answer, flag, heavy_imports, opened, option, utf8
+from moetune.cli.options import Json, KeepQuantized, Opens, answer, flag, heavy_imports, number, opened, option, utf8
 from moetune.errors import UserError
 
 
@@ -16,16 +16,16 @@ def temperature_in_range(value: float) -> float:
     raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")
 
 
-MaxNewTokens = Annotated[int, option("N", "Tokens to write at most.", min=1)]
+MaxNewTokens = Annotated[int, number("Tokens to write at most.", metavar="N")]
 Temperature = Annotated[
     float, option(None, "0 takes the likeliest token; higher ones draw.", check=temperature_in_range)
 ]
-Seed = Annotated[int, option(None, "Of what is drawn.", min=0, max=2**63 - 1)]
+Seed = Annotated[int, number("Of what is drawn.", 0, 2**63 - 1)]
 
 
 def generate(
     model: Opens,
-    prompt: Annotated[str, option("TEXT", "What to go on from.", check=utf8, show_default=False)],
+    prompt: Annotated[str, option("TEXT", "What to go on from.", check=utf8)],
     chat: Annotated[bool, flag("--chat", "Take the prompt as a message for the chat template.")] = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
 from moetune.config.schema import DataConfig, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
@@ -111,8 +112,12 @@ def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -
     return typer.Argument(metavar=metavar, help=help, show_default=False, callback=check)
 
 
-def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None, **more: Any) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, callback=check, **more)
+def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, callback=check)
+
+
+def number(help: str, least: int | None = 1, most: int = LARGEST, metavar: str | None = None) -> Any:
+    return typer.Option(metavar=metavar, help=help, min=least, max=most)
 
 
 def choice(metavar: str, help: str, *names: str) -> Any:
@@ -137,8 +142,8 @@ Card = Annotated[
 ]
 Method = Annotated[str | None, choice("trace|formula", "How memory is predicted.")]
 Routed = Annotated[str, option("balanced|skew:S|worst|FILE", "How many tokens each expert receives.")]
-Tokens = Annotated[int | None, option(None, "Of the data: say how many hours they take.", min=1)]
-Scored = Annotated[int, option(None, "Of each data set.", min=1)]
+Tokens = Annotated[int | None, number("Of the data: say how many hours they take.", most=2**60)]
+Scored = Annotated[int, number("Of each data set.")]
 KeepQuantized = Annotated[
     str | None, choice("nf4|int8|mxfp4", "Keep a model quantized; a run is as in training.", "--base")
 ]

@@ -18,6 +18,7 @@ from moetune.cli.options import (
     argument,
     choice,
     heavy_imports,
+    number,
     option,
     within_memory,
 )
@@ -33,7 +34,7 @@ def predict(
     experts: Annotated[
         str | None, option("LAYERS:EXPERTS", "Of a MODEL: these experts of these layers train, as in 0-5:0,1.")
     ] = None,
-    lora: Annotated[int | None, option("RANK", "Of a MODEL: LoRA on attention and experts trains.", min=1)] = None,
+    lora: Annotated[int | None, number("Of a MODEL: LoRA on attention and experts trains.", metavar="RANK")] = None,
     gpu: Card = None,
     method: Method = None,
     routing: Routed = "balanced",
@@ -63,10 +64,9 @@ def predict(
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
         from moetune.report.memory import memory_view
-        from moetune.run.resolve import resolve
 
     chosen: Any = {"method": method, "allocator": allocator}
-    report = predict_run(resolve(config), gpu=gpu, routing=parse_routing(routing), **chosen)
+    report = predict_run(config, gpu=gpu, routing=parse_routing(routing), **chosen)
     if speed is not None:
         if report.time is None:
             raise UserError("--measured wants a card whose speed is known, as in --gpu l40s, and --method trace")

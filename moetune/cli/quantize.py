@@ -17,7 +17,7 @@ def quantize(
         str, choice("auto|nf4|int8|mxfp4", "Precision of what is quantized; auto: as published, or nf4.")
     ] = "auto",
     double_quant: Annotated[
-        bool | None, option(None, "8-bit scales of nf4, which is the default.", show_default=False)
+        bool | None, option(None, "8-bit scales of nf4, which is the default.")
     ] = None,
     json_: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, RunFolder, answer, heavy_imports, option, output_file
+from moetune.cli.options import Json, RunFolder, answer, heavy_imports, number, option, output_file
 
 
 def report(
@@ -14,7 +14,7 @@ def report(
     out: Annotated[
         Path | None, option("FILE", "Where to; by default report.html in the run.", check=output_file)
     ] = None,
-    watch: Annotated[int | None, option("SECONDS", "Write it again and again, until Ctrl-C.", min=1)] = None,
+    watch: Annotated[int | None, number("Write it again and again, until Ctrl-C.", metavar="SECONDS")] = None,
     timeline: Annotated[bool, option(None, "Also trace a step, for its memory over time.")] = True,
     json_: Json = False,
 ) -> None:
@@ -26,12 +26,12 @@ def report(
         from moetune.report.page import write_page
         from moetune.run.resolve import resolve
         from moetune.training.run_folder import PAGE_FILE
-        from moetune.training.run_folder import RunFolder as Folder
+        from moetune.training.run_writer import RunWriter
 
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:
-        Folder(run).own(PAGE_FILE)
-    step = [memory_chart(predict(resolve(resolved.config), method="trace"))] if timeline else []
+        RunWriter(run).own(PAGE_FILE)
+    step = [memory_chart(predict(resolve(resolved.config, "cuda"), method="trace"))] if timeline else []
     while True:
         view, charts = run_page(run, resolved)
         write_page(view, path, [*charts, *step], refresh=watch)

@@ -64,7 +64,7 @@ def score(
             from moetune.run.dtypes import this_device
             from moetune.run.resolve import resolve
     if predict:
-        report = predict_score(resolve(to_score(config)), len(data or names_of(config)) or 1, gpu=gpu)
+        report = predict_score(resolve(to_score(config), "cuda"), len(data or names_of(config)) or 1, gpu=gpu)
         answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
         return
     with on_ranks(config.parallel, "the same command goes on from here") as ranks:

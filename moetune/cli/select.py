@@ -12,6 +12,7 @@ from moetune.cli.options import (
     argument,
     choice,
     heavy_imports,
+    number,
     option,
     output_file,
     read_run,
@@ -23,7 +24,8 @@ from moetune.report.console import terminal
 from moetune.report.view import Section, Table
 
 if TYPE_CHECKING:
-    from moetune.run.choice import Chosen, Coverage
+    from moetune.config.fields import IdsByLayer
+    from moetune.run.choice import Coverage
 
 
 def select(
@@ -32,15 +34,15 @@ def select(
     p: Annotated[
         float | None, option(None, "As few as have this share of a layer's tokens, or of its gate weight.")
     ] = None,
-    k: Annotated[int | None, option(None, "So many of each layer.")] = None,
-    experts: Annotated[int | None, option(None, "At most so many in all.")] = None,
-    parameters: Annotated[int | None, option(None, "At most so many parameters in all.")] = None,
+    k: Annotated[int | None, number("So many of each layer.", None)] = None,
+    experts: Annotated[int | None, number("At most so many in all.", None)] = None,
+    parameters: Annotated[int | None, number("At most so many parameters in all.", None)] = None,
     budget: Annotated[
         str | None, option(None, "As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
     ] = None,
     background: Annotated[Path | None, option("SCORES.json", "Of general text, for --rule foreground.")] = None,
     layers: Annotated[str, option(None, "Only these, such as 0-5.")] = "all",
-    seed: Annotated[int, option(None, "Of --rule random.", min=0, max=2**31)] = 0,
+    seed: Annotated[int, number("Of --rule random.", 0)] = 0,
     run: Annotated[Path | None, option("RUN.yaml", "The run file that is filled in.")] = None,
     part: Annotated[Any, choice("experts|lora", "Train them whole, or put LoRA on.", "--as")] = "experts",
     out: Annotated[Path | None, option("FILE", "Write the run file here. Default: stdout.", check=output_file)] = None,
@@ -75,9 +77,9 @@ def select(
             base = noted()
         resolved.refuse_other_scores(None if base is None else base.fingerprint.content)
     adapt: Any = resolved.config.adapt
-    chosen: Chosen = adapt.lora.ids if part == "lora" else adapt.experts.ids
+    chosen: IdsByLayer = adapt.lora.ids if part == "lora" else adapt.experts.ids
     covers = coverage(chosen, read)
-    text = _yaml(config.model_copy(update={"adapt": adapt}), part, chosen)
+    text = _yaml(config.but(adapt=adapt), part, chosen)
     if out is not None:
         write_output(out, text)
     table = Section("share of the routed tokens that carry loss", _table(chosen, covers))
@@ -88,7 +90,7 @@ def select(
     answer(json_, _json(chosen, covers, out), table, f"written to {out}")
 
 
-def _yaml(config: Any, part: str, chosen: Chosen) -> str:
+def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
     """The run file as it was written, with the choice spelled out."""
     import yaml
 
@@ -102,7 +104,7 @@ def _yaml(config: Any, part: str, chosen: Chosen) -> str:
     return str(yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, width=120))
 
 
-def _json(chosen: Chosen, covers: Coverage, out: Path | None) -> dict[str, Any]:
+def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, Any]:
     return {
         "schema": 1,
         "out": None if out is None else str(out),
@@ -114,7 +116,7 @@ def _json(chosen: Chosen, covers: Coverage, out: Path | None) -> dict[str, Any]:
     }
 
 
-def _table(chosen: Chosen, covers: Coverage) -> Table:
+def _table(chosen: IdsByLayer, covers: Coverage) -> Table:
     rows = [
         (str(index), ", ".join(map(str, ids)), *(f"{100 * one[index]:.1f} %" for one in (covers.layers, covers.random)))
         for index, ids in chosen.items()

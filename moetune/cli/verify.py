@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, Overrides, RunFile, answer, heavy_imports, option, output_file, read_run
+from moetune.cli.options import Json, Overrides, RunFile, answer, heavy_imports, number, option, output_file, read_run
 from moetune.report.console import note
 from moetune.report.view import Section
 
 
 def verify(
     run: RunFile,
-    steps: Annotated[int, option(None, "Optimizer steps; states appear in the first.", min=2, max=10_000)] = 3,
+    steps: Annotated[int, number("Optimizer steps; states appear in the first.", 2, 10_000)] = 3,
     routing: Annotated[
         str, option("measured|balanced|skew:S|worst|FILE", "What the prediction assumes of the experts' tokens.")
     ] = "measured",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import bitsandbytes.optim.optimizer
+import torch
 from bitsandbytes.functional import get_paged
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor
@@ -26,10 +30,37 @@ def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
     optimizer.name2qmap = tables
 
 
-def keep_packing(linear: Linear4bit) -> None:
-    """Stops a 4-bit layer from repacking its weight. On CPUs with AVX-512 bf16 it does so in place at the first
-    evaluation, and from then on records no gradient."""
+def prepare_4bit(linear: Linear4bit) -> None:
+    """Make a 4-bit layer usable on a CPU.
+
+    Its weight must not be repacked: on CPUs with AVX-512 bf16 that happens in place at the first evaluation, after
+    which no gradient is recorded. And it must be dequantized correctly (`mend_dequantize_4bit`).
+    """
     linear.support_avx512bf16_for_cpu = False
+    mend_dequantize_4bit()
+
+
+@functools.cache
+def mend_dequantize_4bit() -> tuple[torch.library.Library, Any]:
+    """Replace bitsandbytes' `dequantize_4bit` on a CPU for this process; return what holds the new kernel, and the old.
+
+    The kernel of 0.50.2 finds a weight's scale by its row and column, as if each row began a block, and so uses wrong
+    scales where rows are not a multiple of the block size (docs/reference/upstream.md). For a flat shape it is right.
+    """
+    upstream = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def dequantize_4bit(
+        data: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        flat = shape if shape[-1] % blocksize == 0 else [prod(shape)]
+        return upstream.call_boxed(keys, data, absmax, blocksize, quant_type, flat, dtype).view(shape)
+
+    library = torch.library.Library("bitsandbytes", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about overriding a kernel
+        library.impl("dequantize_4bit", dequantize_4bit, "CPU", allow_override=True)
+    return library, functools.partial(upstream.call_boxed, keys)
 
 
 def paged(optimizer: Any, parameter: Tensor) -> Iterator[Tensor]:

@@ -8,18 +8,26 @@ import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _Mode = TypeVar("_Mode", bound=type[TorchDispatchMode])
 NO_PASS = -1
+__all__ = ["unset_fake_temporarily"]
 
 
 def backward_pass() -> int:
@@ -33,6 +41,21 @@ def backward_pass() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward pass that runs now has ended, as FSDP2 and DDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
+"""Functions between an operation and its caller, under one dispatch mode or several."""
+
+
+def called_by_autograd() -> bool:
+    """Whether the operation that a dispatch mode is running was called by autograd's engine, not by Python code.
+
+    To be called by `__torch_dispatch__` itself. There is no public way: the engine's frame is looked for.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__
 
 
 @contextmanager
@@ -219,6 +242,15 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(GroupName(name))
 
 
+def is_observed(tensor: Tensor) -> bool:
+    """Whether a dispatch mode, a profiler or a tensor subclass has to see the operators on a tensor."""
+    return (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+    )
+
+
 def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send rows to the ranks of a group, so many to each, and return those received; differentiable.
 
@@ -236,3 +268,21 @@ def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
     Torch's documentation takes memory snapshots this way (pytorch.org/docs/stable/torch_cuda_memory).
     """
     torch._C._cuda_attach_out_of_memory_observer(note)  # type: ignore[attr-defined]
+
+
+def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset and the shape of this rank's part of a DTensor, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
+def consolidate(folder: Path, names: list[str]) -> Path:
+    """Join the safetensors that several ranks wrote into one file of whole tensors, on disk; return it."""
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    whole = folder / "whole"
+    whole.mkdir()
+    consolidate_safetensors_files(str(folder), str(whole), dict.fromkeys(names, 1))
+    return next(whole.glob("*.safetensors"))

@@ -1,1 +1,1 @@
-"""What the user writes: the run file, its keys and its values."""
+"""The run file: its keys, its values, and how it is read."""

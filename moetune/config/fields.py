@@ -1,9 +1,9 @@
-"""What may stand at a key of the run file: numbers, sizes, lists of layers and experts. config.py has the keys."""
+"""Types of the values in a run file: bounded numbers, sizes of memory, lists of layers and experts."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -11,15 +11,18 @@ from moetune.config.sizes import HOW_TO_WRITE_A_SIZE, parse_size
 from moetune.errors import shown
 from moetune.files import check_path
 
+LARGEST = 2**31
+"""Largest whole number in a run file or on a command line."""
 _LARGEST_ID = 2**16
+_RANGE = re.compile(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", re.ASCII)
 IdSet = Literal["all", "none"] | tuple[int, ...]
-"""Layer or expert numbers: every one, no one, or those listed."""
+"""Layer or expert numbers: all, none, or those listed."""
 IdsByLayer = dict[int, tuple[int, ...]]
-"""Expert numbers of each layer that is named."""
+"""Layer index -> expert numbers."""
 
 
 def parse_ids(value: object) -> object:
-    """Turns `"0-5,8"`, `3` or `[0, 1, "4-6"]` into a sorted tuple of ints; `all` and `none` stay as they are.
+    """Parse `"0-5,8"`, `3` or `[0, 1, "4-6"]` into a sorted tuple of ints; `all` and `none` stay as they are.
 
     Raises:
         ValueError: the text is no such list, or a range runs backwards.
@@ -32,7 +35,7 @@ def parse_ids(value: object) -> object:
     ids: set[int] = set()
     for word in words:
         text = word if isinstance(word, str) else shown(word)
-        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", text, re.ASCII)
+        match = _RANGE.fullmatch(text)
         if match is None:
             raise ValueError(f'{shown(text.strip())} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
         first, last = int(match[1]), int(match[2] or match[1])
@@ -46,12 +49,8 @@ def parse_ids(value: object) -> object:
     return tuple(sorted(ids))
 
 
-def parse_expert_ids(value: object) -> object:
-    """As `parse_ids`, or a mapping of layers to such lists, in the order of layers.
-
-    Raises:
-        ValueError: a layer is no number, a list is none, or nothing is listed.
-    """
+def _parse_expert_ids(value: object) -> object:
+    """Parse as `parse_ids`, or a mapping of layers to such lists, which is sorted by layer."""
     if not isinstance(value, dict):
         return parse_ids(value)
     by_layer: IdsByLayer = {}
@@ -69,77 +68,52 @@ def parse_expert_ids(value: object) -> object:
     return dict(sorted(by_layer.items()))
 
 
-def check_expert_memory(value: object) -> object:
-    """Passes a size, 0 or `auto`, as it is written.
+def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValidator:
+    """Validate a size of memory above zero, one of some words, or (with `share`) a number between 0 and `share`."""
 
-    Raises:
-        ValueError: it is none of these.
-    """
-    if value == 0 and not isinstance(value, bool):
-        return "0"
-    if value in ("0", "auto") or (isinstance(value, str) and (parse_size(value) or -1) > 0):
+    def check(value: Any) -> Any:
+        value = str(value) if type(value) is int else value
+        is_size = isinstance(value, str) and (value in words or (parse_size(value) or 0) > 0)
+        if not is_size and not (share is not None and isinstance(value, float) and 0 < value < share):
+            raise ValueError(f"{shown(value)} is neither {what}")
         return value
-    raise ValueError(f"{value!r} is neither a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}")
+
+    return BeforeValidator(check)
 
 
-def check_memory(value: object) -> object:
-    """Passes a size above zero, or `none`, as it is written.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value == "none" or (isinstance(value, str) and (parse_size(value) or 0) > 0):
+def _check_coefficient(value: object) -> object:
+    if value == "auto" or (type(value) in (int, float) and 0 <= value <= 1e6):  # type: ignore[operator]
         return value
-    raise ValueError(f"{shown(value)} is neither a size above zero nor none. {HOW_TO_WRITE_A_SIZE}")
+    raise ValueError(f"{value!r} is neither a number from 0 to 1e6 nor auto")
 
 
-def check_text(text: str) -> str:
-    """Raises `ValueError` for what cannot be written to a file in UTF-8, or printed."""
+def _check_text(text: str) -> str:
+    """Refuse text that cannot be printed."""
     if not text.isprintable():
         raise ValueError("it holds a character that cannot be printed")
     return text
 
 
-def check_written_path(text: str) -> str:
-    """Raises `ValueError` where no file can be called that. The path stays as it is written."""
+def _check_path(text: str) -> str:
+    """Refuse a name that no file can have; the path stays as it is written."""
     check_path(text)
-    return check_text(text)
-
-
-def check_budget(value: object) -> object:
-    """Passes memory, or a share of each layer's experts.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(value, str):
-        return check_memory(value) if value != "none" else _refuse_budget(value)
-    return value if isinstance(value, (int, float)) and 0 < value < 1 else _refuse_budget(value)
-
-
-def _refuse_budget(value: object) -> object:
-    raise ValueError(f"{value!r} is neither memory, such as 44GiB, nor a share of each layer's experts, such as 0.25")
-
-
-def check_coefficient(value: object) -> object:
-    """Passes a number from 0 to 1e6, or `auto`.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value == "auto" or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1e6):
-        return value
-    raise ValueError(f"{value!r} is neither a number from 0 to 1e6 nor auto")
+    return _check_text(text)
 
 
 Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
-Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_text)]
-FilePath = Annotated[str, Field(min_length=1), AfterValidator(check_written_path)]
-Positive = Annotated[int, Field(gt=0, le=2**31)]
-Count = Annotated[int, Field(ge=0, le=2**31)]
+ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(_parse_expert_ids)]
+Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_check_text)]
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
+Positive = Annotated[int, Field(gt=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Size = Annotated[int, Field(gt=0, le=2**16)]
-"""Of one axis of a tensor, or of a mesh: products of them still fit into 64 bits."""
+"""Of one axis of a tensor or a mesh: products of several still fit into 64 bits."""
 Strength = Annotated[float, Field(ge=0, le=1e18)]
-"""What a loss, a gradient or a weight is multiplied by, or bounded with: float32 holds its square."""
-ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(parse_expert_ids)]
+"""A factor or bound of losses, gradients or weights: float32 holds its square."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Coefficient = Annotated[float | str, BeforeValidator(_check_coefficient)]
+LossMemory = Annotated[str, _size_or(f"a size above zero nor none. {HOW_TO_WRITE_A_SIZE}", "none")]
+ExpertMemory = Annotated[str, _size_or(f"a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}", "0", "auto")]
+Budget = Annotated[
+    str | float, _size_or("memory, such as 44GiB, nor a share of each layer's experts, such as 0.25", share=1)
+]

@@ -1,6 +1,6 @@
-"""Reading a run file: YAML, `--set` overrides, and every problem at once, each with the nearest valid name.
+"""Run files are read: YAML, `--set` overrides, and all problems at once, each with the nearest valid name.
 
-`load_run_config` is the one door. Nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 
 _MOST_BYTES = 2**16
-_MOST_VALUES = 10_000
-"""Of a run file, and in it once aliases are written out: a few lines of them can stand for more than memory holds."""
-_DEEPEST = 50
-"""Sections in sections; PyYAML takes a time that grows with the square of it."""
-_MOST_BITS = 4096  # of an integer
+_MOST_VALUES = 10_000  # with aliases written out: a few lines of them can stand for more than memory holds
+_DEEPEST = 50  # levels; PyYAML's time grows with their square
+_MOST_BITS = 4096  # of an integer; Python does not even print one of many more
 _MOST_PROBLEMS = 20
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key written twice, where plain YAML keeps the last one and says nothing, and bottomless
-    nesting."""
+    """YAML without keys written twice, of which plain YAML keeps the last, deep nesting and huge integers."""
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         self._refuse_depth(self.flow_level)
@@ -51,10 +48,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         value = int(super().construct_yaml_int(node))
-        if value.bit_length() > _MOST_BITS:  # beyond some Python does not even write it into a message
-            raise yaml.constructor.ConstructorError(
-                None, None, f"an integer of {len(node.value):,} characters", node.start_mark
-            )
+        if value.bit_length() > _MOST_BITS:
+            _refuse(f"an integer of {len(node.value):,} characters", node)
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -66,18 +61,20 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 continue  # refused by what is called below
             if (text := str(key)) in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {shown(key)} is written twice", key_node.start_mark
-                )
+                _refuse(f"key {shown(key)} is written twice", key_node)
             seen.add(text)
         return super().construct_mapping(node, deep)
+
+
+def _refuse(problem: str, node: yaml.Node) -> None:
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 _UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run file and applies `a.b=value` overrides, in order.
+    """Read a run file and apply `a.b=value` overrides, in order.
 
     Raises:
         UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
@@ -97,12 +94,12 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     _find_beside(raw, path)
     for override in overrides:
         _apply_override(raw, override)
-    _find_beside(raw, path, unless_here=True)  # what was typed here is meant here, if it is here
+    _find_beside(raw, path, unless_here=True)  # paths of overrides are relative to the working directory first
     return read_run_config(raw, (), what)
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
-    """Validates what a run file holds, `a.b=value` overrides applied; `what` says where it is from.
+    """Apply overrides to the mapping of a run file, named `what` in messages, and validate it.
 
     Raises:
         UserError: it does not validate; every problem is listed.
@@ -119,10 +116,10 @@ def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) ->
 
 
 def parse(text: str, what: str) -> Any:
-    """What a piece of YAML stands for.
+    """Parse YAML, named `what` in messages.
 
     Raises:
-        UserError: it is not YAML, or stands for more than a run file holds.
+        UserError: it is not YAML, or larger than a run file may be.
     """
     if len(text) > _MOST_BYTES:
         raise UserError(f"{what} is larger than any run file: more than {_MOST_BYTES:,} bytes")
@@ -134,14 +131,14 @@ def parse(text: str, what: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except UserError:
         raise
-    except Exception as error:  # a constructor of PyYAML raises what its Python type does
-        known = isinstance(error, (yaml.YAMLError, ValueError))  # others say nothing without their type
+    except Exception as error:  # PyYAML's constructors raise what their Python types raise
+        known = isinstance(error, (yaml.YAMLError, ValueError))  # the message of others needs their type
         reason = (str(error) if known else shown(error, 200)).replace('"<unicode string>", ', "")
         raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
 
 
 def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for; one that holds itself stands for infinitely many."""
+    """Count the values of a node; a node inside itself counts as too many."""
     if id(node) not in known:
         known[id(node)] = _MOST_VALUES + 1
         inner = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -155,12 +152,12 @@ _PATHS = (
     ("parallel", "load"), ("parallel", "deepspeed"), ("adapt", "experts", "from"), ("adapt", "experts", "background"),
     ("adapt", "lora", "ids", "from"), ("adapt", "lora", "ids", "background"),
 )  # fmt: skip
-"""What a run file may name by a path: relative to its own folder, else to the working directory."""
+"""Keys that hold a path, relative to the run file's folder, else to the working directory."""
 _FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
 
 
 def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = False) -> None:
-    """Makes paths that exist relative to the run file's folder absolute."""
+    """Make paths absolute that exist relative to the run file's folder."""
 
     def found(key: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -186,7 +183,7 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
 
 
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
-    """Raises `UserError` for a file of data that is nowhere; other names are looked up when they are read."""
+    """Raise `UserError` for a file under `data:` that does not exist; other names are looked up when they are read."""
     data = config.data
     given = () if data is None else (data.train, data.eval, data.chat_template)
     several = (() if value is None else (value,) if isinstance(value, str) else value for value in given)
@@ -195,7 +192,7 @@ def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
 
 
 def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
-    """The same of these names, in the working directory or in a folder beside it."""
+    """Raise `UserError` for file names that exist neither in the working directory nor in the folder `beside`."""
     problems = []
     for name in names:
         path = expanded(name)
@@ -210,7 +207,7 @@ def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
 
 
 def refuse_existing_run(output: Path) -> None:
-    """Raises `UserError` if a folder holds a run."""
+    """Raise `UserError` if the folder holds a run."""
     output = output.expanduser()
     if Ledger(output).kind == "run" and (output / "run.yaml").is_file():
         raise UserError(
@@ -236,12 +233,12 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             )
     node[parts[-1]] = value
     other = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
-    if other and value is not None:  # what is said last says how long to train
+    if other and value is not None:  # the last of them wins
         node.pop(other, None)
 
 
 def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
-    """One line a problem: where, what was written, what would be valid."""
+    """Yield a line per problem: the key, its value, and what would be valid."""
     for item in error.errors():
         where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
         value = shown(item["input"])
@@ -268,13 +265,13 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
             case "tuple_type":
                 yield f"{where}: {value} is not a list; write [{bare}]"
             case "value_error":
-                yield f"{where}: {item['ctx']['error']}" if where else f"{item['ctx']['error']}"
+                yield f"{where}{where and ': '}{item['ctx']['error']}"
             case _:
                 yield f"{where}: {value} is not valid: {item['msg'][:300]}"
 
 
 def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
-    """What to write for a share of the steps, where the run file says how many these are."""
+    """Return the remedy for a share of the steps, if the run file gives their number."""
     try:
         train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
         steps = ceil(float(str(share)) * train.steps)
@@ -285,23 +282,14 @@ def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
     return f": write warmup: {steps}, {share} of {train.steps:,}"
 
 
-_UNION_TAGS = frozenset(
-    {
-        "literal['all','none']",
-        "tuple[int, ...]",
-        "tuple[int,...]",
-        "one",
-        "by_part",
-        "several",
-        "weighted",
-        "a choice",
-        "ids or layers",
-    }
-)
+_UNION_TAGS = frozenset((
+    "literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part", "several", "weighted", "a choice",
+    "ids or layers",
+))  # fmt: skip
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
-    """The keys that the section at this place of the run file may hold."""
+    """Return the keys that the section at a location of pydantic's may hold."""
     section: type[BaseModel] = RunConfig
     for part in location:
         if part == "by_part":
@@ -314,7 +302,7 @@ def _fields_at(location: Iterable[int | str]) -> list[str]:
 
 
 def _leaves(annotation: Any) -> list[type]:
-    """The types in an annotation, whatever unions and annotations are around them."""
+    """Return the types inside unions, tuples and `Annotated`."""
     inner = typing.get_args(annotation)
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated, tuple):
         return [leaf for option in inner for leaf in _leaves(option)]

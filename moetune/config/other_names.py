@@ -1,4 +1,4 @@
-"""What other tools call the keys of a run file. Nothing here imports anything."""
+"""Names of other tools for the keys of a run file."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ OTHER_NAMES = {
     **dict.fromkeys(("save_steps", "saves_per_epoch"), "train.save_every"),
     **dict.fromkeys(("dataset", "datasets", "train_file", "dataset_name", "data_path"), "data.train"),
     **dict.fromkeys(("val_set_size", "val_size", "validation_split"), "data.validation"),
-    **dict.fromkeys(("sample_packing",), "data.packing"),
+    "sample_packing": "data.packing",
     **dict.fromkeys(("output_dir", "save_dir"), "output"),
 }

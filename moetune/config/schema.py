@@ -1,9 +1,12 @@
-"""The run file: what a user writes, as typed values. run_file.py reads it. Nothing here imports torch."""
+"""The run file as typed values: `RunConfig` as it is written, `ResolvedConfig` with nothing left to choose.
+
+`load.py` reads the first, `run/resolve.py` makes the second. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import typing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -13,23 +16,25 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
 from moetune.config.fields import (
+    Budget,
+    Coefficient,
     Count,
     Decay,
     ExpertIds,
+    ExpertMemory,
     FilePath,
     Ids,
+    LossMemory,
     Positive,
     Size,
     Strength,
     Text,
-    check_budget,
-    check_coefficient,
-    check_expert_memory,
-    check_memory,
 )
 from moetune.config.sizes import parse_size
 from moetune.errors import counted
@@ -37,6 +42,12 @@ from moetune.errors import counted
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with these values, which are not validated; a dict changes keys of the section of that name."""
+        sections = {key: part for key in changes if isinstance(part := getattr(self, key), Section)}
+        nested = {key: part.but(**changes[key]) for key, part in sections.items() if isinstance(changes[key], dict)}
+        return self.model_copy(update=changes | nested)
 
 
 QuantizedDtype = Literal["nf4", "int8", "mxfp4"]
@@ -54,24 +65,18 @@ class ModelConfig(Section):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     experts_on: Literal["gpu", "host"] = "gpu"
 
-    @property
-    def storage(self) -> Storage:
-        """What `base` is, of a model that is resolved."""
-        assert self.base != "auto"
-        return self.base
-
 
 Rule = Literal["tokens", "gate", "reap", "foreground", "random", "least"]
 SIZES = ("p", "k", "experts", "parameters", "budget")
-"""How many experts a choice takes: one of these says it."""
+"""Keys for the number of experts that a choice takes; one of them is set."""
 
 
 class ChoiceConfig(Section):
-    """Experts that recorded scores choose, in each layer by itself. docs/concepts/choosing-experts.md has the rules.
+    """A choice of experts by recorded scores, layer by layer (docs/concepts/choosing-experts.md).
 
-    How many is said by one of: `p`, the smallest prefix of the ranking whose share reaches it; `k` of each layer; at
-    most so many `experts`, or their `parameters`, in all; `budget`, a share of each layer's experts, or the memory that
-    the run shall fit. But for `p`, each layer has equally many.
+    One key sets their number: `p`, the smallest prefix of the ranking whose share reaches it; `k` of each layer; at
+    most so many `experts`, or `parameters` of them, in all; `budget`, a share of each layer's experts, or the memory
+    that the run may take. With all but `p`, every layer has equally many.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
@@ -82,7 +87,7 @@ class ChoiceConfig(Section):
     k: Positive | None = None
     experts: Positive | None = None
     parameters: Positive | None = None
-    budget: Annotated[str | float | None, BeforeValidator(lambda v: v if v is None else check_budget(v))] = None
+    budget: Budget | None = None
     background: str | None = Field(default=None, min_length=1)
     layers: Ids = "all"
     seed: Count = 0
@@ -130,10 +135,11 @@ IdsOrChoice = Annotated[
 
 
 class LoraConfig(Section):
-    """Low-rank factors. `gate_up` says whether an expert's gate and up projections share one A or have one each.
+    """Low-rank factors on linear layers and experts.
 
-    `rslora` divides alpha by the root of the rank (arXiv 2312.03732); `lr_ratio` is how many times A's learning rate B
-    has (LoRA+, arXiv 2402.12354); `dropout` is of the input of linear layers.
+    With `gate_up: fused`, an expert's gate and up projections share one A. `rslora` divides alpha by the root of the
+    rank (arXiv 2312.03732); `lr_ratio` is B's learning rate over A's (LoRA+, arXiv 2402.12354); `dropout` is of the
+    input of linear layers.
     """
 
     rank: Size
@@ -148,12 +154,12 @@ class LoraConfig(Section):
 
     @property
     def plain_alpha(self) -> float:
-        """The alpha that LoRA without `rslora` has with the same scale."""
+        """Alpha of the same scale without `rslora`."""
         return self.alpha * self.rank**0.5 if self.rslora else self.alpha
 
     @property
     def scale(self) -> float:
-        """What B·A is multiplied with."""
+        """The factor of B·A."""
         return self.plain_alpha / self.rank
 
 
@@ -168,7 +174,7 @@ class AdaptConfig(Section):
 
     @property
     def has_memory_budget(self) -> bool:
-        """Whether how many experts are chosen takes predictions of the run (routing/select.py)."""
+        """Whether the number of chosen experts depends on predictions of the run (routing/select.py)."""
         of_lora = None if self.lora is None else self.lora.ids
         return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
 
@@ -179,7 +185,8 @@ OptimizerName = Literal[
 ]  # fmt: skip
 Part = Literal["router", "experts", "lora", "other"]
 PARTS: tuple[Part, ...] = typing.get_args(Part)
-_FUSED = ("lomo", "adalomo")  # what their papers are about; a plain backward is to be had by asking for it
+"""Groups of trained weights, each with an optimizer of its own if the run file gives one."""
+_FUSED = ("lomo", "adalomo")  # fused_backward by default, as in their papers
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
@@ -190,15 +197,15 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "lion8bit": {"betas": (0.9, 0.99)},
     "sgd": {"momentum": 0.0},
 }
-"""Settings that some optimizers have and others have not, with their defaults."""
+"""Settings that only some optimizers have, with their defaults."""
 
 
 class OptimizerConfig(Section):
     """One optimizer.
 
-    `master_weights` is how weights of 16 bits are updated: in their own precision, through a float32 copy, or rounded
-    stochastically. `fused_backward` updates each parameter when its gradient is complete and frees the gradient.
-    `offload` keeps states and float32 weights in host memory and updates there: gradients go out, weights come back.
+    `master_weights`: 16-bit weights are updated in their own precision, through a float32 copy, or with stochastic
+    rounding. `fused_backward` updates each parameter once its gradient is complete and frees the gradient. `offload`
+    keeps states and float32 weights in host memory and updates there.
     """
 
     name: OptimizerName = "adamw8bit"
@@ -224,7 +231,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _no_setting_of_another(self) -> OptimizerConfig:
-        """A setting that the optimizer does not have would be ignored."""
+        """Refuse settings that the optimizer would ignore."""
         own = _OWN_SETTINGS.get(self.name, {})
         for key in ("betas", "eps", "momentum"):
             if key not in own and getattr(self, key) is not None:
@@ -287,13 +294,13 @@ class TrainConfig(Section):
     max_grad_value: Strength = 0.0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     on_oom: Literal["error", "halve_micro_batch"] = "error"
-    router_aux_loss: Annotated[float | str, BeforeValidator(check_coefficient)] = 0.0
+    router_aux_loss: Coefficient = 0.0
     router_aux_scope: Literal["model", "layer"] = "model"
     router_z_loss: Strength = 0.0
     dense_router_gradient: bool = False
     router_bias_rate: Strength = 0.0
-    loss_memory: Annotated[str, BeforeValidator(check_memory)] = "256MiB"
-    expert_memory: Annotated[str, BeforeValidator(check_expert_memory)] = "auto"
+    loss_memory: LossMemory = "256MiB"
+    expert_memory: ExpertMemory = "auto"
     neftune_alpha: Strength = 0.0
     report_to: Annotated[
         tuple[Text, ...], BeforeValidator(lambda v: (() if v == "none" else (v,)) if isinstance(v, str) else v)
@@ -312,19 +319,13 @@ class TrainConfig(Section):
         return self
 
     @property
-    def balance_coefficient(self) -> float:
-        """Of the balance loss, of a run that is resolved."""
-        assert not isinstance(self.router_aux_loss, str)
-        return self.router_aux_loss
-
-    @property
     def loss_bytes(self) -> int | None:
-        """What the loss may hold at once of the logits, in bytes; None for all of them."""
+        """Bytes of logits that the loss may hold at once; None for all of them."""
         return None if self.loss_memory == "none" else parse_size(self.loss_memory)
 
 
 class WeightedData(Section):
-    """One of several data sets: an epoch has each of its records `weight` times, 0.5 being a random half of them."""
+    """One of several data sets. An epoch has each record `weight` times; 0.5 takes a random half of them."""
 
     path: FilePath
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -348,11 +349,10 @@ OneOrSeveral = Annotated[
 
 
 class DataConfig(Section):
-    """Where examples come from: files, folders, `catalog` data sets, or hub data sets (`org/name:config:split`).
+    """Data sets: files, folders, `catalog` data sets, or hub data sets (`org/name:config:split`).
 
-    `chat_template` is a file, or a model whose template is taken. `too_long` says what becomes of a prompt or chat that
-    does not fit a sequence. `validation` is the share of the training records that are held out where `eval` is not
-    given.
+    `chat_template` is a file, or a model with a template. `too_long` is for prompts and chats longer than a sequence.
+    `validation` is the share of the training records to hold out where `eval` is not given.
     """
 
     train: OneOrSeveral
@@ -375,18 +375,16 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How ranks share the work.
+    """The ranks of a run: `replicate · fsdp · tp · pp` of them.
 
-    There are `replicate · fsdp · tp · pp` ranks. `fsdp` ranks share one copy of model and optimizer, `replicate` such
-    groups hold one each, and all of these see different data. `tp` ranks split every matrix, `pp` ranks split the
-    layers. `ep` adds no rank: it spreads each layer's experts over that many of the `replicate · fsdp · tp` ranks.
+    `fsdp` ranks share one copy of model and optimizer, `replicate` such groups hold a copy each, and all of these read
+    different data. `tp` ranks split every matrix, `pp` ranks the layers. `ep` adds no rank: it spreads each layer's
+    experts over that many of the `replicate · fsdp · tp` ranks.
 
-    `zero` says what the `fsdp` ranks share: 1 optimizer states, 2 gradients as well, 3 weights as well. Under
-    `reshard: false` gathered weights stay gathered from forward to backward. `offload: optimizer` keeps optimizer
-    states and master weights on the host, and updates there; `deepspeed` is a JSON file with more of that engine's own
-    settings. `load` is a file with the tokens that each expert is known
-    to receive, such as a run's memory.json: experts are then spread over `ep` ranks so that these are balanced. A rank
-    that waits for another longer than `timeout` seconds gives up.
+    `zero` is what `fsdp` ranks share: 1 optimizer states, 2 gradients as well, 3 weights as well. `reshard: false`
+    keeps gathered weights from forward to backward. `offload: optimizer` updates on the host, with DeepSpeed, whose
+    further settings are in the JSON file `deepspeed`. `load` is a file with tokens per expert, such as a run's
+    memory.json, to balance over `ep` ranks. A rank waits for another at most `timeout` seconds.
     """
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
@@ -407,13 +405,9 @@ class ParallelConfig(Section):
         return self.replicate * self.fsdp * self.tp * self.pp
 
     @model_validator(mode="after")
-    def _settings_of_its_engine(self) -> ParallelConfig:
+    def _consistent(self) -> ParallelConfig:
         if self.deepspeed is not None and self.engine != "deepspeed":
             raise ValueError("deepspeed: has settings of another engine; set engine: deepspeed, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_fit_the_ranks(self) -> ParallelConfig:
         sharing = self.replicate * self.fsdp * self.tp
         if sharing % self.ep:
             raise ValueError(
@@ -424,14 +418,14 @@ class ParallelConfig(Section):
 
 
 class HardwareConfig(Section):
-    """`gpu` is a name of the catalog or a size such as 44GiB; `count` is how many of them, by default one a rank."""
+    """`gpu` is a catalog name or a size such as 44GiB; `count` is the number of cards, by default one per rank."""
 
     gpu: Text | None = None
     count: Size = 1
 
 
 class RunConfig(Section):
-    """A whole run file."""
+    """A run file as it is written: keys may be `auto`, and experts chosen by scores."""
 
     model: ModelConfig
     adapt: AdaptConfig
@@ -439,16 +433,23 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     data: DataConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
-    hardware: HardwareConfig = HardwareConfig()
+    hardware: HardwareConfig = Field(default=HardwareConfig(), validate_default=True)
     output: FilePath | None = None
+
+    @field_validator("hardware")
+    @classmethod
+    def _a_card_per_rank(cls, hardware: HardwareConfig, info: ValidationInfo) -> HardwareConfig:
+        given = hardware.model_fields_set
+        if "count" in given or "parallel" not in info.data:
+            return hardware
+        return HardwareConfig.model_construct(given, gpu=hardware.gpu, count=info.data["parallel"].ranks)
 
     @property
     def optimizers(self) -> dict[Part, OptimizerConfig]:
-        """The optimizer of each part that has one."""
+        """Part -> its optimizer, if it has one."""
         if isinstance(self.optimizer, OptimizerConfig):
             return dict.fromkeys(PARTS, self.optimizer)
-        by_part = {part: getattr(self.optimizer, part) for part in PARTS}
-        return {part: optimizer for part, optimizer in by_part.items() if optimizer is not None}
+        return {part: optimizer for part in PARTS if (optimizer := getattr(self.optimizer, part)) is not None}
 
     @model_validator(mode="after")
     def _fused_steps_are_single(self) -> RunConfig:
@@ -463,10 +464,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> RunConfig:
-        if "count" not in self.hardware.model_fields_set:
-            hardware = self.hardware.model_copy()
-            hardware.__dict__["count"] = self.parallel.ranks
-            self.__dict__["hardware"] = hardware
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(
                 f"parallel: asks for {counted(self.parallel.ranks, 'rank')} and hardware.count is "
@@ -475,6 +472,40 @@ class RunConfig(Section):
         return self
 
     def to_yaml(self) -> str:
-        """The resolved run file: every value spelled out, so that it reads back equal."""
+        """Return the run file with every value spelled out; it reads back equal."""
         one_length = {"train": {"steps"}} if self.train.epochs is not None else None
         return yaml.safe_dump(self.model_dump(mode="json", exclude=one_length), sort_keys=False, allow_unicode=True)
+
+
+class ResolvedModelConfig(ModelConfig):
+    base: Storage
+    dtype: Literal["bf16", "fp16", "fp32"]
+
+
+class ResolvedLora(LoraConfig):
+    ids: ExpertIds
+
+
+class ResolvedAdapt(AdaptConfig):
+    experts: ExpertsConfig | None
+    lora: ResolvedLora | None
+
+
+class ResolvedTrain(TrainConfig):
+    router_aux_loss: float
+
+
+class ResolvedConfig(RunConfig):
+    """A run file on its model: no `auto`, and numbers of experts in the place of choices. It is a valid run file."""
+
+    model: ResolvedModelConfig
+    adapt: ResolvedAdapt
+    train: ResolvedTrain
+
+
+S = TypeVar("S", bound=Section)
+
+
+def resolved(kind: type[S], section: Section, **values: Any) -> S:
+    """Return a section as its resolved type, with the values that were open."""
+    return kind.model_construct(section.model_fields_set | values.keys(), **{**dict(section), **values})

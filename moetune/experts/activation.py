@@ -19,12 +19,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
 
+from moetune.compat.torch import unset_fake_temporarily
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.projection import RowWeights
-from moetune.models.structure import ExpertShape
+from moetune.models.moe import ExpertShape
 
 
 class Activation(Protocol):

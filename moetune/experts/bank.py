@@ -22,7 +22,7 @@ from moetune.experts.mlp import expert_mlp
 from moetune.experts.permutation import Permutation
 from moetune.experts.projection import FullProjection, LowRank, Projection
 from moetune.experts.quantized import QuantizedExperts, Storage
-from moetune.models.structure import ExpertShape
+from moetune.models.moe import ExpertShape
 
 _MOST_AT_ONCE = 2**31 - 1  # weights: bitsandbytes counts them in 32 bits
 
@@ -265,8 +265,8 @@ class ExpertBank(nn.Module):
             ones = received.rows_SH.new_ones(len(received.rows_SH), 1)
             output = self._run(received.rows_SH, ones, permutation, norms)
             if hooks.norms is not None and norms is not None:
-                hooks.norms(self.layer, dispatcher.combine_norms(norms.flatten(), received.sent))
-            return dispatcher.combine(output, received.sent).to(hidden_states.dtype)
+                hooks.norms(self.layer, dispatcher.combine_norms(norms.flatten(), received.state))
+            return dispatcher.combine(output, received.state).to(hidden_states.dtype)
         counts = hooks.count_rows(self.layer, top_k_index, self.num_experts)
         norms, dense = self._norms(top_k_index), None
         if self.context.dense is not None:

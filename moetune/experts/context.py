@@ -1,4 +1,4 @@
-"""What the expert banks of one model share: settings, which are constant, and hooks, which may be replaced for a while."""
+"""The state that the expert banks of a model share: constant settings, and hooks that may be replaced for a while."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Dispatched(NamedTuple):
     Attributes:
         rows_SH: the tokens' rows [S, H].
         slots_S1: the expert of each, by its position among this rank's [S, 1]; `counts` rows of each.
-        sent: what the dispatcher needs to send the results back.
+        state: what the dispatcher needs to send the results back.
     """
 
     rows_SH: Tensor
     slots_S1: Tensor
     counts: list[int]
-    sent: Any
+    state: Any
 
 
 class Dispatcher(Protocol):
@@ -100,9 +100,9 @@ class Dispatcher(Protocol):
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks
     ) -> Dispatched: ...
 
-    def combine(self, output_SH: Tensor, sent: Any) -> Tensor: ...
+    def combine(self, output_SH: Tensor, state: Any) -> Tensor: ...
 
-    def combine_norms(self, norms_S: Tensor, sent: Any) -> Tensor: ...
+    def combine_norms(self, norms_S: Tensor, state: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)

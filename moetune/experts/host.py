@@ -1,13 +1,14 @@
-"""What stays in host memory, and its way to the device and back.
+"""Tensors in host memory, and their copies on the device.
 
 Host memory is pinned for a GPU, so that a copy runs beside the computation: on a stream of its own, ordered by events,
-never waited for on the host. A copy's memory is taken from, and given back to, the stream that computes with it. On a
-CPU, and on fake tensors, the same happens without streams: the storages of host tensors, and of their copies on the
-device, are marked, so that whoever counts memory counts them apart.
+without the host waiting. A copy's memory is taken from, and returned to, the stream that computes with it. On a CPU and
+on fake tensors the same happens without streams: the storages of host tensors, and of their copies on the device, are
+marked, so that a memory tracker counts them apart.
 """
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moetune.compat.torch import NO_PASS, after_backward, backward_pass
-from moetune.experts.pinned import pinned
+from moetune.errors import UserError
+
+_OWN_PAGES = 1 << 20  # bytes from which a tensor is pinned in pages of its own
 
 # --- Which tensors stay on the host -------------------------------------------------------------------------------
 
@@ -26,7 +29,7 @@ def stays_on_host(tensor: Tensor) -> bool:
 
 
 def mark_on_host(tensor: Tensor) -> Tensor:
-    """Says that this tensor's memory is the host's by design."""
+    """Mark a tensor's memory as the host's by design."""
     tensor.untyped_storage().stays_on_host = True  # type: ignore[attr-defined]
     return tensor
 
@@ -37,28 +40,36 @@ def host_source(tensor: Tensor) -> torch.UntypedStorage | None:
     return None if source is None else source()
 
 
-def _room_for(source: Tensor, device: torch.device) -> Tensor:
-    """Memory on the device for a copy of a host tensor, marked as such."""
-    copy = torch.empty(source.shape, dtype=source.dtype, device=device)
-    copy.untyped_storage().host_source = weakref.ref(source.untyped_storage())  # type: ignore[attr-defined]
-    return copy
-
-
 def empty_on_host(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory on the host for a long time, pinned if `device` is a GPU; on meta none.
+    """Return long-lived memory on the host, pinned if `device` is a GPU; none on meta.
 
     Raises:
-        UserError: the system does not let so much be pinned.
+        UserError: the system refuses to pin so much.
     """
     if device.type == "meta":
         return torch.empty(size, dtype=dtype, device=device)
     if device.type == "cuda":
-        return mark_on_host(pinned(torch.Size(size).numel() * dtype.itemsize).view(dtype).view(tuple(size)))
+        return mark_on_host(_pinned(torch.Size(size).numel() * dtype.itemsize).view(dtype).view(tuple(size)))
     return mark_on_host(torch.empty(size, dtype=dtype, device="cpu"))
 
 
+def _pinned(nbytes: int) -> Tensor:
+    """Return pinned memory [nbytes], uint8. Torch's own comes in powers of two, which is too much for large tensors."""
+    if nbytes < _OWN_PAGES:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    cudart, address = torch.cuda.cudart(), tensor.data_ptr()
+    if (code := int(cudart.cudaHostRegister(address, nbytes, 0))) != 0:
+        raise UserError(
+            f"{nbytes:,} bytes of host memory cannot be pinned (CUDA error {code}); "
+            "free some, or raise the limit of locked memory (ulimit -l)"
+        )
+    weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False
+    return tensor
+
+
 def on_device(value: Tensor, device: torch.device) -> Tensor:
-    """A copy, on the device, of a host tensor that is no one's by design: a norm, say."""
+    """Copy a host tensor that is not marked, such as a norm, to the device."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
 
 
@@ -66,48 +77,51 @@ def on_device(value: Tensor, device: torch.device) -> Tensor:
 
 
 class AsyncCopy:
-    """Copies under way. They may be used after `wait`, and only on the stream that waited."""
+    """Copies under way. They may be used after `wait`, only on the stream that waited."""
 
     def __init__(self, copies: tuple[Tensor, ...], device: torch.device, event: torch.cuda.Event | None) -> None:
         self.copies, self._device, self._event = copies, device, event
         self._done = event
 
     def read(self) -> tuple[Tensor, ...]:
-        """The copies, once they are there: the host waits."""
+        """Let the host wait for the copies, and return them."""
         if self._done is not None:
             self._done.synchronize()
         return self.copies
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Lets the current stream, not the host, wait for the copies."""
+        """Let the current stream wait for the copies, and return them."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._event = None
         return self.copies
 
     def __del__(self) -> None:
-        self.wait()  # or the memory of copies that nobody wanted would serve others while they still arrive
+        self.wait()  # or the memory of unused copies would be reused while they still arrive
 
 
 class CopyStream:
-    """One direction between the host and `device`: copies run one after the other, beside what is computed."""
+    """One direction between the host and `device`: copies run one after the other, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.type == "cuda" else torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None  # made with the first copy
 
     def to_device(self, tensors: Iterable[Tensor]) -> AsyncCopy:
-        """Copies of host tensors."""
-        sources = tuple(tensors)
-        return self._copy(sources, tuple(_room_for(source, self.device) for source in sources))
+        """Copy host tensors, into memory that is marked as a copy of theirs."""
+        sources, copies = tuple(tensors), []
+        for source in sources:
+            copies.append(torch.empty(source.shape, dtype=source.dtype, device=self.device))
+            copies[-1].untyped_storage().host_source = weakref.ref(source.untyped_storage())  # type: ignore[attr-defined]
+        return self._copy(sources, tuple(copies))
 
     def to_host(self, tensor: Tensor) -> AsyncCopy:
-        """A copy on the host. The tensor must stay until the copy was waited for."""
+        """Copy a tensor to the host. It must stay until the copy was waited for."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return self._copy((tensor,), (mark_on_host(copy),))
 
     def copy(self, source: Tensor, target: Tensor) -> AsyncCopy:
-        """Copies into a tensor that is there already. Both must stay until the copy was waited for."""
+        """Copy into an existing tensor. Both must stay until the copy was waited for."""
         return self._copy((source,), (target,))
 
     @torch.no_grad()
@@ -129,10 +143,10 @@ class CopyStream:
 
 
 class ExpertPrefetcher:
-    """Brings the buffers of one layer at a time to the device, and those of the next layer ahead of time.
+    """Copy the buffers of one layer at a time to the device, and those of the next layer in advance.
 
-    In forward the next is the following layer; in backward it is the layer before, of those that gradients reach. At
-    most two layers are on the device, and none between steps.
+    The next is the following layer in forward, and in backward the preceding one of those that gradients reach. At most
+    two layers are on the device, and none between steps.
 
     Args:
         device: where they are needed.
@@ -148,20 +162,20 @@ class ExpertPrefetcher:
         self._pass = NO_PASS
 
     def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
-        """Says that the buffers of these modules stay on the host. Forward uses layers in order of their numbers."""
+        """Register modules whose buffers stay on the host. Forward uses layers in ascending order."""
         self._layers = dict(sorted({**self._layers, number: tuple(modules)}.items()))
         self._number |= dict.fromkeys(modules, number)
 
     def bring(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """The buffers of one of the modules, on the device until another layer's are asked for."""
+        """Return the buffers of a module on the device, valid until those of another layer are requested."""
         number, in_backward = self._number[module], backward_pass() != NO_PASS
         if self._at != (number, in_backward):
-            self._turn_to(number, in_backward)
+            self._go_to(number, in_backward)
         copies = iter(self._on_device[number].copies)
         return {name: copy for (owner, name), copy in zip(self._names(number), copies, strict=True) if owner is module}
 
     def used(self, module: nn.Module, *, again: bool) -> None:
-        """Says that forward is through with a layer, and whether backward will come to it."""
+        """Note that forward is through with a layer, and whether backward will come to it."""
         number = self._number[module]
         if backward_pass() != NO_PASS:
             return  # a recomputation: backward is here already
@@ -173,11 +187,11 @@ class ExpertPrefetcher:
         self._backward_of.append(number)
 
     def free(self) -> None:
-        """Nothing is left on the device."""
+        """Free all copies on the device."""
         for number in list(self._on_device):
             self._free(number)
 
-    def _turn_to(self, number: int, in_backward: bool) -> None:
+    def _go_to(self, number: int, in_backward: bool) -> None:
         self._at = number, in_backward
         following = next((later for later in self._layers if later > number), None)
         if in_backward:
@@ -188,7 +202,7 @@ class ExpertPrefetcher:
                 self._pass = backward_pass()
                 after_backward(self.free)
         for other in [one for one in self._on_device if one not in (number, following)]:
-            self._free(other)  # before memory is taken: of these there are never three
+            self._free(other)  # before memory is taken: there are never three layers
         for one in (number, following):
             if one is not None and one not in self._on_device:
                 self._on_device[one] = self._copies.to_device(
@@ -202,4 +216,4 @@ class ExpertPrefetcher:
             self._at = None
 
     def _names(self, number: int) -> list[tuple[nn.Module, str]]:
-        return [(module, name) for module in self._layers[number] for name in module._buffers]
+        return [(module, name) for module in self._layers[number] for name, _ in module.named_buffers(recurse=False)]

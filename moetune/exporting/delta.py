@@ -1,85 +1,56 @@
-"""The delta: what full-precision training changed, under the checkpoint's own tensor names.
+"""The delta: what full-precision training changed, under the base checkpoint's own tensor names.
 
-What is in the folder: models/hub/delta_folder.py.
+models/hub/delta_folder.py describes the folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 
 from moetune.errors import UserError
-from moetune.exporting.changes import Change, changes, homes_of, pieces
 from moetune.exporting.finished_run import FinishedRun, about, base_folder, confirmed_base
-from moetune.exporting.folder import Exported, write_manifest
+from moetune.exporting.folder import Written, write_manifest
+from moetune.exporting.updates import new_rows, placed, updates
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
-from moetune.models.hub.fingerprint import digest, take_fingerprint
-from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.fingerprint import digest
 from moetune.models.hub.quantized import open_checkpoint
-from moetune.models.hub.tensor_files import Stored, create_file
+from moetune.models.hub.tensor_files import create_file
 
 
-def export_delta(run: FinishedRun, out: Path) -> Exported:
-    """Writes the delta of a run into the empty folder `out`. Reads of the base all bytes once, and keeps none.
+def write_delta(run: FinishedRun, out: Path) -> Written:
+    """Write the delta of a run. All bytes of the base are read once, for its fingerprint.
 
     Raises:
-        UserError: nothing but LoRA trained, or the base is not to be had, or has changed.
+        UserError: only LoRA trained, or the base is missing or has changed.
     """
-    every = changes(run)
-    full = [change for change in every if not change.base_matters]
+    every = updates(run)
+    full = [one for one in every if not one.is_added]
     if not full:
         raise UserError(
             f"{run} trained only LoRA, and a delta holds full-precision changes; use "
             "--format peft for the adapter, or --format merged"
         )
     folder = base_folder(run)
-    of_base = confirmed_base(run, folder, take_fingerprint(folder))
+    of_base = confirmed_base(run, folder)
     base = open_checkpoint(folder)
-    homes = find_homes(run.adapted.run.model.plain, base)
-    targets = [(change, home) for change in full for home in homes_of(change, homes, run.adapted.structure.tied)]
-    layout = _layout(targets, base)
-    written = create_file(out / DELTA_FILE, {key: (place.dtype, place.shape) for key, place in layout.items()})
-    for change, home in targets:
-        for piece in pieces(change, home, base):
-            written[piece.key].write(piece.rows, layout[piece.key].row(piece.start))
-    manifest = about(run) | {
-        "format": FORMAT,
-        "base": of_base.to_json(),
-        "sha256": digest(out / DELTA_FILE),
-        "slices": {key: place.experts for key, place in layout.items() if place.experts is not None},
-    }
-    write_manifest(out, manifest)
+    targets = placed(run, full, base)
+    dtypes: dict[str, torch.dtype] = {}
+    experts: defaultdict[str, list[int]] = defaultdict(list)  # of each tensor that stacks a layer's experts
+    for update, mapping in targets:
+        for key in mapping.every_key():
+            dtypes[key] = update.dtype
+            if update.expert is not None and not mapping.has_experts_apart:
+                experts[key].append(update.expert)
+    slices = {key: sorted(ids) for key, ids in experts.items() if len(ids) < base[key].num_rows}
+    shapes = {key: (len(slices[key]), *base[key].shape[1:]) if key in slices else base[key].shape for key in dtypes}
+    written = create_file(out / DELTA_FILE, {key: (dtype, shapes[key]) for key, dtype in dtypes.items()})
+    for update, mapping in targets:
+        for key, start, rows in new_rows(update, mapping, base):
+            written[key].write(rows, slices[key].index(start) if key in slices else start)
+    manifest = {"format": FORMAT, "base": of_base.to_json(), "sha256": digest(out / DELTA_FILE), "slices": slices}
+    write_manifest(out, about(run) | manifest)
     notes = () if len(full) == len(every) else ("LoRA factors are not in the delta; --format peft or merged has them",)
-    return Exported(FORMAT, run.step, len(layout), sum(tensor.nbytes for tensor in written.values()), notes)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """One tensor of a delta. `experts` are those that it has the rows of, where it has not all of the stack's."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    experts: list[int] | None
-
-    def row(self, row_of_base: int) -> int:
-        return row_of_base if self.experts is None else self.experts.index(row_of_base)
-
-
-def _layout(targets: Iterable[tuple[Change, KeyMapping]], base: dict[str, Stored]) -> dict[str, _Place]:
-    layout: dict[str, _Place] = {}
-    for change, home in targets:
-        for key in home.every_key():
-            shape = base[key].shape
-            if change.expert is None or home.has_experts_apart:
-                layout[key] = _Place(change.dtype, shape, None)
-                continue
-            before = layout[key].experts or [] if key in layout else []
-            chosen = sorted([*before, change.expert])
-            layout[key] = _Place(change.dtype, (len(chosen), *shape[1:]), chosen)
-    return {
-        key: _Place(place.dtype, place.shape, None) if place.shape == base[key].shape else place
-        for key, place in layout.items()
-    }
+    return Written(len(written), sum(tensor.nbytes for tensor in written.values()), notes)

@@ -1,4 +1,4 @@
-"""What was trained, and the base checkpoint that it started from: a run folder, read, or a model in memory."""
+"""A finished run and its base checkpoint: read from a run folder, or a model in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moetune.config.load import load_run_config
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.models.hub.fingerprint import Base, Fingerprint, headers
+from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint
 from moetune.models.hub.tensor_files import Held, Stored, read_header, refuse_not_finite
 from moetune.run.resolve import ResolvedModel, resolve
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
@@ -25,16 +25,16 @@ from moetune.training.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run left.
+    """What a run has trained.
 
     Attributes:
-        path: its folder; None for a model in memory.
-        step: of the newest complete checkpoint; None for a model in memory.
-        adapted: the trained model, of a run folder on the meta device: its parts, its names, what was selected.
+        path: the run folder; None for a model in memory.
+        step: step of the newest complete checkpoint; None for a model in memory.
+        adapted: the adapted model; that of a run folder is on the meta device.
         trained: name in a checkpoint -> the tensor that trained.
-        base: what training noted of the checkpoint that it started from; None where nothing was noted.
-        notes: what a user should know: checkpoints that were passed over, files beside the base that have changed.
-        folder: keeps a run that goes on from removing the checkpoint.
+        base: name and fingerprint of the checkpoint that training started from; None where they were not recorded.
+        notes: for the user: damaged checkpoints that were skipped, files beside the base that have changed.
+        folder: held, so that a run that goes on does not remove the checkpoint.
     """
 
     path: Path | None
@@ -51,10 +51,10 @@ class FinishedRun:
 
 
 def in_memory(adapted: Adapted) -> FinishedRun:
-    """A model that something else than `train` has trained.
+    """Return a model in memory, however it was trained, as a finished run.
 
     Raises:
-        UserError: it is spread over ranks.
+        UserError: the model is spread over ranks.
     """
     if not adapted.ranks.is_single:
         raise UserError("a model that is spread over ranks cannot be exported from memory; export its run folder")
@@ -64,7 +64,7 @@ def in_memory(adapted: Adapted) -> FinishedRun:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Reads a run folder; no weights yet.
+    """Open a run folder. Weights are read when they are used.
 
     Raises:
         UserError: no such folder, no run or no checkpoint in it, or a checkpoint that is damaged or of another run.
@@ -83,8 +83,8 @@ def open_run(path: Path) -> FinishedRun:
         )
     trained = read_header(checkpoint / TRAINED_FILE)
     # Which ranks shared the work does not matter any more, nor what they read to divide it.
-    alone = config.model_copy(update={"parallel": ParallelConfig(), "hardware": HardwareConfig()})
-    adapted = build(resolve(alone), "meta")
+    alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
+    adapted = build(resolve(alone, "cuda"), "meta")
     notes = refuse_other_model(folder, adapted.run.model)
     expected = {
         part.name: tuple(parameter.shape if part.row is None else parameter.shape[1:])
@@ -117,10 +117,10 @@ def config_of(path: Path) -> RunConfig:
 
 
 def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
-    """Compare configuration and tokenizer with what the run noted; return what has changed and does no harm.
+    """Compare configuration and tokenizer with those recorded by the run; return harmless changes.
 
     Raises:
-        UserError: the model is another one now.
+        UserError: the model has changed.
     """
     noted = folder.inputs()
     where = f"the run in {str(folder.path)!r} is of another model"
@@ -129,7 +129,7 @@ def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
 
 @torch.no_grad()
 def fill_trained(adapted: Adapted, run: FinishedRun) -> None:
-    """Give a model what a run has trained, in the model's own dtypes."""
+    """Copy what a run has trained into a model, in the model's own dtypes."""
     for parameter, parts in parts_of(adapted).items():
         for part in parts:
             mine = part.of(parameter)
@@ -139,10 +139,10 @@ def fill_trained(adapted: Adapted, run: FinishedRun) -> None:
 
 
 def base_folder(run: FinishedRun) -> Path:
-    """The folder of the base checkpoint; its weights are still unread (`confirmed_base`).
+    """Return the folder of the base checkpoint, compared by names and shapes only (see `confirmed_base`).
 
     Raises:
-        UserError: the run began with random weights, or the base cannot be had or has other tensors by now.
+        UserError: the run began with random weights, or the base is missing or has other tensors by now.
     """
     if run.config.model.weights == "random":
         raise UserError(
@@ -150,19 +150,20 @@ def base_folder(run: FinishedRun) -> Path:
             "to export for"
         )
     folder = checkpoint_of(run.adapted.run.model.source)
-    if run.base is not None:  # names and shapes first: that needs no weights
+    if run.base is not None:
         difference = run.base.fingerprint.difference_of_tensors(headers(folder))
         if difference is not None:
             raise UserError(f"the base in {str(folder)!r} has changed since {run} was trained on it: {difference}")
     return folder
 
 
-def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint) -> Base:
-    """The base in `folder`, whose fingerprint is `found`.
+def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = None) -> Base:
+    """Return the base in `folder`; its fingerprint is taken from all its bytes, unless it is given.
 
     Raises:
-        UserError: it is not what the run noted.
+        UserError: the base is not the one that the run recorded.
     """
+    found = found or take_fingerprint(folder)
     if run.base is None:
         return Base(run.adapted.run.model.source.name, found)
     refuse_changed_base(run.base, found, str(run), str(folder))
@@ -170,7 +171,7 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint) -> Base:
 
 
 def about(run: FinishedRun) -> dict[str, Any]:
-    """What a manifest says of the run: its folder's name, the step, the run file, and what was selected."""
+    """Return the entries of a manifest that describe the run."""
     selection = run.adapted.selection
     return {
         "run": None if run.path is None else run.path.resolve().name,

@@ -1,4 +1,4 @@
-"""The folder that an export writes: aside first, then renamed, so that one with its final name is whole."""
+"""The folder that an export writes: under a temporary name first, so that one with its final name is whole."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -22,15 +21,12 @@ from moetune.models.hub.delta_folder import MANIFEST
 
 _KIND = "export"
 _OURS, _MARKER, _NEW, _OLD = ".moetune-export-", ".moetune", "new", "old"
-"""A folder beside `out`, as long as it is written: what says whose it is, what is written, and what that replaces."""
+"""The temporary folder beside `out`; in it a marker, the new folder, and the old one while it is replaced."""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written: how many tensors of the model changed, their bytes, and what a user should know."""
+class Written(NamedTuple):
+    """How many tensors of what trained were written, their bytes, and notes for the user."""
 
-    format: str
-    step: int | None
     tensors: int
     bytes: int
     notes: tuple[str, ...] = ()
@@ -38,17 +34,17 @@ class Exported:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
-    """Yields an empty folder that takes the place of `out` at the end; if anything fails, nothing is left.
+    """Yield an empty folder that replaces `out` at the end; if anything fails, nothing is left.
 
-    It is in a folder of ours beside `out`, which a marker in it tells from others' and a lock on the marker from those
-    of exports that run. What a killed one left goes first; what it had just moved away from `out` goes back there.
+    Its temporary folder has a marker, which names `out` and is locked while this process lives. What a killed export
+    to `out` left is removed first; if it had moved an older export away, that is moved back.
 
     Args:
-        overwrite: replace what is in `out`, if an export wrote it.
+        overwrite: replace `out`, if an export wrote it.
         needed: bytes that will be written.
 
     Raises:
-        UserError: `out` is occupied, cannot be written, or its disk is too small; or another file failed meanwhile.
+        UserError: `out` is occupied, cannot be written, or its disk is too small; or another file cannot be read.
     """
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)
@@ -68,9 +64,12 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
             Ledger(ours / _NEW).add(_KIND, *(str(file.relative_to(ours / _NEW)) for file in files))
             settle(ours / _NEW)
             _refuse_occupied(out, overwrite)  # another export may have been faster
-            _take_place(ours, out)
+            if out.exists():
+                out.rename(ours / _OLD)
+            (ours / _NEW).rename(out)
+            sync(out.parent)
     except (OSError, SafetensorError) as error:
-        if (reason := refused(error)) is None:  # transformers raises OSError for what is no input or output
+        if (reason := refused(error)) is None:  # transformers raises OSError for more than input and output
             raise
         if isinstance(error, OSError) and not _is_about(error, out, ours):
             raise UserError(f"{str(error.filename)!r} cannot be read or written: {error.strerror}") from error
@@ -85,12 +84,20 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
-    """Raises `UserError` if `out` is occupied, or its disk too small for what will be written."""
+    """Raise `UserError` if `out` is occupied, or its disk too small for `needed` bytes."""
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)
     free = shutil.disk_usage(next(path for path in (out, *out.parents) if path.is_dir())).free
     if free < needed:
         raise UserError(f"--out {str(out)!r}: {needed:,} bytes are needed there and {free:,} are free")
+
+
+def keep_apart(out: Path, doing: str, *kept: Path) -> None:
+    """Refuse to overwrite the inputs of an export, whatever `--overwrite` says; `doing` names it, as in "exported"."""
+    target = expanded(out).resolve()
+    for folder in (path.resolve() for path in kept):
+        if target == folder or target in folder.parents:
+            raise UserError(f"--out {str(out)!r} holds what is being {doing}; choose another")
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
@@ -106,26 +113,18 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
         raise UserError(f"--out {str(out)!r}: {str(found)!r} is not of the export there; move it away")
 
 
-def _take_place(ours: Path, out: Path) -> None:
-    """Gives the new folder its name. What has that name now has it again if that fails."""
-    if out.exists():
-        out.rename(ours / _OLD)
-    (ours / _NEW).rename(out)
-    sync(out.parent)
-
-
 def _clear_leftovers(out: Path) -> None:
-    """Clears the folders that killed exports to `out` left beside it."""
+    """Clear the temporary folders of killed exports to `out`."""
     for ours in sorted(out.parent.glob(f"{_OURS}*")) if out.parent.is_dir() else ():
-        with suppress(OSError):  # not ours after all, or somebody else's
+        with suppress(OSError):  # another's folder
             is_marked = (ours / _MARKER).is_file() and (ours / _MARKER).read_bytes() == _mark(out)
             if is_marked and not ours.is_symlink() and (marker := lock(ours / _MARKER, "r+b")) is not None:
-                with marker:  # its writer is no more
+                with marker:  # its writer is dead
                     _clear(ours, out)
 
 
 def _clear(ours: Path, out: Path) -> None:
-    """Removes a folder of ours, its marker last. What was moved away from `out` goes back, unless `out` is there."""
+    """Move an older export back unless `out` exists, and remove the temporary folder, its marker last."""
     if (ours / _OLD).exists() and not out.exists():
         (ours / _OLD).rename(out)
     for name in (_NEW, _OLD):
@@ -140,16 +139,8 @@ def _mark(out: Path) -> bytes:
 
 
 def _is_about(error: OSError, out: Path, ours: Path) -> bool:
-    """Whether it is `out` that cannot be written. A full disk is, though `shutil` then names the file that it read."""
+    """Whether an error is of the output. A full disk is, although `shutil` then names the file that it read."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str | os.PathLike):
         return True
     file = Path(error.filename).absolute()
     return file.is_relative_to(ours) or file in (out, *out.parents)
-
-
-def keep_apart(out: Path, doing: str, *kept: Path) -> None:
-    """Refuses to write over what is being `doing`, exported say, whatever `--overwrite` says."""
-    target = expanded(out).resolve()
-    for folder in (path.resolve() for path in kept):
-        if target == folder or target in folder.parents:
-            raise UserError(f"--out {str(out)!r} holds what is being {doing}; choose another")

@@ -1,50 +1,98 @@
 """The merged checkpoint: the base with what trained in its place, in the base's own files and names.
 
-Shapes and dtypes are those of the base, so each file is copied byte for byte and then only what trained is written
-over, in its place: the rest stays as it was, bit for bit, and memory holds one expert, or one block of a tensor. A base
-that is published quantized is written as what it stands for, in 16 bits.
+Each file is copied byte for byte, then the rows that trained are overwritten in place: all else stays bit-equal, and
+memory holds one expert, or one block of a tensor. A base that is published quantized is written in 16 bits.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from moetune.exporting.base_copy import copy_checkpoint
-from moetune.exporting.changes import changes, homes_of, pieces
+from moetune.documents import read_json
 from moetune.exporting.finished_run import FinishedRun, about, base_folder, confirmed_base
-from moetune.exporting.folder import Exported, write_manifest
-from moetune.models.hub.names import find_homes
+from moetune.exporting.folder import Written, write_manifest
+from moetune.exporting.updates import new_rows, placed, updates
+from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.quantized import Quantized, open_checkpoint
+from moetune.models.hub.snapshot import copy_small_file, small_files
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 
-_FORMAT = "merged"
 
-
-def export_merged(run: FinishedRun, out: Path) -> Exported:
-    """Writes base + full-precision changes + LoRA (W + scale·B·A, in float32) into the empty folder `out`.
+def write_merged(run: FinishedRun, out: Path) -> Written:
+    """Write base + full-precision changes + LoRA (W + scale·B·A, in float32).
 
     Raises:
-        UserError: the base is not to be had, has changed, or has no place for what trained.
+        UserError: the base is missing, has changed, or has no tensor for what trained.
     """
     folder = base_folder(run)
     base = open_checkpoint(folder)
-    homes = find_homes(run.adapted.run.model.plain, base)
-    targets = [
-        (change, home) for change in changes(run) for home in homes_of(change, homes, run.adapted.structure.tied)
-    ]
+    targets = placed(run, updates(run), base)
     fingerprint, places = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
     changed: set[str] = set()
-    for change, home in targets:
-        for piece in pieces(change, home, base):
-            places[piece.key].write(piece.rows, piece.start)
-            changed.add(piece.key)
-    is_unpacked = any(isinstance(tensor, Quantized) for tensor in base.values())
-    method = run.adapted.run.model.published.method
-    notes = (f"the base is published quantized ({method}); all weights are in 16 bits here",) if is_unpacked else ()
-    write_manifest(out, about(run) | {"format": _FORMAT, "base": of_base.to_json()})
-    return Exported(_FORMAT, run.step, len(changed), sum(base[key].nbytes for key in changed), notes)
+    for update, mapping in targets:
+        for key, start, rows in new_rows(update, mapping, base):
+            places[key].write(rows, start)
+            changed.add(key)
+    notes: tuple[str, ...] = ()
+    if any(isinstance(tensor, Quantized) for tensor in base.values()):
+        method = run.adapted.run.model.published.method
+        notes = (f"the base is published quantized ({method}); all weights are in 16 bits here",)
+    write_manifest(out, about(run) | {"format": "merged", "base": of_base.to_json()})
+    return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
 
 
 def bytes_needed(run: FinishedRun) -> int:
-    """What a merged checkpoint of the run takes on disk, small files aside."""
+    """Bytes of the weights of a merged checkpoint on disk."""
     return sum(tensor.nbytes for tensor in open_checkpoint(base_folder(run)).values())
+
+
+def copy_checkpoint(
+    folder: Path, out: Path, on_read: Callable[[int], None] | None = None
+) -> tuple[Fingerprint, dict[str, Stored]]:
+    """Copy a checkpoint into the empty folder `out`, in blocks; one that is quantized is copied dequantized.
+
+    Args:
+        on_read: called with the bytes of each block of weights.
+
+    Returns:
+        The fingerprint of the checkpoint, and each tensor of the copy.
+
+    Raises:
+        UserError: no safetensors in the folder, a file is damaged, or a link leads out of the folder.
+    """
+    for file in small_files(folder):
+        copy_small_file(file, folder, out)
+    tensors = open_checkpoint(folder)
+    if any(isinstance(tensor, Quantized) for tensor in tensors.values()):
+        return take_fingerprint(folder, on_read=on_read), _dequantize(tensors, folder, out)
+    if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        copy_small_file(folder / INDEX_FILE, folder, out)
+    fingerprint = take_fingerprint(folder, copy_to=out, on_read=on_read)
+    return fingerprint, {name: tensor.within(out) for name, tensor in tensors.items()}
+
+
+def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
+    """Write tensors in the dtype that they are read in, to files of the same names, with an index and configuration."""
+    written: dict[str, Stored] = {}
+    for file in sorted({tensor.file.name for tensor in tensors.values()}):
+        here = {name: tensor for name, tensor in tensors.items() if tensor.file.name == file}
+        written |= create_file(out / file, {name: (t.torch_dtype, t.shape) for name, t in here.items()})
+        for name, tensor in here.items():
+            for start, stop in tensor.blocks():
+                written[name].write(tensor.rows(start, stop), start)
+    if not (out / SINGLE_FILE).is_file():
+        size = sum(tensor.nbytes for tensor in written.values())
+        files = {name: tensor.file.name for name, tensor in sorted(written.items())}
+        _write_json(out / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": files})
+    config = read_json(folder / "config.json", dict[str, Any])
+    config.pop("quantization_config", None)
+    _write_json(out / "config.json", config)
+    return written
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

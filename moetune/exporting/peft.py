@@ -1,4 +1,4 @@
-"""LoRA out to a PEFT adapter folder: what stock `PeftModel.from_pretrained` puts on the plain model."""
+"""LoRA as a PEFT adapter folder, which stock `PeftModel.from_pretrained` loads on the plain model."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.config.schema import LoraConfig
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
-from moetune.exporting.folder import Exported
-from moetune.models.hub.fingerprint import take_fingerprint
+from moetune.exporting.folder import Written
 from moetune.models.hub.names import find_homes
 from moetune.models.hub.quantized import open_checkpoint
+from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 from moetune.run.source_quantization import read_quantized_manifest
 
@@ -46,11 +46,11 @@ _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj"
 Tensors = Mapping[str, Tensor]
 
 
-def export_peft(run: FinishedRun, out: Path) -> Exported:
-    """Writes a run's checkpoint as a PEFT adapter into the empty folder `out`.
+def write_peft(run: FinishedRun, out: Path) -> Written:
+    """Write a run's checkpoint as a PEFT adapter.
 
-    `PeftModel.from_pretrained(plain, out)` then computes what the trained model computes, where `plain` is the model
-    that transformers loads from the run's `model.path`, with unpacked weights.
+    On the model that transformers loads from the run's `model.path`, unquantized, it computes what the trained model
+    computes.
 
     Raises:
         UserError: the run has no LoRA, trains what PEFT cannot hold, or its base has changed.
@@ -61,37 +61,54 @@ def export_peft(run: FinishedRun, out: Path) -> Exported:
     saved = saved_modules(run.adapted)
     trained = {name: stored.rows() for name, stored in run.trained.items()}
     tensors = _factors_of(run.adapted, trained) | _saved_tensors(run, saved, trained)
-    named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
     source = run.adapted.run.model.source
     settings = _settings(run.adapted, run.config.adapt.lora, saved)
     settings["base_model_name_or_path"] = source.folder or source.name
-    _refuse_lost(copy.deepcopy(run.adapted.run.model.plain), named, settings)
-    write_adapter(out, named, settings)
-    return Exported("peft", run.step, len(named), sum(tensor.nbytes for tensor in named.values()))
+    _refuse_lost(copy.deepcopy(run.adapted.run.model.plain), tensors, settings)
+    return write_adapter(out, tensors, settings)
+
+
+def write_adapter(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> Written:
+    """Write the two files of an adapter; `tensors` by their names in the plain model."""
+    named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
+    try:
+        save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{WEIGHTS_FILE} cannot be written: {one_line(error)}") from error
+    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return Written(len(named), sum(tensor.nbytes for tensor in named.values()))
+
+
+def joined_factors(adapted: Adapted, layer: MoeLayer, projection: str, trained: Tensors) -> tuple[Tensor, Tensor]:
+    """Return lora_A [E·R, in] and lora_B [out, R·E] of a layer's experts; zeros for experts without factors."""
+    lora = lora_of(adapted, layer)
+    names = (f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB")
+    A, B = (torch.stack([trained[f"{name}.{expert}"] for expert in lora.slots]) for name in names)
+    lora_A, lora_B = join_experts(A, B, lora.slots, layer.shape.num_experts, rows_of_parts(lora, projection))
+    return lora_A, lora_B
 
 
 def _refuse_changed_base(run: FinishedRun) -> None:
-    """Refuses to write an adapter for a base that is not what the run was trained on, frozen values of it included.
+    """Refuse a base that is not what the run was trained on, its frozen values included.
 
-    Of a packed base whose source is gone the manifest tells; factors alone need no more of it.
+    A quantized base whose source is gone is compared by its manifest: factors alone need no more.
     """
-    source = run.adapted.run.model.source
     if run.base is None:
         return
+    source = run.adapted.run.model.source
     if is_quantized_base(source.folder):
         manifest = read_quantized_manifest(Path(str(source.folder)))
         confirmed_base(run, Path(str(source.folder)), manifest.packed.fingerprint)
         if not manifest.source.is_dir():
             return
-    folder = base_folder(run)
-    confirmed_base(run, folder, take_fingerprint(folder))
+    confirmed_base(run, base_folder(run))
 
 
 def saved_modules(adapted: Adapted) -> tuple[str, ...]:
-    """Paths of the modules that hold what trains in full precision; a router counts as one module.
+    """Return the paths of the modules that hold what trains in full precision; a router counts as one module.
 
     Raises:
-        UserError: experts train whole, or such a module has factors inside: PEFT saves or adapts a module, not both.
+        UserError: whole experts train, or such a module has factors inside: PEFT either saves or adapts a module.
     """
     if adapted.selection.experts:
         layers = ", ".join(map(str, adapted.selection.experts))
@@ -100,10 +117,9 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
             "experts only; use --format delta or merged"
         )
     full = adapted.selection.full
-    names = {*full, *(name for name, first in adapted.structure.tied.items() if first in full)}
     routers = [layer.router for layer in adapted.structure.moe_layers]
     paths = set()
-    for name in names:
+    for name in {*full, *(name for name, first in adapted.structure.tied.items() if first in full)}:
         router = next((path for path in routers if name.startswith(f"{path}.")), None)
         paths.add(router or name.rpartition(".")[0])
     apart = [name for name in adapted.run.router_biases.values() if name.rpartition(".")[0] not in paths]
@@ -112,9 +128,9 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
             f"{apart[0]} was updated (train.router_bias_rate), and is in no module that PEFT could save whole; use "
             "--format delta or merged"
         )
-    adapted_paths = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.structure.moe_layers)}
+    with_factors = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.structure.moe_layers)}
     for path in sorted(paths):
-        inside = sorted(other for other in adapted_paths if f"{other}.".startswith(f"{path}."))
+        inside = sorted(other for other in with_factors if f"{other}.".startswith(f"{path}."))
         if inside:
             raise UserError(
                 f"parameters of {path!r} train in full precision, and PEFT saves modules whole: that one holds "
@@ -124,7 +140,7 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
 
 
 def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dict[str, Any]:
-    """The adapter's configuration. Every target is a full name, so that no other layer can match."""
+    """Return the adapter's configuration. Every target is a full name, so that no other layer can match."""
     linears = adapted.selection.lora_linears
     has_experts = bool(adapted.structure.moe_layers)
     as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
@@ -151,29 +167,19 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
 
 
 def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
-    """All factors under PEFT's names."""
     tensors: dict[str, Tensor] = {}
     for path in adapted.selection.lora_linears:
-        for factor, name in linear_factors(path).items():
-            tensors[f"{path}.lora_{factor}.weight"] = trained[name]
+        tensors |= {f"{path}.lora_{factor}.weight": trained[name] for factor, name in linear_factors(path).items()}
     for layer in lora_layers(adapted):
-        lora = lora_of(adapted, layer)
         for projection, path in expert_keys(layer).items():
-            A, B = (
-                torch.stack([trained[f"{layer.experts}.lora.{projection}_{factor}.{expert}"] for expert in lora.slots])
-                for factor in "AB"
-            )
-            joined = join_experts(A, B, lora.slots, layer.shape.num_experts, rows_of_parts(lora, projection))
-            tensors |= zip((f"{path}.lora_A.weight", f"{path}.lora_B.weight"), joined, strict=True)
+            names = (f"{path}.lora_{factor}.weight" for factor in "AB")
+            tensors |= zip(names, joined_factors(adapted, layer, projection, trained), strict=True)
     return tensors
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """All that the saved modules hold: what trained, and from the base weights what did not."""
-    if not modules:
-        return {}
-    plain = run.adapted.run.model.plain
-    tied = run.adapted.structure.tied
+    """Return all tensors of the saved modules: what trained, and the rest as the base has it."""
+    plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape
         for path in modules
@@ -195,18 +201,15 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
 
 
 def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, Any]) -> None:
-    """Raises `UserError` if PEFT would not put every tensor in its place: on loading it renames for some models.
-
-    PEFT itself only warns. It is asked here with tensors that hold nothing.
-    """
-    nothing = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    """Raise `UserError` if PEFT, which renames tensors of some models, would not load every one; it only warns."""
+    empty = {f"{PREFIX}{name}": tensor.to("meta") for name, tensor in tensors.items()}
     kind = plain.config.model_type
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = get_peft_model(plain, PeftLoraConfig(**settings), low_cpu_mem_usage=True)
-            outcome: Any = set_peft_model_state_dict(model, nothing, low_cpu_mem_usage=True)
-    except Exception as error:  # PEFT refuses in many ways
+            outcome: Any = set_peft_model_state_dict(model, empty, low_cpu_mem_usage=True)
+    except Exception as error:  # PEFT raises errors of many types
         raise UserError(f"PEFT cannot load this adapter on {kind!r}: {one_line(error)}; use --format merged") from error
     missing = [name for name in outcome.missing_keys if ".lora_" in name or ".modules_to_save." in name]
     if lost := sorted([*missing, *outcome.unexpected_keys]):
@@ -214,12 +217,3 @@ def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, A
             f"PEFT would not load this adapter on {kind!r}: it finds no place for {lost[0].removeprefix(PREFIX)}; "
             "use --format merged"
         )
-
-
-def write_adapter(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """Writes the two files of an adapter."""
-    try:
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise UserError(f"{WEIGHTS_FILE} cannot be written: {one_line(error)}") from error
-    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

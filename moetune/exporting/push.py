@@ -1,4 +1,4 @@
-"""An export on the hub, with a model card that is made from the run."""
+"""An export on the hub, with a model card made from the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta":
 
 
 def model_card(run: Path, format: str) -> ModelCard:
-    """What was trained on what, how, and how well, as a run folder has it. No path of this machine."""
+    """Return what was trained on what, how, and how well. No path of this machine."""
     config, folder = load_run_config(run / RUN_FILE), RunFolder(run)
     base = config.model.path if not expanded(config.model.path).exists() else Path(config.model.path).name
     train, lora = config.train, config.adapt.lora
@@ -32,22 +32,17 @@ def model_card(run: Path, format: str) -> ModelCard:
     losses = [line for line in folder.metrics() if "eval_loss" in line]
     for line in losses[:1] + losses[1:][-1:]:
         facts[f"held-out loss at step {line['step']}"] = f"{line['eval_loss']:.4f}"
-    lines = [
-        f"# {run.resolve().name}",
-        "",
-        f"Trained with moetune on {base}, whose frozen weights stayed in {config.model.base}.",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in facts.items() if value is not None),
-    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
+    trained = f"Trained with moetune on {base}, whose frozen weights stayed in {config.model.base}."
     tags = ["moetune", "mixture-of-experts"]
     data = ModelCardData(base_model=base if "/" in base else None, library_name=_LIBRARIES[format], tags=tags)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
+    return ModelCard(
+        f"---\n{data.to_yaml()}\n---\n\n# {run.resolve().name}\n\n{trained}\n\n| | |\n|---|---|\n{table}\n"
+    )
 
 
 def check_push(repository: str) -> None:
-    """Raises `UserError` where a push would fail after a long export: a name that is none, no network, no login."""
+    """Raise `UserError` if a push would fail after a long export: an invalid name, no network, no login."""
     try:
         validate_repo_id(repository)
         HfApi().whoami()
@@ -59,10 +54,10 @@ def check_push(repository: str) -> None:
 
 
 def push(run: Path, exported: Path, format: str, repository: str, *, private: bool = True) -> str:
-    """Uploads an export without its manifest, which has paths of this machine; the address of the commit.
+    """Upload an export without its manifest, which has paths of this machine; return the commit's address.
 
     Raises:
-        UserError: no network, or no right to write there.
+        UserError: no network, or no permission.
     """
     Ledger(exported).add("export", "README.md")
     model_card(run, format).save(exported / "README.md")

@@ -55,7 +55,7 @@ def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
             pad = pad_token_id(trained.tokenizer)
             if config.data.evaluates:
                 return [*islice(rows_of(trained)[0], count)], "held-out data", pad
-            data = config.data.model_copy(update={"packing": False, "chat_template": None})
+            data = config.data.but(packing=False, chat_template=None)
             return [*islice(load_data(data, trained.tokenizer, config.train).train, count)], "training data", pad
         except (UserError, OSError, ValueError):
             pass  # data that are gone by now are no reason to fail

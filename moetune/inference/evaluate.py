@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.inference.opened import Opened
+from moetune.inference.opened import Opened, open_model
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 def evaluate(
-    opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
+    opened: Opened | Path | str, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> Evaluation:
     """Evaluate on a data set, each record in a sequence of its own.
 
@@ -64,6 +64,7 @@ def evaluate(
     Raises:
         UserError: there are no data, or they cannot be used.
     """
+    opened = opened if isinstance(opened, Opened) else open_model(str(opened))
     rows, name = rows_of(opened, data, sequence_length, format)
     loss, tokens = mean_loss(opened.model, rows, pad_token_id(opened.tokenizer))
     if not loss < _MOST_LOSS:
@@ -95,14 +96,14 @@ def rows_of(
     config = opened.config
     train = TrainConfig() if config is None else config.train
     if sequence_length is not None:
-        train = train.model_copy(update={"sequence_length": sequence_length})
+        train = train.but(sequence_length=sequence_length)
     given = None if config is None else config.data
     settings = DataConfig(train="none") if given is None else given
-    settings = settings.model_copy(update={"packing": False, "chat_template": None})  # the tokenizer has it
+    settings = settings.but(packing=False, chat_template=None)  # the tokenizer has it
     if format is not None:
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
-        settings = settings.model_copy(update={"train": data, "eval": None, "validation": None})
+        settings = settings.but(train=data, eval=None, validation=None)
     elif given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
     read = load_data(settings, opened.tokenizer, train)

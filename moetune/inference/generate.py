@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
 from moetune.errors import UserError, shown
-from moetune.inference.opened import Opened
+from moetune.inference.opened import Opened, open_model
 from moetune.training.data.load import pad_token_id
 
 Message = dict[str, str]
 
 
 def generate(
-    opened: Opened,
+    opened: Opened | Path | str,
     prompt: str | list[Message],
     *,
     max_new_tokens: int = 128,
@@ -37,6 +38,7 @@ def generate(
         UserError: messages, and the tokenizer has no chat template; the prompt is empty, or longer than the model
             reads; or the model computes no numbers.
     """
+    opened = opened if isinstance(opened, Opened) else open_model(str(opened))
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")

@@ -114,7 +114,7 @@ def _source(what: str) -> ModelSource:
 
 def _attention(source: ModelSource) -> dict[str, str]:
     """Settings for a model that has no attention but its own code's."""
-    return {"attention": "eager"} if any(validation.of_attention(source.config, "sdpa")) else {}
+    return {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
 
 
 def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:
@@ -132,11 +132,14 @@ def _built(
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
         settings["attention"] = "sdpa"
-    model = config.model.model_copy(update=settings)
-    train = config.train.model_copy(update={"checkpointing": "none", "neftune_alpha": 0.0})
-    data = None if config.data is None else config.data.model_copy(update={"packing": False})
-    alone = {"parallel": ParallelConfig(), "hardware": HardwareConfig()}
-    run = resolve(config.model_copy(update={"model": model, "train": train, "data": data, **alone}), device)
+    alone = config.but(
+        model=settings,
+        train={"checkpointing": "none", "neftune_alpha": 0.0},
+        data=config.data and config.data.but(packing=False),
+        parallel=ParallelConfig(),
+        hardware=HardwareConfig(),
+    )
+    run = resolve(alone, device)
     adapted, base = build_noting(run, run.device()) if notes else (build(run, run.device()), None)
     adapted.model.eval()
     return adapted, base

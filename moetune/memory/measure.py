@@ -62,7 +62,9 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     Raises:
         UserError: as `build`.
     """
-    raise_problems((*validation.of_prediction(run.config), *validation.of_packages(run.config, run.device_type)))
+    raise_problems(
+        (*validation.unpredictable_settings(run.config), *validation.missing_packages(run.config, run.device_type))
+    )
     device = torch.device(device)
     config = run.config
     adapted = build(run.with_random_weights(), device, ranks=ranks)

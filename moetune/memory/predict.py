@@ -1,4 +1,4 @@
-"""A run becomes a memory report: traced or by closed form, on one card or divided over several."""
+"""The memory report of a run: traced or by closed form, on one card or divided over several."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
 from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
-from moetune.memory.closed_form.form import Evaluated
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.ranks import by_kind
-from moetune.memory.report import GpuMemory, MemoryReport, Moment, RankMemory, Term
+from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.terms import beside_of_formula, terms_of_formula, terms_of_trace
+from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import data_ranks
-from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.run.validation import refuse_unpredictable
 
 Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]
@@ -39,7 +39,7 @@ _WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expa
 
 
 def predict(
-    run: ResolvedRun | RunConfig,
+    run: AnyRun,
     *,
     method: Method | None = None,
     gpu: str | Gpu | None = None,
@@ -49,12 +49,12 @@ def predict(
     advise: bool = True,
     tracing: Tracing = trace,
 ) -> MemoryReport:
-    """Predicts the peak of a run, and by trace how long a step takes, without weights, data or a GPU.
+    """Predict the peak of a run, and by trace how long a step takes, without weights, data or a GPU.
 
     Args:
         method: by default a trace.
         gpu: name or size, or a card, instead of `hardware.gpu`.
-        allocator: by default as this process's environment sets it, which for `moetune` is `expandable`.
+        allocator: by default that of `moetune train`: `expandable`, unless the environment says otherwise.
         depths: what runs that differ in their number of layers share by closed form.
         advise: where it does not fit, look for changes that would make it.
         tracing: what is traced: the trainer's steps.
@@ -65,8 +65,8 @@ def predict(
         NotTraceable: the model's own code looks at values.
         NoClosedForm: it has none; a trace serves.
     """
-    run = run if isinstance(run, ResolvedRun) else resolve(run)
-    run.refuse_unpredictable()
+    run = resolve(run, "cuda")
+    refuse_unpredictable(run.config)
     config = run.config
     name = gpu or config.hardware.gpu
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
@@ -81,10 +81,14 @@ def predict(
             *card.assumptions,
         ),
     }
+    depths = depths or Depths()
     if method == "formula":
-        report = _by_formula(run, card, routing, depths or Depths(), common)
+        report = _reported(
+            run, card, by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing)), None, common
+        )
     else:
-        report = _by_trace(run, card, routing, allocator or allocator_here(), common, tracing)
+        traces = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
+        report = _reported(run, card, traces, allocator or allocator_here("expandable"), common)
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; the name of a card gives it, of about this size: {cards}" if cards else ""
@@ -94,7 +98,6 @@ def predict(
     if config.parallel.ranks > 1:
         note = "the layout decides, and `moetune compare` shows others beside it (docs/guides/parallel.md)"
         return replace(report, notes=(*report.notes, note))
-    depths = depths or Depths()
 
     def needs(config: RunConfig) -> MemoryReport:
         changed = resolve(config, run.device_type, like=run)
@@ -105,31 +108,40 @@ def predict(
     return replace(report, changes=changes, notes=(*report.notes, *notes))
 
 
-def allocator_here() -> Allocator:
-    """As PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF sets it; torch's own default is `default`."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+def allocator_here(unset: Allocator = "default") -> Allocator:
+    """Return the allocator that PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF sets, or `unset`: by default torch's."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if settings is None:
+        return unset
     return "expandable" if re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) else "default"
 
 
-def _by_trace(
-    run: ResolvedRun, card: Gpu, routing: Routing, allocator: Allocator, common: dict[str, Any], tracing: Tracing
+def _reported(
+    run: ResolvedRun, card: Gpu, found: dict[int, Trace], allocator: Allocator | None, common: dict[str, Any]
 ) -> MemoryReport:
-    traces: dict[int, Trace] = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
+    """A report on what was found by rank.
+
+    Args:
+        allocator: of traces; None: found by closed form.
+    """
     outside = outside_allocator(run.config.parallel, card)
     capacity = None if common["gpu"] is None else card.memory.value - outside
     seen: dict[int, RankMemory] = {}
     ranks = []
-    for rank, traced in traces.items():
-        if id(traced) not in seen:
-            seen[id(traced)] = _traced_rank(traced, card, outside, allocator, largest_packed(run), capacity)
-        ranks.append(replace(seen[id(traced)], rank=rank))
-    fullest = traces[max(ranks, key=lambda rank: rank.peak_process).rank]
+    for rank, one in found.items():
+        if id(one) not in seen:
+            seen[id(one)] = _rank(one, card, outside, allocator, largest_packed(run), capacity)
+        ranks.append(replace(seen[id(one)], rank=rank))
+    fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
+    common |= {"ranks": tuple(ranks), "load": fullest.load}
+    if allocator is None:
+        assumed = "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator"
+        moment = replace(fullest.moment(0), step=STEPS - 1, module="")
+        return _assuming(MemoryReport(**common, method="formula", moment=moment), assumed)
     report = MemoryReport(
         **common,
         method="trace",
-        ranks=tuple(ranks),
-        load=fullest.load,
         moment=fullest.moment(),
         timeline=fullest.timeline(),
         collectives=fullest.collectives,
@@ -140,60 +152,62 @@ def _by_trace(
     return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
 
 
-def _by_formula(run: ResolvedRun, card: Gpu, routing: Routing, depths: Depths, common: dict[str, Any]) -> MemoryReport:
-    found: dict[int, Evaluated] = by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing))
-    outside = outside_allocator(run.config.parallel, card)
-    ranks = [_formula_rank(rank, one, card, outside) for rank, one in found.items()]
-    fullest = max(ranks, key=lambda rank: rank.peak_process).rank
-    mark = found[fullest].peak.mark
-    moment = Moment(STEPS - 1, mark.micro_step, mark.phase, "", ())
-    report = MemoryReport(**common, method="formula", ranks=tuple(ranks), load=found[fullest].load, moment=moment)
-    return _assuming(report, "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator")
-
-
 def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
     return replace(report, assumptions=(*report.assumptions, *more))
 
 
-def _traced_rank(
-    traced: Trace, card: Gpu, outside: int, allocator: Allocator, matrix: int, capacity: int | None
+def _rank(
+    found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
-    """What the allocator makes of a trace: its rounding, and the workspaces, count as transient.
+    """One rank's bytes. What the allocator adds, its rounding and cuBLAS's workspaces, counts as transient.
+
+    Args:
+        allocator: None: what it reserves is rounded up, not simulated.
+        matrix: bytes of the largest matrix that was on its way while weights were loaded.
+        capacity: bytes of the card that the allocator may have; None for any.
+    """
+    parts = found.parts()
+    if allocator is None:
+        workspaces = WORKSPACES
+        beside = workspaces * card.cublas_workspace.value + found.rounded_peak - parts.total
+        reserved = -(-(parts.total + beside) // _PAGE) * _PAGE + _SMALL_PAGE
+    else:
+        workspaces = found.workspaces
+        allocated, reserved = _simulated(found, card, allocator == "expandable", matrix, capacity)
+        beside = allocated - parts.total
+    name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
+    term = Term("transient_peak", name, f"{workspaces} workspaces", "", beside, "concepts/allocator.md")
+    return RankMemory(
+        rank=0,
+        parts=replace(parts, transient_peak=parts.transient_peak + beside),
+        outside_allocator=outside + found.managed,
+        peak_reserved=reserved,
+        host_bytes=found.host_peak,
+        terms=(*terms_of(found), term),
+    )
+
+
+def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
+    """The most that the allocator gives out and reserves.
 
     Where exactly weights lie after they were loaded is not known: what was on its way may have left a hole. It is
     played without one, with one as large as the largest matrix, and with one as large as eight; what reserves most
     counts.
-
-    Args:
-        matrix: bytes of the largest matrix that was on its way.
-        capacity: bytes of the card that the allocator may have; None for any.
     """
 
     def events(hole: int) -> Iterator[Event]:
         for number in range(traced.workspaces):
             yield -1 - number, card.cublas_workspace.value
-        yield from traced.events(hole)
+        yield from traced.allocations(hole)
 
     def played(capacity: int | None) -> list[Reserved]:
-        return [
-            simulate(events(size), expandable=allocator == "expandable", capacity=capacity)
-            for size in (0, matrix, 8 * matrix)
-        ]
+        return [simulate(events(size), expandable=expandable, capacity=capacity) for size in (0, matrix, 8 * matrix)]
 
     free = played(None)
     reserved = max(one.peak_reserved for one in free)
     if capacity is not None and reserved > capacity >= free[0].peak_allocated:
         reserved = max(one.peak_reserved for one in played(capacity))  # unused memory is given back
-    parts = traced.parts(traced.peak)
-    beside = free[0].peak_allocated - parts.total
-    return RankMemory(
-        rank=0,
-        parts=replace(parts, transient_peak=parts.transient_peak + beside),
-        outside_allocator=outside + traced.managed,
-        peak_reserved=reserved,
-        host_bytes=traced.host_peak,
-        terms=(*terms_of_trace(traced), _beside(beside, traced.workspaces)),
-    )
+    return free[0].peak_allocated, reserved
 
 
 def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
@@ -207,19 +221,6 @@ def largest_packed(run: ResolvedRun) -> int:
     """Bytes in 16 bit of the largest linear layer that is packed as it is loaded."""
     sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.quantized_linears)
     return 2 * max(sizes, default=0)
-
-
-def _formula_rank(rank: int, found: Evaluated, card: Gpu, outside: int) -> RankMemory:
-    beside = beside_of_formula(found, card)
-    parts = replace(found.parts, transient_peak=found.parts.transient_peak + beside)
-    reserved = -(-parts.total // _PAGE) * _PAGE + _SMALL_PAGE
-    terms = (*terms_of_formula(found), _beside(beside, WORKSPACES))
-    return RankMemory(rank, parts, outside + found.managed, reserved, found.peak.host, terms)
-
-
-def _beside(size: int, workspaces: int) -> Term:
-    name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
-    return Term("transient_peak", name, f"{workspaces} workspaces", "", size, "concepts/allocator.md")
 
 
 __all__ = ["Method", "NoClosedForm", "NotTraceable", "predict"]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moetune.adapt.build import build
 from moetune.errors import UserError, one_line
 from moetune.files import write_output
-from moetune.memory.time.counter import Counter, parts_of
+from moetune.memory.time.counter import Counter, work_parts
 from moetune.memory.time.work import Work, is_product, sums
 from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
@@ -129,7 +129,7 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
     steps = Steps(adapted, batch)
     tracker = Tracker(steps.named)
     capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
-    counter = Counter(capability, tracker, parts_of(adapted, steps.named), tracker.log.done)
+    counter = Counter(capability, tracker, work_parts(adapted, steps.named), tracker.log.done)
     ranges = _Ranges(counter)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     wait: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if on_cuda else (lambda: None)

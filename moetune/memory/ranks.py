@@ -6,10 +6,9 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from moetune.adapt.build import build
-from moetune.config.schema import RunConfig
 from moetune.memory.routing import BALANCED, Routing
 from moetune.parallel.coordinates import Coordinates
-from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 _Value = TypeVar("_Value")
 
@@ -25,14 +24,14 @@ def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -
     return by_rank
 
 
-def kinds_of_ranks(run: ResolvedRun | RunConfig, *, by_expert: bool) -> list[Hashable]:
+def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     """What a rank's memory depends on, in the order of ranks: how much trains of its experts, and where tensors do not
     divide evenly, which part of them it has.
 
     Args:
         by_expert: experts receive unlike numbers of tokens, so it matters which ones a rank holds.
     """
-    run = run if isinstance(run, ResolvedRun) else resolve(run)
+    run = resolve(run, "cuda")
     parallel = run.config.parallel
     if parallel.ranks == 1:
         return [()]

@@ -1,19 +1,21 @@
-"""The peak, line by line: what is alive, by what it is and what made it. The lines of a part sum to that part."""
+"""The peak, line by line: what is alive, by what it is and what made it. The lines of a part sum to that part.
+
+Formulas of stored weights and optimizer states are those of papers (docs/concepts/weights.md, optimizer-states.md); no
+prediction uses them. Mixed-precision Adam is 2 + 2 + 4 + 4 + 4 = 16 bytes a parameter (ZeRO, arXiv 1910.02054, section
+3.1): weight, gradient, and in float32 master copy and two moments. LOMO (arXiv 2306.09782) keeps neither gradients nor
+states. NF4 is half a byte and a float32 scale for 64 weights, or with double quantization a byte, and a float32 for 256
+of these (QLoRA, arXiv 2305.14314).
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from moetune.memory.allocator import WORKSPACES
-from moetune.memory.arithmetic import STATES, STORED
-from moetune.memory.closed_form.form import Evaluated
-from moetune.memory.closed_form.sizes import Powers
 from moetune.memory.report import PartName, Term
-from moetune.memory.trace.log import Trace
-from moetune.models.catalog.gpus import Gpu
+from moetune.memory.trace.views import Trace
 
 _PAGES: dict[PartName, str] = {
     "frozen_weights": "weights",
@@ -24,62 +26,59 @@ _PAGES: dict[PartName, str] = {
     "saved_activations": "activations",
     "transient_peak": "activations",
 }
+_STORED: dict[str, str] = {
+    "nf4": "n/2 + 4·⌈n/64⌉ a matrix of n weights",
+    "nf4, double-quantized": "n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 a matrix of n weights",
+    "int8": "n + 4·rows a matrix of n weights",
+    "mxfp4": "17·⌈n/32⌉ a matrix of n weights",
+    "bf16": "2·n",
+    "fp32": "4·n",
+}
+_STATES: dict[str, str] = {
+    "adamw": "2·b·n: two moments in the dtype that is updated",
+    "paged_adamw": "8·n: two float32 moments",
+    "adamw8bit": "2·(n + 4·⌈n/256⌉); 8·n for tensors below 4,096 elements",
+    "paged_adamw8bit": "2·(n + 4·⌈n/256⌉); 8·n for tensors below 4,096 elements",
+    "lion8bit": "n + 4·⌈n/256⌉; 4·n for tensors below 4,096 elements",
+    "ademamix8bit": "3·(n + 4·⌈n/256⌉); 12·n for tensors below 4,096 elements",
+    "adafactor": "4·(R + C) a matrix [R, C]; 4·n for vectors",
+    "adalomo": "4·(R + C) a matrix [R, C]; 4·n for vectors",
+    "sgd": "b·n: momentum",
+    "lomo": "0",
+}
 
 
-@dataclass(frozen=True)
-class _Alive:
-    """So many storages of these bytes each, made by one operation of one kind of module."""
+class _Alike(NamedTuple):
+    """Storages of these bytes each, made by one operation of one kind of module."""
 
-    part: PartName
-    module: str
-    op: str
     bytes: int
-    formula: str = ""
+    formula: str
 
 
-def terms_of_trace(traced: Trace) -> tuple[Term, ...]:
-    """The peak of a trace."""
-    alive = Counter(_Alive(b.part, _kind(b.module), b.op, b.bytes) for b in traced.alive(traced.peak))
-    return _terms(alive.items(), {})
+def terms_of(traced: Trace) -> Iterator[Term]:
+    """The lines of a trace's peak, the largest first; of a closed form each with its formula."""
+    lines: dict[tuple[PartName, str], Counter[_Alike]] = {}
+    like, sizes = traced.events.like, traced.bytes
+    alive = traced.alive()
+    for (number, size), count in Counter(zip(like[alive].tolist(), sizes[alive].tolist(), strict=True)).items():
+        block = traced.log.blocks[number]
+        made = ": ".join(filter(None, (_kind(block.module), block.op))) or "of all layers"
+        formula = "" if traced.formula is None else traced.formula(number)
+        lines.setdefault((block.part, made), Counter())[_Alike(size, formula)] += count
+    terms = (_term(part, name, alike, traced.sizes) for (part, name), alike in lines.items())
+    yield from sorted((term for term in terms if term.bytes), key=lambda term: -term.bytes)
 
 
-def beside_of_formula(found: Evaluated, card: Gpu) -> int:
-    """Bytes that the allocator hands out beside what tensors ask for: workspaces, and sizes rounded up."""
-    return WORKSPACES * card.cublas_workspace.value + found.peak.rounded - found.peak.total
-
-
-def terms_of_formula(found: Evaluated) -> tuple[Term, ...]:
-    """The peak by closed form, each line with its formula."""
-    record, peak = found.record, found.peak
-    alive: Counter[_Alive] = Counter()
-    for (number, size), count in Counter(zip(peak.blocks.tolist(), peak.values.tolist(), strict=True)).items():
-        kind = record.log.blocks[number]
-        if kind.on_host:
-            continue
-        formula = _product(int(record.coefficients[number]), record.powers[record.monomials[number]])
-        formula += "·n" if record.experts[number] >= 0 else ""
-        alive[_Alive(kind.part, _kind(kind.module), kind.op, size, formula)] += count
-    return _terms(alive.items(), found.sizes)
-
-
-def _terms(alive: Iterable[tuple[_Alive, int]], sizes: dict[str, int]) -> tuple[Term, ...]:
-    lines: dict[tuple[PartName, str], list[tuple[_Alive, int]]] = {}
-    for one, count in alive:
-        made = one.module if not one.op else f"{one.module}: {one.op}" if one.module else one.op
-        lines.setdefault((one.part, made or "of all layers"), []).append((one, count))
-    found = []
-    for (part, name), ones in lines.items():
-        ones.sort(key=lambda pair: -pair[0].bytes * pair[1])
-        formulas = dict.fromkeys(_times(count, one.formula) for one, count in ones if one.formula)
-        known = STORED.get(name.partition(", ")[2]) or STATES.get(name.partition(": ")[2])
-        formula = known or " + ".join(list(formulas)[:3]) + (" + …" if len(formulas) > 3 else "")
-        used = sorted({letter for one, _ in ones for letter in re.findall(r"[A-Za-z]\S*", one.formula)} & sizes.keys())
-        numbers = ", ".join(f"{letter} = {sizes[letter]:,}" for letter in used) if not known else ""
-        total = sum(one.bytes * count for one, count in ones)
-        if total:
-            numbers = numbers or f"{sum(count for _, count in ones):,} storages"
-            found.append(Term(part, name, formula, numbers, total, f"concepts/{_PAGES[part]}.md"))
-    return tuple(sorted(found, key=lambda term: -term.bytes))
+def _term(part: PartName, name: str, alike: Counter[_Alike], sizes: Mapping[str, int]) -> Term:
+    ones = sorted(alike.items(), key=lambda pair: -pair[0].bytes * pair[1])
+    formulas = dict.fromkeys(_times(count, one.formula) for one, count in ones if one.formula)
+    known = _STORED.get(name.partition(", ")[2]) or _STATES.get(name.partition(": ")[2])
+    formula = known or " + ".join(list(formulas)[:3]) + (" + …" if len(formulas) > 3 else "")
+    used = sorted({letter for one, _ in ones for letter in re.findall(r"[A-Za-z]\S*", one.formula)} & sizes.keys())
+    numbers = ", ".join(f"{letter} = {sizes[letter]:,}" for letter in used) if not known else ""
+    total = sum(one.bytes * count for one, count in ones)
+    numbers = numbers or f"{alike.total():,} storages"
+    return Term(part, name, formula, numbers, total, f"concepts/{_PAGES[part]}.md")
 
 
 def _kind(module: str) -> str:
@@ -89,9 +88,3 @@ def _kind(module: str) -> str:
 
 def _times(count: int, formula: str) -> str:
     return formula if count == 1 else f"{count:,} × {formula}"
-
-
-def _product(coefficient: int, powers: Powers) -> str:
-    exponents = {1: "", 2: "²"}
-    factors = [f"{name}{exponents.get(exponent, f'^{exponent}')}" for name, exponent in powers]
-    return "·".join([f"{coefficient:,}", *factors])

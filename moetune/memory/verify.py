@@ -9,11 +9,12 @@ import torch
 
 from moetune.errors import UserError
 from moetune.memory.measure import measure
-from moetune.memory.predict import predict
+from moetune.memory.predict import allocator_here, predict
 from moetune.memory.routing import Routing
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
-from moetune.run.resolve import ResolvedRun
+from moetune.run.dtypes import kind_of
+from moetune.run.resolve import AnyRun, resolve
 
 TOLERANCE = 0.05
 """How far a prediction may be from what was measured before that is a finding."""
@@ -44,18 +45,19 @@ class Outcome:
 
 
 def verify(
-    run: ResolvedRun, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
+    run: AnyRun, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
 ) -> Outcome:
     """Takes `steps` real steps with random weights and predicts them.
 
     Args:
-        run: resolved for the kind of `device`.
+        run: if it is resolved, for the kind of `device`.
         routing: what the prediction assumes; by default what the experts of the real steps received, call by call.
         device: by default the first of the kind that the run is resolved for.
 
     Raises:
         UserError: as `build`; there are several ranks, or no such device.
     """
+    run = resolve(run, kind_of(device))
     if run.config.parallel.ranks > 1:
         raise UserError(
             f"parallel: makes {run.config.parallel.ranks} ranks, and verify measures one process; train with them for "
@@ -74,7 +76,8 @@ def verify(
             "host_bytes": traced.host_peak,
         }
     else:
-        rank = predict(run, method="trace", gpu=catalog_name(device), routing=routing).fullest
+        card, allocator = catalog_name(device), allocator_here()
+        rank = predict(run, method="trace", gpu=card, routing=routing, allocator=allocator).fullest
         names = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
         predicted = {name: getattr(rank, name) for name in names}
     return Outcome(

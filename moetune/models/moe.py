@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from moetune.config.schema import LoraConfig
 from moetune.errors import UserError
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
@@ -54,6 +55,14 @@ class ExpertShape:
         widened = self.intermediate * (2 if self.has_gate else 1)
         weights = widened * self.hidden + self.hidden * self.intermediate
         return weights + (widened + self.hidden if self.has_bias else 0)
+
+    def trained_parameters(self, lora: LoraConfig | None) -> int:
+        """Count what trains of one expert: all of it, or its low-rank factors (experts/bank.py, `ExpertLora`)."""
+        if lora is None:
+            return self.parameters_per_expert
+        parts = 2 if self.has_gate else 1
+        factors = parts if lora.gate_up == "split" else 1
+        return lora.rank * (factors * self.hidden + (parts + 1) * self.intermediate + self.hidden)
 
 
 @dataclass(frozen=True)

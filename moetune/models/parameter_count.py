@@ -1,4 +1,4 @@
-"""The parameter counter: in all, per component, per layer, per expert, and active for one token."""
+"""The parameter count: in all, by component, by layer, per expert, and active per token."""
 
 from __future__ import annotations
 
@@ -22,62 +22,52 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameter counts of one model; what is tied counts once.
+    """Parameter counts of one model; tied parameters count once.
 
     Attributes:
-        active_per_token: parameters that take part in the forward pass of one token: all but the experts that
-            it is not sent to. The whole embedding table counts, as in published figures.
-        active: the same per component.
-        per_expert, num_experts, top_k: one number if all mixture-of-experts layers agree, else one a layer,
-            in order; None for a dense model.
+        active_per_token: parameters in the forward pass of one token: all but the experts that it is not routed to. The
+            whole embedding table counts, as in published figures.
+        active: the same by component.
+        per_expert, num_experts, top_k: one number if all layers with experts agree, else one per layer; None for a
+            dense model.
     """
 
     model_type: str
     total: int
     active_per_token: int
-    components: dict[Component, int]
-    active: dict[Component, int]
     per_expert: int | list[int] | None
     num_moe_layers: int
     num_experts: int | list[int] | None
     top_k: int | list[int] | None
+    components: dict[Component, int]
+    active: dict[Component, int]
     layers: tuple[LayerCount, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `moetune count --json` prints."""
-        return {
-            "schema": 1,
-            "model_type": self.model_type,
-            "total": self.total,
-            "active_per_token": self.active_per_token,
-            "per_expert": self.per_expert,
-            "num_moe_layers": self.num_moe_layers,
-            "num_experts": self.num_experts,
-            "top_k": self.top_k,
-            "components": dict(self.components),
-            "layers": [asdict(layer) for layer in self.layers],
-        }
+        """Return what `moetune count --json` prints."""
+        found = {"schema": 1, **asdict(self)}
+        del found["active"]
+        return found
 
 
 def count_parameters(structure: ModelStructure) -> ParameterCount:
-    """Counts the parameters of a model.
+    """Count the parameters of a model.
 
-    A token uses `top_k` of the experts of each mixture-of-experts layer, so
-    `active = total - sum over those layers of parameters_per_expert * (num_experts - top_k)`.
+    A token uses `top_k` of each layer's experts, so
+    `active = total - sum over layers with experts of parameters_per_expert * (num_experts - top_k)`.
     """
     components: dict[Component, int] = dict.fromkeys(COMPONENTS, 0)
     layer_totals = dict.fromkeys(range(structure.num_layers), 0)
-    for part in structure.parts:
-        components[part.component] += part.numel
-        if part.layer is not None:
-            layer_totals[part.layer] += part.numel
-    total = sum(part.numel for part in structure.parts)
-    assert sum(components.values()) == total
-    idle = {
-        layer.index: layer.shape.parameters_per_expert * (layer.shape.num_experts - layer.top_k)
-        for layer in structure.moe_layers
-    }
+    for one in structure.parameters:
+        components[one.component] += one.numel
+        if one.layer is not None:
+            layer_totals[one.layer] += one.numel
+    total = sum(components.values())
     moe = {layer.index: layer for layer in structure.moe_layers}
+    idle = {
+        index: layer.shape.parameters_per_expert * (layer.shape.num_experts - layer.top_k)
+        for index, layer in moe.items()
+    }
     layers = tuple(
         LayerCount(
             index,

@@ -1,4 +1,4 @@
-"""Selection: which parts of a model train and how: the `adapt:` block of a run file, resolved on a model structure."""
+"""What trains of a model, and how: the `adapt:` block of a run file, applied to a model structure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moetune.config.fields import IdsByLayer, IdSet
-from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsOrChoice, LoraConfig
-from moetune.errors import UserError, suggest
-from moetune.models.structure import COMPONENTS, Component, ModelStructure, Part
-
-ExpertIds = Mapping[int, tuple[int, ...]]
-"""Decoder layer -> expert numbers."""
+from moetune.config.schema import ExpertsConfig, LoraConfig, ResolvedAdapt, ResolvedLora
+from moetune.errors import suggest
+from moetune.models.components import COMPONENTS, Component
+from moetune.models.structure import ModelStructure, ParameterInfo
 
 
 @dataclass(frozen=True)
@@ -20,26 +18,26 @@ class Selection:
     """What trains.
 
     Attributes:
-        full: names of parameters that train in full precision; the experts' are not among them.
+        full: names of parameters that train in full precision, without experts.
         experts: whole experts that train in full precision, by layer.
-        lora_experts: frozen experts with low-rank factors, by layer. An expert that trains whole needs none.
+        lora_experts: frozen experts with low-rank factors, by layer.
         lora_linears: paths of linear modules with low-rank factors.
         lora: rank, alpha and factoring of those.
-        left_out: linear modules of the components that LoRA is put on which cannot have it.
+        left_out: linear modules in the components of `lora.targets` that cannot have LoRA.
     """
 
     full: frozenset[str]
-    experts: ExpertIds
-    lora_experts: ExpertIds
+    experts: Mapping[int, tuple[int, ...]]
+    lora_experts: Mapping[int, tuple[int, ...]]
     lora_linears: tuple[str, ...]
     lora: LoraConfig | None
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> Selection:
-        """The same but for what is in these decoder layers."""
+        """Return the selection without these decoder layers."""
         rest = structure.without(layers)
         return Selection(
-            self.full & {part.name for part in rest.parts},
+            self.full & {one.name for one in rest.parameters},
             {layer: ids for layer, ids in self.experts.items() if layer not in layers},
             {layer: ids for layer, ids in self.lora_experts.items() if layer not in layers},
             tuple(path for path in self.lora_linears if path in rest.linears()),
@@ -48,29 +46,17 @@ class Selection:
 
 
 NOTHING = Selection(frozenset(), {}, {}, (), None)
-"""Of a run whose choice could not be made."""
 
 
-def select(adapt: AdaptConfig, structure: ModelStructure) -> Selection:
-    """Resolves `adapt` on a model.
-
-    Raises:
-        UserError: a layer, expert, component or pattern matches nothing, or nothing would train. All problems are in
-            the one message, each with what exists.
-    """
-    selection, problems = examine_selection(adapt, structure)
-    if problems:
-        raise UserError("\n".join(problems))
-    return selection
-
-
-def examine_selection(
-    adapt: AdaptConfig, structure: ModelStructure, inert: Collection[str] = ()
-) -> tuple[Selection, list[str]]:
-    """What there is of what `adapt` chooses, and every problem with it.
+def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[str] = ()) -> tuple[Selection, list[str]]:
+    """Apply `adapt:` to a model.
 
     Args:
-        inert: linear modules on which LoRA would have no effect: a component is taken without them.
+        inert: linear modules on which LoRA has no effect; components are selected without them.
+
+    Returns:
+        What exists of what is chosen; and a line for each layer, expert, component or pattern that matches nothing,
+        with what exists.
     """
     resolver = _Resolver(structure, inert)
     full = resolver.routers(adapt.router)
@@ -95,12 +81,12 @@ _OTHER_TARGETS: Mapping[str, tuple[Component, ...]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value"), ("attention",)),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "mlp"), _MLP),
 }
-"""What other tools call linear layers that a model has under other names, or in its experts' stacks."""
+"""Names of other tools for linear layers -> components that have them under other names, or in stacks of experts."""
 _UNREACHED = "only chooses among tokens or experts, by comparison, so no gradient reaches it"
 
 
 class _Resolver:
-    """Looks names and numbers up in a model structure and collects every problem it meets."""
+    """Finds names and numbers in a model structure and collects problems."""
 
     def __init__(self, structure: ModelStructure, inert: Collection[str]) -> None:
         self.structure, self.inert = structure, inert
@@ -110,19 +96,17 @@ class _Resolver:
 
     def routers(self, layers: IdSet) -> set[str]:
         chosen = set(self._layers("adapt.router", layers, self.moe_layers, "has no router"))
-        return {part.name for part in self.structure.parts_of("router") if part.layer in chosen and part.has_gradient}
+        return {one.name for one in self.structure.parameters_of("router") if one.layer in chosen and one.has_gradient}
 
-    def experts(self, config: ExpertsOrChoice | None) -> dict[int, tuple[int, ...]]:
-        if config is None or isinstance(config, ChoiceConfig):  # a choice that could not be made is reported as such
-            return {}
-        return self._expert_ids("adapt.experts", config.layers, config.ids)
+    def experts(self, config: ExpertsConfig | None) -> IdsByLayer:
+        return {} if config is None else self._expert_ids("adapt.experts", config.layers, config.ids)
 
-    def also(self, where: str, target: str) -> tuple[set[str], dict[int, tuple[int, ...]]]:
-        """Parameter names, and layers of experts, that a component or a name pattern stands for."""
+    def also(self, where: str, target: str) -> tuple[set[str], IdsByLayer]:
+        """Return the parameters, and the experts by layer, of a component or a pattern of names."""
         if target in COMPONENTS:
-            matched = self.structure.parts_of(target)
+            matched = self.structure.parameters_of(target)
         else:
-            matched = tuple(part for part in self.structure.parts if fnmatchcase(part.name, target))
+            matched = tuple(one for one in self.structure.parameters if fnmatchcase(one.name, target))
         if not matched and (first := self._tied_to(target)):
             self.problems.append(
                 f"{where}: {target!r} is one weight with {first.name} in this model (tied), which would train with it; "
@@ -130,12 +114,12 @@ class _Resolver:
             )
         elif not matched:
             self.problems.append(f"{where}: {target!r} matches no parameter.{self._hint(target)}")
-        elif not any(part.has_gradient for part in matched):
+        elif not any(one.has_gradient for one in matched):
             self.problems.append(f"{where}: {target!r} {_UNREACHED} ({matched[0].name}); leave it out")
-        names = {part.name for part in matched if part.has_gradient}
+        names = {one.name for one in matched if one.has_gradient}
         layers = {}
         for layer in self.structure.moe_layers:
-            stacks = {part.name for part in self.structure.parts_of("experts") if part.layer == layer.index}
+            stacks = {one.name for one in self.structure.parameters_of("experts") if one.layer == layer.index}
             if stacks <= names:
                 layers[layer.index] = tuple(range(layer.shape.num_experts))
             elif stacks & names:
@@ -146,22 +130,21 @@ class _Resolver:
             names -= stacks
         return names, layers
 
-    def lora(self, config: LoraConfig | None, trained: ExpertIds) -> tuple[tuple[str, ...], dict[int, tuple[int, ...]]]:
-        """Linear modules, and experts that do not train whole, that get factors."""
+    def lora(self, config: ResolvedLora | None, trained: IdsByLayer) -> tuple[tuple[str, ...], IdsByLayer]:
+        """Return the linear modules, and the experts that do not train whole, that get factors."""
         if config is None:
             return (), {}
         every_layer = range(self.structure.num_layers)
-        chosen: IdSet | IdsByLayer = "none" if isinstance(config.ids, ChoiceConfig) else config.ids
         if not isinstance(config.ids, str) and "experts" not in config.targets:
             self.problems.append("adapt.lora.ids: chooses experts, and adapt.lora.targets has no experts")
         layers = set(self._layers("adapt.lora.layers", config.layers, every_layer, "does not exist"))
         linears: dict[str, None] = {}
-        experts: dict[int, tuple[int, ...]] = {}
+        experts: IdsByLayer = {}
         for index, target in enumerate(config.targets):
             where = f"adapt.lora.targets[{index}]"
             if target == "experts":
                 in_layers: IdSet = tuple(sorted(layers & self.moe_layers.keys())) or "none"
-                ids = self._expert_ids("adapt.lora", in_layers, chosen)
+                ids = self._expert_ids("adapt.lora", in_layers, config.ids)
                 experts = {
                     layer: rest
                     for layer in ids
@@ -170,14 +153,13 @@ class _Resolver:
                 if not experts and not self.problems:
                     self.problems.append(f"{where}: no frozen expert in the chosen layers to put LoRA on")
                 continue
+            is_component = target in COMPONENTS
+            outside = is_component or config.layers == "all"  # whether what lies in no layer is meant
             found = [
                 path
                 for path, linear in self.structure.linears().items()
-                if (linear.component == target if target in COMPONENTS else _matches(path, target))
-                and (
-                    linear.layer in layers
-                    or (linear.layer is None and (target in COMPONENTS or config.layers == "all"))
-                )
+                if (linear.component == target if is_component else _matches(path, target))
+                and (outside if linear.layer is None else linear.layer in layers)
             ]
             if not found:
                 self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
@@ -188,7 +170,7 @@ class _Resolver:
                     "name the other layers, or train both in full with adapt.also: [embedding]"
                 )
             unreached = [path for path in found if not self.structure.linears()[path].has_gradient]
-            if target in COMPONENTS:
+            if is_component:
                 cannot = {*unreached, *self.inert}
                 self.left_out |= dict.fromkeys(path for path in found if path in cannot)
                 found = [path for path in found if path not in cannot]
@@ -197,7 +179,7 @@ class _Resolver:
             linears |= dict.fromkeys(found)
         return tuple(linears), experts
 
-    def _expert_ids(self, where: str, layers: IdSet, ids: IdSet | IdsByLayer) -> dict[int, tuple[int, ...]]:
+    def _expert_ids(self, where: str, layers: IdSet, ids: IdSet | IdsByLayer) -> IdsByLayer:
         chosen = {}
         in_layers = self._layers(f"{where}.layers", layers, self.moe_layers, "has no experts")
         if isinstance(ids, dict):
@@ -231,8 +213,8 @@ class _Resolver:
             self.problems.append(f"{where}: layer {_numbers(wrong)} {wrong_how}; choose from {_numbers(existing)}")
         return [layer for layer in layers if layer in existing]
 
-    def _tied_to(self, target: str) -> Part | None:
-        """The parameter that this component or pattern is another name of."""
+    def _tied_to(self, target: str) -> ParameterInfo | None:
+        """Return the parameter of which this component or pattern is another name."""
         linears = self.structure.linears()
         names = {
             first
@@ -241,25 +223,25 @@ class _Resolver:
             or _matches(path := name.rpartition(".")[0], target)
             or (path in linears and linears[path].component == target)
         }
-        return next((part for part in self.structure.parts if part.name in names), None)
+        return next((one for one in self.structure.parameters if one.name in names), None)
 
     def _hint(self, target: str) -> str:
-        components = [c for c in COMPONENTS if self.structure.parts_of(c)]
+        components = [c for c in COMPONENTS if self.structure.parameters_of(c)]
         if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
             return f" Components have names of their own here: write [{', '.join(meant)}]."
         names = {piece for path in self.structure.linears() for piece in path.split(".") if not piece.isdigit()}
         return suggest(target, [*components, *names]) or (
-            f" Components: {', '.join(components)}; patterns match names such as {self.structure.parts[-1].name!r}"
+            f" Components: {', '.join(components)}; patterns match names such as {self.structure.parameters[-1].name!r}"
         )
 
 
 def _matches(path: str, target: str) -> bool:
-    """Whether a module path is meant: by a pattern for the whole of it, or by the name it ends in (`q_proj`)."""
+    """Match a module path with a pattern for the whole of it, or with the name that it ends in (`q_proj`)."""
     return fnmatchcase(path, target) or path.endswith(f".{target}") or path == target
 
 
 def ranges(values: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` as a run file has it: "0-2,5"."""
+    """Return `[0, 1, 2, 5]` as in a run file: "0-2,5"."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:

@@ -1,6 +1,6 @@
-"""What a causal language model is made of, read off its modules.
+"""The structure of a causal language model: its parameters, linear layers and layers with experts.
 
-Works on the meta device, a CPU or a GPU, for mixtures of experts and dense models. Only shapes are read.
+It is read off the modules, by shapes only: on any device, for mixtures of experts and dense models.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from moetune.errors import UserError
-from moetune.models.components import COMPONENTS, Component, Landmarks
+from moetune.errors import UserError, one_line
+from moetune.models.components import Component, Landmarks
 from moetune.models.moe import (
-    ExpertShape,
     MoeLayer,
     expert_parameters,
     find_router,
@@ -27,26 +26,14 @@ from moetune.models.moe import (
     unknown_experts,
 )
 
-__all__ = [
-    "COMPONENTS",
-    "Component",
-    "ExpertShape",
-    "LinearPart",
-    "ModelStructure",
-    "MoeLayer",
-    "Part",
-    "meta_model",
-    "read_structure",
-    "require_causal_lm",
-]
-
 
 @dataclass(frozen=True)
-class Part:
-    """One parameter. `layer` is the decoder layer it sits in; None for embeddings, head and final norm.
+class ParameterInfo:
+    """One parameter.
 
     Attributes:
-        has_gradient: False if it only chooses, among tokens or experts, by comparison: no loss reaches it.
+        layer: index of its decoder layer; None for embeddings, head and final norm.
+        has_gradient: False if it only compares, to choose tokens or experts: no loss reaches it.
     """
 
     name: str
@@ -57,9 +44,8 @@ class Part:
     has_gradient: bool = True
 
 
-class LinearPart(NamedTuple):
-    """One `nn.Linear`, which maps in_features to out_features: it can be stored in 4 bits, and LoRA can be put on it if
-    it `has_gradient`."""
+class LinearInfo(NamedTuple):
+    """One `nn.Linear`, which can be quantized, and have LoRA if it `has_gradient`."""
 
     in_features: int
     out_features: int
@@ -70,42 +56,42 @@ class LinearPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """The parts of one model.
+    """The structure of one model.
 
     Attributes:
         num_layers: decoder layers, those without experts included.
         moe_layers: the layers with routed experts, in order; empty for a dense model.
-        parts: every parameter once; one that is tied sits under its first name.
+        parameters: every parameter once; a tied one under its first name.
         tied: further name of a tied parameter -> its first name.
     """
 
     model_type: str
     num_layers: int
     moe_layers: tuple[MoeLayer, ...]
-    parts: tuple[Part, ...]
+    parameters: tuple[ParameterInfo, ...]
     tied: Mapping[str, str]
-    _linears: Mapping[str, LinearPart] = field(repr=False)
+    _linears: Mapping[str, LinearInfo] = field(repr=False)
 
-    def parts_of(self, component: Component) -> tuple[Part, ...]:
-        """The parameters of one component."""
-        return tuple(part for part in self.parts if part.component == component)
+    def parameters_of(self, component: str) -> tuple[ParameterInfo, ...]:
+        """Return the parameters of one component."""
+        return tuple(one for one in self.parameters if one.component == component)
 
-    def linears(self, component: Component | None = None) -> dict[str, LinearPart]:
-        """Module path -> size and place of every `nn.Linear`, or of those of one component."""
+    def linears(self, component: Component | None = None) -> dict[str, LinearInfo]:
+        """Return module path -> every `nn.Linear`, or those of one component."""
         return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
 
     def without(self, layers: Collection[int]) -> ModelStructure:
-        """The same but for what is in these decoder layers."""
+        """Return the structure without these decoder layers."""
         return replace(
             self,
             moe_layers=tuple(layer for layer in self.moe_layers if layer.index not in layers),
-            parts=tuple(part for part in self.parts if part.layer not in layers),
+            parameters=tuple(one for one in self.parameters if one.layer not in layers),
             _linears={path: linear for path, linear in self._linears.items() if linear.layer not in layers},
         )
 
 
 def require_causal_lm(config: PretrainedConfig) -> None:
-    """Raises `UserError` unless transformers has a causal language model for this configuration."""
+    """Raise `UserError` unless transformers has a causal language model for this configuration."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"model type {config.model_type!r} is not a causal language model in transformers "
@@ -114,10 +100,10 @@ def require_causal_lm(config: PretrainedConfig) -> None:
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Builds the model on the meta device: right shapes, no storage, a fraction of a second at any size.
+    """Build the model on the meta device: shapes without storage, in a fraction of a second at any size.
 
     Raises:
-        UserError: the configuration describes no causal language model, or one that cannot be built.
+        UserError: the configuration is of no causal language model, or of one that cannot be built.
     """
     require_causal_lm(config)
     name = config.model_type
@@ -125,19 +111,19 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except ImportError as error:
-        raise UserError(f"model type {name!r} needs a package that is not installed: {_one_line(error)}") from error
+        raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error
     except Exception as error:  # a wrong config can break model code anywhere
         raise UserError(
-            f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {_one_line(error)}"
+            f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {one_line(error)}"
         ) from error
 
 
 def read_structure(model: PreTrainedModel) -> ModelStructure:
-    """Reads the parts off a causal language model as transformers built it, before any adaptation.
+    """Read the structure of a causal language model as transformers built it, before any adaptation.
 
     Raises:
-        UserError: the model has experts that transformers does not mark as such, or a router or top_k that
-            cannot be found. It would be miscounted, so it is refused by name.
+        UserError: it has experts that transformers does not mark as such, or a router or top_k that cannot be found:
+            it would be miscounted.
     """
     model_type = model.config.model_type
     found = unknown_experts(model)
@@ -150,7 +136,7 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
     landmarks = Landmarks(model, _mark(model, moe_layers))
     tied: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    parts = []
+    parameters = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first != name:
@@ -158,9 +144,9 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
             continue
         component, layer = landmarks.component_of(name), landmarks.layer_of(name)
         reached = parameter.requires_grad and not landmarks.is_chooser(name)
-        parts.append(Part(name, component, layer, parameter.numel(), tuple(parameter.shape), reached))
+        parameters.append(ParameterInfo(name, component, layer, parameter.numel(), tuple(parameter.shape), reached))
     linears = {
-        name: LinearPart(
+        name: LinearInfo(
             module.in_features,
             module.out_features,
             landmarks.component_of(f"{name}.weight"),
@@ -170,7 +156,7 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
         for name, module in landmarks.modules.items()
         if isinstance(module, nn.Linear) and _is_one_product(module)
     }
-    return ModelStructure(model_type, landmarks.num_layers, moe_layers, tuple(parts), tied, linears)
+    return ModelStructure(model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied, linears)
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
@@ -203,10 +189,7 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
 
 
 def _mark(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str, Component]:
-    """Names of the parameters that are an expert's or a router's.
-
-    A parameter that the block itself holds, one value an expert (a score correction), is the router's.
-    """
+    """Return the parameters of experts and routers; one of the block with a value per expert is the router's."""
     marked: dict[str, Component] = {}
     for layer in moe_layers:
         for key in expert_parameters(model.get_submodule(layer.experts)):
@@ -220,7 +203,7 @@ def _mark(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str,
 
 
 def _is_one_product(linear: nn.Linear) -> bool:
-    """Whether it gives out_features for in_features: DeepSeek-V4's o_a_proj is a product for each group of heads."""
+    """Return whether it maps in_features to out_features; DeepSeek-V4's o_a_proj has a product per group of heads."""
     if type(linear).forward is nn.Linear.forward:
         return True
     try:
@@ -230,7 +213,3 @@ def _is_one_product(linear: nn.Linear) -> bool:
     except RuntimeError:
         return False
     return isinstance(out, torch.Tensor) and out.shape == (2, 3, linear.out_features)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -23,7 +23,7 @@ from moetune.experts.context import Dispatched, ExpertHooks
 from moetune.experts.permutation import sorted_positions
 
 
-class _Sent(NamedTuple):
+class _DispatchState(NamedTuple):
     """What the way back needs: the routing weights of this rank's tokens, the order of the rows sent, rows to and from
     each rank, and T before tensor parallelism slices the tokens."""
 
@@ -89,22 +89,23 @@ class TokenDispatcher:
         rows_RL = torch.tensor(receive_counts, device=ids_TK.device).flatten()
         held_S = held_RL.repeat_interleave(rows_RL, output_size=sum(receives))
         by_expert = [sum(row[expert] for row in receive_counts) for expert in range(held)]
-        return Dispatched(rows_SH, held_S[:, None], by_expert, _Sent(weights_TK, order, sends, receives, tokens))
+        state = _DispatchState(weights_TK, order, sends, receives, tokens)
+        return Dispatched(rows_SH, held_S[:, None], by_expert, state)
 
-    def combine(self, output_SH: Tensor, sent: _Sent) -> Tensor:
+    def combine(self, output_SH: Tensor, state: _DispatchState) -> Tensor:
         """Send results back to the ranks of their tokens; return their weighted sum for each token, [T, H]."""
-        rows = all_to_all(output_SH, sent.sends, sent.receives, self._ep.get_group())
+        rows = all_to_all(output_SH, state.sends, state.receives, self._ep.get_group())
         by_choice = torch.empty_like(rows)
-        by_choice[sent.order] = rows
-        by_choice = by_choice.view(*sent.weights_TK.shape, output_SH.shape[-1])
-        return self._gathered((by_choice * sent.weights_TK.unsqueeze(-1)).sum(dim=1), sent.tokens)
+        by_choice[state.order] = rows
+        by_choice = by_choice.view(*state.weights_TK.shape, output_SH.shape[-1])
+        return self._gathered((by_choice * state.weights_TK.unsqueeze(-1)).sum(dim=1), state.tokens)
 
-    def combine_norms(self, norms_S: Tensor, sent: _Sent) -> Tensor:
+    def combine_norms(self, norms_S: Tensor, state: _DispatchState) -> Tensor:
         """Send the norms of experts' outputs back to the ranks of their tokens: [T, K]."""
-        returned, norms = norms_S.new_empty(2, len(sent.order))
-        dist.all_to_all_single(returned, norms_S, sent.sends, sent.receives, self._ep.get_group())
-        norms[sent.order] = returned
-        return self._gathered(norms.view(sent.weights_TK.shape), sent.tokens)
+        returned, norms = norms_S.new_empty(2, len(state.order))
+        dist.all_to_all_single(returned, norms_S, state.sends, state.receives, self._ep.get_group())
+        norms[state.order] = returned
+        return self._gathered(norms.view(state.weights_TK.shape), state.tokens)
 
     def _gathered(self, rows: Tensor, tokens: int) -> Tensor:
         """All T rows of a tensor of which tensor-parallel ranks have a slice each."""

@@ -1,8 +1,7 @@
-"""An adapted model on one rank becomes one of several: experts exchange tokens, matrices are split, weights shared.
+"""Distribution of an adapted model: matrices split by transformers' tensor parallelism, weights sharded by FSDP2.
 
-Done by others: the dispatch and the tensor-parallel layers are transformers', the sharding is torch's `fully_shard`.
-What is decided here is what each of them gets. Gradients are summed over ranks, never averaged: a rank's loss is its
-share of the step's (training/step/micro_step.py).
+Gradients are summed over ranks, never averaged: a rank's loss is its share of the step's
+(training/step/micro_step.py).
 
 | parallel | decoder layers, embedding, final norm | experts |
 |---|---|---|
@@ -11,8 +10,8 @@ share of the step's (training/step/micro_step.py).
 | fsdp, zero 3, reshard: false; zero 2 | gathered for forward, kept until backward | |
 | fsdp, zero 1 | gathered once a step; gradients reduced once a step | |
 
-The head stays whole: its loss runs it by chunks (training/step/loss.py). So do embeddings tied to it, and whatever is
-packed.
+The head stays whole, because the loss runs it by chunks (training/step/loss.py), and so do embeddings tied to it and
+quantized weights.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from moetune.experts.bank import ExpertBank
 from moetune.models.stack import decoder_layers, decoder_stack
 from moetune.models.structure import ModelStructure
 from moetune.parallel.ranks import Ranks
-from moetune.parallel.tensor import split_matrices
+from moetune.run.tensor_plan import SPLIT, style_of, tensor_plan
 
 
 def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) -> None:
-    """Makes the model of this rank, which holds its own experts and everything else whole, one of all ranks'. Its banks
-    exchange tokens by what they were given (adapt/pack.py).
+    """Distribute a model of which this rank holds its own experts and all else whole. Its banks already have a
+    dispatcher (adapt/pack.py).
 
     Raises:
         UserError: the layout does not go with this model.
@@ -41,9 +41,32 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
         return
     assert ranks.dense is not None
     if parallel.tp > 1:
-        split_matrices(model, structure, ranks.dense["tp"])
+        _split_matrices(model, structure, ranks.dense["tp"])
     if parallel.fsdp > 1:
         _shard(model, ranks)
+
+
+def _split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: DeviceMesh) -> None:
+    """Split the linear layers of attention by heads over the ranks of `tp`, with transformers' plan and layers.
+
+    LoRA is split like its layer: B where the rows are split, A where the columns are.
+    """
+    plan = tensor_plan(model)
+    resolved: dict[str, str] = {}
+    for path in structure.linears("attention"):
+        style = style_of(path, plan)
+        assert style in SPLIT, f"{path} cannot be split (run.validation)"
+        module = model.get_submodule(path)
+        base = f"{path}.base_layer" if hasattr(module, "base_layer") else path
+        resolved[f"{base}.weight"] = resolved[base] = style
+        if getattr(model.get_submodule(base), "bias", None) is not None:
+            resolved[f"{base}.bias"] = style
+        if base != path:
+            factor = f"{path}.lora_B.default" if style == "colwise" else f"{path}.lora_A.default"
+            resolved[f"{factor}.weight"] = resolved[factor] = style
+    parameters = {name for name, _ in model.named_parameters()}
+    apply_tensor_parallelism(model, tp, {name: style for name, style in resolved.items() if name in parameters})
+    apply_tensor_parallelism(model, tp, {name: style for name, style in resolved.items() if name not in parameters})
 
 
 def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
@@ -51,7 +74,7 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
     assert ranks.dense is not None
     dense = ranks.dense["replicate", "fsdp"] if parallel.replicate > 1 else ranks.dense["fsdp"]
     reshard = parallel.zero == 3 and parallel.reshard
-    ignored = {p for p in model.parameters() if not p.is_floating_point()}  # what bitsandbytes packed
+    ignored = {p for p in model.parameters() if not p.is_floating_point()}  # quantized by bitsandbytes
     for layer in decoder_layers(model).values():
         for bank in [module for module in layer.modules() if isinstance(module, ExpertBank)]:
             if ranks.expert is not None:
@@ -67,7 +90,7 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
-    """Over the ranks that hold the same experts; where there is one only there is nothing to share."""
+    """Shard a bank over the ranks that hold the same experts, if there are several."""
     assert ranks.expert is not None
     if ranks.expert.size(1) == 1 or not any(True for _ in bank.parameters()):
         return
@@ -76,7 +99,7 @@ def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
 
 
 def _shard_module(module: nn.Module, mesh: DeviceMesh, reshard: bool | None, ignored: set[nn.Parameter]) -> None:
-    """`fully_shard`, gradients summed. FSDP2 wants one dtype of what trains in a group: others get one of their own."""
+    """`fully_shard` with summed gradients. FSDP2 needs one dtype in a group: other dtypes get groups of their own."""
     trained = [
         (owner, p)
         for owner in module.modules()
@@ -97,10 +120,10 @@ def _sum(modules: list[FSDPModule]) -> None:
 
 
 def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
-    """Tells FSDP2 before a micro-step whether it is the `last` of its step, after which gradients must be reduced.
+    """Tell FSDP2 before a micro-step whether it is the `last` of its step, when gradients must be reduced.
 
-    Under ZeRO-1 they are reduced then only, and weights stay gathered until then; under ZeRO-2 the latter only.
-    Replicas of shards add up once a step.
+    Under ZeRO-1 gradients are reduced only then and weights stay gathered until then; under ZeRO-2 only the latter.
+    Replicas of shards are summed once a step.
     """
     parallel = ranks.parallel
     if not isinstance(stack, FSDPModule) or (parallel.zero == 3 and parallel.replicate == 1):
@@ -116,7 +139,7 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the weights that FSDP2 has left gathered after a forward pass without a backward one."""
+    """Free the weights that FSDP2 leaves gathered after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

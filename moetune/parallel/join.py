@@ -1,4 +1,4 @@
-"""A process that was started as one of several, by us, torchrun or accelerate, becomes a rank."""
+"""A process becomes a rank: one of several that moetune, torchrun or accelerate started, or one without the others."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from moetune.compat.torch import fake_process_group
 from moetune.config.schema import ParallelConfig
 from moetune.errors import UserError, counted, reading
+from moetune.parallel.deepspeed import without_others
 from moetune.parallel.launch import PARENT, number_in_environment
-from moetune.parallel.ranks import Ranks
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
 
 _ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 
 
 def check_launch(parallel: ParallelConfig) -> None:
-    """Raises `UserError` if as many processes were not started as the run file has ranks, or they cannot have a GPU."""
+    """Raise `UserError` unless as many processes run as the run file has ranks, with a GPU for each."""
     started = number_in_environment("WORLD_SIZE", 1)
     if started > 1 and started != parallel.ranks:
         raise UserError(
@@ -41,17 +43,16 @@ def check_launch(parallel: ParallelConfig) -> None:
 
 @contextmanager
 def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
-    """This process as one of the ranks, until the end of the `with`.
+    """Make this process one of the ranks within the `with` block.
 
-    What the environment says of ranks is taken out of it: libraries that find it there would distribute the model once
-    more.
+    The environment variables about ranks are removed: libraries that find them would distribute the model once more.
 
     Raises:
         UserError: as `check_launch`.
     """
     check_launch(parallel)
     if parallel.ranks == 1:
-        yield Ranks()
+        yield SINGLE_RANK
         return
     _die_with_parent()
     rank, world = number_in_environment("RANK"), number_in_environment("WORLD_SIZE")
@@ -73,7 +74,7 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
         )
     for name in _ABOUT_RANK:
         os.environ.pop(name, None)
-    # The TrainingArguments of reporters, which run each rank as if it were alone, wonder whether that is meant.
+    # transformers' TrainingArguments, which reporters need, warn that each rank runs as if it were alone.
     about_mode = "parallel_mode != ParallelMode.DISTRIBUTED"
     logging.getLogger("transformers.training_args").addFilter(lambda record: about_mode not in record.getMessage())
     try:
@@ -84,8 +85,19 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
 
 
 def _die_with_parent() -> None:
-    """A rank whose launcher is killed ends too, instead of waiting for others that will never come."""
+    """Let the kernel kill this rank if its launcher is killed, instead of waiting for others that will never come."""
     if PARENT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ[PARENT]):
             os._exit(1)
+
+
+@contextmanager
+def fake_ranks(parallel: ParallelConfig, rank: int) -> Iterator[Ranks]:
+    """Make this process a rank without the others, for predictions: collectives return at once and send nothing."""
+    if parallel.ranks == 1:
+        yield SINGLE_RANK
+        return
+    alone = without_others() if parallel.engine == "deepspeed" else nullcontext()
+    with fake_process_group(rank, parallel.ranks), alone:
+        yield Ranks.join(parallel, "cpu")

@@ -1,4 +1,4 @@
-"""What a rank sends to others, read off torch.distributed's operations as they are dispatched."""
+"""What a rank sends to others, derived from torch.distributed's operations as they are dispatched."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Message:
     """One call of a collective.
 
     Attributes:
+        kind: the operation's name if it is not known.
         group: torch's name of its process group.
-        ranks: how many are in it.
-        bytes: that leave this rank, in a ring: (n - 1)/n of the whole tensor, and of an all-reduce twice that; of an
-            all-to-all what is for other ranks; of a reduce and a broadcast all of it, but of the rank where they end
-            nothing.
+        ranks: size of the group.
+        bytes: sent by this rank, in a ring: (n - 1)/n of the whole tensor, twice that in an all-reduce; in an
+            all-to-all what is for other ranks; in a reduce and a broadcast all of it, except on the last rank.
     """
 
     kind: Kind | str
@@ -32,14 +32,13 @@ class Message:
     ranks: int
     bytes: int
 
-
-def uncounted(sent: Message) -> bool:
-    """Whether `message` did not know the operation, whose name is then the kind."""
-    return sent.kind not in typing.get_args(Kind)
+    @property
+    def is_known(self) -> bool:
+        return self.kind in typing.get_args(Kind)
 
 
 def message(func: Any, args: Any) -> Message | None:
-    """What an operation of `NAMESPACES` sends; None if that is nothing."""
+    """Return what an operation of `NAMESPACES` sends; None if that is nothing."""
     match func._schema.name:
         case "c10d::allreduce_":
             return _ring("all-reduce", sum(tensor.nbytes for tensor in args[0]), args[1])
@@ -58,17 +57,17 @@ def message(func: Any, args: Any) -> Message | None:
         case "_c10d_functional::all_to_all_single":
             return _all_to_all(args[0], args[2], args[3])
         case "c10d::reduce_":
-            return _chain("reduce", sum(tensor.nbytes for tensor in args[0]), args[1], ends_at=args[3])
+            return _chain("reduce", args[0], args[1], end=args[3])
         case "c10d::broadcast_":
-            members = _group(args[1])
-            return _chain("broadcast", sum(t.nbytes for t in args[0]), members, ends_at=(args[2] - 1) % members.size())
+            return _chain("broadcast", args[0], args[1], end=args[2] - 1)
         case name:
             return None if func._opname in _SENDS_NOTHING else Message(name, "", 2, 0)
 
 
-def _chain(kind: Kind, size: int, group: Any, ends_at: int) -> Message:
+def _chain(kind: Kind, tensors: Any, group: Any, end: int) -> Message:
     members = _group(group)
-    return Message(kind, members.group_name, members.size(), 0 if members.rank() == ends_at else size)
+    size = 0 if members.rank() == end % members.size() else sum(tensor.nbytes for tensor in tensors)
+    return Message(kind, members.group_name, members.size(), size)
 
 
 def _ring(kind: Kind, size: int, group: Any) -> Message:

@@ -1,4 +1,4 @@
-"""Whether this machine can train, or a run on it: each thing that training needs, what was found, and the remedy."""
+"""Checks of this machine, and of a run on it: what training needs, what was found, and the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Outcome = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. A problem would make a run fail; a note may be worth knowing."""
+    """One check. A run would fail at a problem; a note may be worth knowing."""
 
     name: str
     outcome: Outcome
@@ -42,19 +42,25 @@ class Check:
         return asdict(self)
 
 
+def _check(is_right: bool, name: str, found: str, remedy: str, otherwise: Outcome = "problem") -> Check:
+    return Check(name, "ok", found) if is_right else Check(name, otherwise, found, remedy)
+
+
 def examine_machine() -> Iterator[Check]:
-    """What holds of every run on this machine."""
+    """Check what every run on this machine needs."""
     yield Check("Python", "ok", sys.version.split()[0])
     yield from _packages()
-    yield _bitsandbytes()
+    from bitsandbytes.cextension import lib
+
+    library = type(lib).__name__
+    remedy = "pip install --force-reinstall bitsandbytes, of a build for this CUDA version"
+    yield _check("Mock" not in library, "bitsandbytes' library", library, remedy)
     yield from _cuda()
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "none"
-    yield _noted(
-        allocator_here() == "expandable",
-        "allocator settings",
-        settings,
-        "unset PYTORCH_ALLOC_CONF, or write expandable_segments:True in it: plain segments leave holes on a full card",
+    remedy = (
+        "unset PYTORCH_ALLOC_CONF, or write expandable_segments:True in it: plain segments leave holes on a full card"
     )
+    yield _check(allocator_here() == "expandable", "allocator settings", settings, remedy, "note")
     memory = host_memory()
     yield Check("host memory", "ok", "unknown" if memory is None else f"{gib(memory)} available")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -63,7 +69,7 @@ def examine_machine() -> Iterator[Check]:
 
 
 def examine_run(config: RunConfig) -> Iterator[Check]:
-    """What one run needs of this machine."""
+    """Check what one run needs of this machine."""
     device = this_device()
     try:
         run = resolve(config, device)
@@ -73,19 +79,20 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
         yield Check("run file", "problem", str(error), "mend the run file")
         return
     yield Check("run file", "ok", f"{config.model.path}, for {device}")
-    if config.parallel.ranks > 1 and device == "cuda" and torch.cuda.device_count() < config.parallel.ranks:
-        found = f"{counted(torch.cuda.device_count(), 'GPU')} for {config.parallel.ranks} ranks"
+    ranks, gpus = config.parallel.ranks, torch.cuda.device_count()
+    if device == "cuda" and gpus < ranks > 1:
+        found = f"{counted(gpus, 'GPU')} for {ranks} ranks"
         yield Check("GPUs", "problem", found, "divide the run over fewer ranks in parallel:")
     needs = report.required - report.fullest.outside_allocator
     host = report.fullest.host_bytes + (needs if device == "cpu" else 0)
     room = host_memory()
     if device == "cuda":
-        free = torch.cuda.mem_get_info()[0]  # of which a context, this process's, is taken already
+        free = torch.cuda.mem_get_info()[0]  # the context of this process is not in it
         remedy = "moetune predict says what would save most; nvidia-smi shows who else is on the card"
-        yield _judged(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
+        yield _check(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
     if host and room is not None:
         remedy = "end other programs, or let less wait on the host"
-        yield _judged(host <= room, "host memory of the run", f"{gib(host)} needed, {gib(room)} available", remedy)
+        yield _check(host <= room, "host memory of the run", f"{gib(host)} needed, {gib(room)} available", remedy)
 
 
 def host_memory() -> int | None:
@@ -99,7 +106,6 @@ def host_memory() -> int | None:
 
 
 def _packages() -> Iterator[Check]:
-    """The versions that this package asks for."""
     try:
         wanted = [Requirement(line) for line in metadata.requires("moetune") or ()]
     except metadata.PackageNotFoundError:
@@ -113,16 +119,7 @@ def _packages() -> Iterator[Check]:
         except metadata.PackageNotFoundError:
             yield Check(one.name, "problem", "not installed", f"pip install '{one}'")
             continue
-        is_right = one.specifier.contains(version, prereleases=True)
-        yield _judged(is_right, one.name, version, f"pip install '{one}'")
-
-
-def _bitsandbytes() -> Check:
-    from bitsandbytes.cextension import lib
-
-    is_there = "Mock" not in type(lib).__name__
-    remedy = "pip install --force-reinstall bitsandbytes, of a build for this CUDA version"
-    return _judged(is_there, "bitsandbytes' library", type(lib).__name__, remedy)
+        yield _check(one.specifier.contains(version, prereleases=True), one.name, version, f"pip install '{one}'")
 
 
 def _cuda() -> Iterator[Check]:
@@ -137,36 +134,27 @@ def _cuda() -> Iterator[Check]:
         return
     yield Check("CUDA", "ok", f"torch is built for {torch.version.cuda}")
     for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
         name, (major, minor) = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
-        yield _noted(major >= 8, name, f"compute capability {major}.{minor}", "set model.dtype: fp16: no fast bfloat16")
+        remedy = "set model.dtype: fp16: no fast bfloat16"
+        yield _check(major >= 8, name, f"compute capability {major}.{minor}", remedy, "note")
         free, total = torch.cuda.mem_get_info(number)
-        others = processes_on(torch.device("cuda", number))
-        there = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in others]
-        said = ", ".join([f"{gib(free)} free of {gib(total)}", *there])
-        remedy = "end what else is on the card; nvidia-smi shows it"
-        yield _noted(free > 0.95 * total, f"{name}, memory", said, remedy)
-        yield _kernels(torch.device("cuda", number))
+        others = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in processes_on(device)]
+        found, remedy = f"{gib(free)} free of {gib(total)}", "end what else is on the card; nvidia-smi shows it"
+        yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *others]), remedy, "note")
+        yield _kernels(device)
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
-        yield _judged(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)
+        yield _check(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)
 
 
 def _kernels(device: torch.device) -> Check:
-    """Those of the expert bank, compiled and compared: seconds the first time."""
-    name = "kernels of the experts"
-    module = kernels.on_gpu()
+    """Compile the experts' kernels, which takes seconds the first time, and compare them with torch's operations."""
+    name, module = "kernels of the experts", kernels.on_gpu()
     if module is None:
         remedy = "install gcc and Python's headers: without them experts run slower and may take more memory"
         return Check(name, "note", "Triton does not work here: torch's operations run instead", remedy)
     with torch.cuda.device(device):
         wrong = differing(module, device, torch.bfloat16)
     remedy = "install the Triton that this torch asks for; please report it with the output of this command"
-    return _judged(not wrong, name, "; ".join(wrong) or "give what torch's operations give", remedy)
-
-
-def _judged(is_right: bool, name: str, found: str, remedy: str) -> Check:
-    return Check(name, "ok", found) if is_right else Check(name, "problem", found, remedy)
-
-
-def _noted(is_right: bool, name: str, found: str, remedy: str) -> Check:
-    return Check(name, "ok", found) if is_right else Check(name, "note", found, remedy)
+    return _check(not wrong, name, "; ".join(wrong) or "give what torch's operations give", remedy)

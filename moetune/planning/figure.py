@@ -1,4 +1,4 @@
-"""A plan as a chart: memory against speed, where that is estimated, else against what trains."""
+"""A plan as a chart: memory against estimated speed, or else against the weights that train."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moetune.planning.plan import Candidate, Plan
+from moetune.planning.plan import Plan
+from moetune.planning.search import Candidate
 from moetune.report.charts import INK, Chart
 from moetune.report.units import gib
 
@@ -19,7 +20,7 @@ def plan_chart(plan: Plan) -> Chart:
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those points to which no other is at least as good: less of the first, more of the second; by the first."""
+    """Return the Pareto front in order: less of the first coordinate, more of the second."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points), key=lambda point: (point[0], -point[1])):
         if not best or point[1] > best[-1][1]:
@@ -69,6 +70,6 @@ def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
 
 
 def _draw_front(axes: Axes, points: list[tuple[float, float]]) -> None:
-    """Steps through the Pareto front: with this memory, no more than this is to be had."""
+    """Draw the Pareto front as steps."""
     if len(points) > 1:
         axes.step(*zip(*points, strict=True), where="post", color=INK, linewidth=0.8, linestyle=":", zorder=0)

@@ -11,15 +11,18 @@ import yaml
 
 from moetune.errors import UserError
 from moetune.files import write_whole
-from moetune.planning.plan import Candidate, Plan
+from moetune.planning.plan import Plan
+from moetune.planning.search import Candidate
 from moetune.report.units import gib
+
+_ORDER = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware", "output")
 
 
 def write_runs(plan: Plan, folder: Path) -> list[Path]:
-    """Writes a run file for each candidate.
+    """Write a run file for each candidate, all of them or none.
 
     Raises:
-        UserError: one of that name is there, or it cannot be written.
+        UserError: one of that name exists, or it cannot be written.
     """
     files = [folder / f"{number}-{_slug(one)}.yaml" for number, one in enumerate(plan.candidates, 1)]
     for file in files:
@@ -48,19 +51,17 @@ def _slug(one: Candidate) -> str:
 
 
 def run_text(one: Candidate, file: Path) -> str:
-    """A candidate as the run file of that name."""
+    """Return a candidate as the run file of that name."""
     raw = one.config.model_dump(mode="json", exclude_unset=True)
     raw.setdefault("data", {"train": "data.jsonl"})
     raw["output"] = f"runs/{file.stem}"
     report = one.report
     assert report.gpu is not None
-    given_up = f"\n# Given up: {'; '.join(one.gives_up)}." if one.gives_up else ""
+    given_up = f"\n# Given up: {'; '.join(one.strategy.gives_up)}." if one.strategy.gives_up else ""
     host = f", and {gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
-    order = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware", "output")
-    body = yaml.safe_dump(
-        {key: raw[key] for key in order if key in raw}, sort_keys=False, default_flow_style=None, width=100
-    )
+    ordered = {key: raw[key] for key in _ORDER if key in raw}
     return (
         f"# {one.config.model.path}: {one.trains}; {one.optimizer}.\n#\n#     moetune train {file}\n#\n"
-        f"# Predicted ({report.method}): needs {gib(report.required)} of {report.gpu.name}{host}.{given_up}\n{body}"
+        f"# Predicted ({report.method}): needs {gib(report.required)} of {report.gpu.name}{host}.{given_up}\n"
+        f"{yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=100)}"
     )

@@ -1,4 +1,4 @@
-"""A run file from a model and a few options: what `predict MODEL --lora 16` stands for."""
+"""A run file from a model and a few options, as in `predict MODEL --lora 16`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moetune.errors import UserError
 
 
 def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:
-    """A run file read; or of a model, the one that the options stand for, and its mapping.
+    """Read a run file; or make one for a model, and return its mapping too.
 
     Raises:
         UserError: the file cannot be read or does not validate; options beside a run file, or none beside a model.
@@ -24,12 +24,11 @@ def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunCo
         if trained:
             raise UserError(f"{run!r} is a run file, which says what trains; leave --{', --'.join(trained)} out")
         return load_run_config(run, overrides), None
-    raw = run_of_options(run, **options)
-    config = read_run_config(raw, overrides, f"the run file that {run} and its options stand for")
-    return config, raw
+    raw = _raw(run, **options)
+    return read_run_config(raw, overrides, f"the run file that {run} and its options stand for"), raw
 
 
-def run_of_options(
+def _raw(
     model: str,
     *,
     router: str | None = None,
@@ -37,19 +36,8 @@ def run_of_options(
     lora: int | None = None,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    """The run file as a mapping.
-
-    Args:
-        router: layers, as `adapt.router` has them.
-        experts: layers and experts of each, as in `0-5:0,1`.
-        lora: rank of factors on attention and experts; alpha is twice that.
-
-    Raises:
-        UserError: nothing would train, or `experts` is written otherwise.
-    """
-    adapt: dict[str, Any] = {}
-    if router is not None:
-        adapt["router"] = router
+    """Return the run file of a model; `experts` is LAYERS:EXPERTS."""
+    adapt: dict[str, Any] = {} if router is None else {"router": router}
     if experts is not None:
         layers, colon, ids = experts.partition(":")
         if not (layers and colon and ids):
@@ -62,12 +50,9 @@ def run_of_options(
             f"{model!r} is no run file, and for a model it must be said what trains: give --lora RANK, --router LAYERS "
             "or --experts LAYERS:EXPERTS"
         )
-    raw: dict[str, Any] = {"model": {"path": model}, "adapt": adapt}
-    if gpu is not None:
-        raw["hardware"] = {"gpu": gpu}
-    return raw
+    return {"model": {"path": model}, "adapt": adapt, **({} if gpu is None else {"hardware": {"gpu": gpu}})}
 
 
 def as_yaml(raw: dict[str, Any]) -> str:
-    """A run file as it is written by hand: a section a line where it is short."""
+    """Return a run file as one writes it by hand: short sections on one line each."""
     return yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)

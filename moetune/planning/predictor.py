@@ -1,8 +1,9 @@
-"""What runs need, one after the other: by closed form where there is one, and traced before anything is recommended."""
+"""Predictions of several runs of one model: by closed form where there is one, by trace before one is recommended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from moetune.config.schema import RunConfig
 from moetune.memory.closed_form.depth import Depths
@@ -17,11 +18,11 @@ from moetune.run.resolve import ResolvedRun, resolve
 
 @dataclass
 class Predictor:
-    """Predictions of runs of one model, which share the model and what closed forms have recorded.
+    """Predicts runs of one model, which share the model and the recorded closed forms.
 
     Attributes:
-        gpu: the card, its name or its size; None for `hardware.gpu` of each run.
-        device_type: what the runs are for.
+        gpu: name or size of the card, or the card; None for `hardware.gpu` of each run.
+        device_type: the device that the runs are resolved for.
     """
 
     gpu: str | Gpu | None = None
@@ -35,17 +36,17 @@ class Predictor:
         return self._like
 
     def of(self, config: RunConfig) -> MemoryReport:
-        """By closed form, or traced if there is none.
+        """Predict by closed form, or by trace if the run has none.
 
         Raises:
             UserError: as `predict`.
         """
         run = self.resolve(config)
-        how = {"gpu": self.gpu, "routing": self.routing, "advise": False}
+        common: dict[str, Any] = {"gpu": self.gpu, "routing": self.routing, "advise": False}
         try:
-            return predict(run, method="formula", depths=self._depths, **how)  # type: ignore[arg-type]
+            return predict(run, method="formula", depths=self._depths, **common)
         except NoClosedForm:
-            return predict(run, method="trace", **how)  # type: ignore[arg-type]
+            return predict(run, method="trace", **common)
 
     def traced(self, config: RunConfig) -> MemoryReport:
         return predict(self.resolve(config), method="trace", gpu=self.gpu, routing=self.routing, advise=False)

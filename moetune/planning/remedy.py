@@ -1,76 +1,81 @@
-"""What would have fitted where a run has run out of memory: largest values of single settings, or changes together."""
+"""What would have fitted where a run has run out of memory: savings, and the largest value of each size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.changes import changed, fitting
+from moetune.memory.changes import Remedy, changed, fitting
+from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Figure, Gpu
+from moetune.planning.doctor import host_memory
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun
 
-KEYS = (
+_SIZES = (
     "train.micro_batch", "train.eval_micro_batch", "train.sequence_length", "adapt.lora.rank", "adapt.experts.layers",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """Settings as `--set` takes them, and what a run needs with them."""
-
-    flags: tuple[str, ...]
-    required: int
-
-
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
-    """Settings with which a run would have needed less by what was lacking: single changes, the mildest first, or
-    several where none is enough alone; then the largest value of each size.
+    """Return settings with which a run needs less by `lacking` bytes: up to three savings, then the largest sizes.
 
-    What there really was may be less than the card has, as other programs take of it, and a run may need more than is
-    predicted. So what fits is taken from what is predicted of the run itself, less what was lacking.
-
-    Args:
-        lacking: bytes.
+    The memory that was available is taken to be the run's own prediction less `lacking`: other programs may use some of
+    the card, and a run may need more than is predicted. A saving that moves tensors to the host needs room there.
 
     Raises:
-        UserError: it cannot be predicted.
+        UserError: the run cannot be predicted.
     """
-    needed = Predictor(card, device_type=run.device_type).of(run.config).required
-    there = replace(card, memory=Figure(needed - lacking, "what there was"))
-    needs = Predictor(there, device_type=run.device_type)
-    report = needs.of(run.config)
-    solved = list(_solved(run.config, needs))
-    keys = {flag.partition("=")[0] for one in solved for flag in one.flags}
-    others = (one for one in fitting(run.config, report, needs.of) if not keys & one.settings.keys())
-    return [*(Remedy(one.flags, one.report.required) for one in islice(others, 3)), *solved]
+    predictor = Predictor(card, device_type=run.device_type)
+    available = Figure(predictor.of(run.config).required - lacking, "what there was")
+    predictor = replace(predictor, gpu=replace(card, memory=available))
+    largest = list(_largest(run.config, predictor))
+    keys = {key for one in largest for key in one.settings}
+    report = predictor.of(run.config)
+    found = fitting(run.config, report, _within_host_memory(report, predictor))
+    return [*islice((one for one in found if not keys & one.settings.keys()), 3), *largest]
 
 
-def _solved(config: RunConfig, needs: Predictor) -> Iterator[Remedy]:
-    for key in KEYS:
+def _within_host_memory(present: MemoryReport, predictor: Predictor) -> Callable[[RunConfig], MemoryReport]:
+    """Return `predictor.of`, which refuses runs that take more host memory beside `present` than this machine has."""
+    room = host_memory()
+
+    def predict(config: RunConfig) -> MemoryReport:
+        report = predictor.of(config)
+        more = (report.fullest.host_bytes - present.fullest.host_bytes) * config.parallel.ranks
+        if room is not None and more > room:
+            raise UserError(f"{more} more bytes of host memory are needed, and {room} are available")
+        return report
+
+    return predict
+
+
+def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
+    for key in _SIZES:
         try:
-            solved = solve(config, key, needs)
+            solved = solve(config, key, predictor)
         except UserError:  # the run has no such setting
             continue
         if solved.at is None:
             continue
-        if key != "train.micro_batch":
-            yield Remedy(solved.settings, solved.at.required)
+        if key == "train.micro_batch":
+            settings = _same_step(config, solved.value)
+            yield Remedy(settings, (), predictor.of(changed(config, settings)))
         else:
-            yield _same_step(config, solved.value, needs)
+            yield Remedy({key: solved.written}, (), solved.at)
 
 
-def _same_step(config: RunConfig, most: int, needs: Predictor) -> Remedy:
-    """As many rows a micro-batch as divide those of a step; the same step, unless gradients are freed as they come."""
-    train = config.train
-    rows = train.micro_batch * train.accumulate
-    micro_batch = max(size for size in range(1, most + 1) if rows % size == 0)
-    settings = {"train.micro_batch": micro_batch, "train.accumulate": rows // micro_batch}
+def _same_step(config: RunConfig, most: int) -> dict[str, object]:
+    """Divide the rows of a step into the largest micro-batches of at most `most` rows.
+
+    Where gradients are freed during backward, micro-batches are not accumulated, and the step becomes smaller.
+    """
     if any(optimizer.fused_backward for optimizer in config.optimizers.values()):
-        settings = {"train.micro_batch": most}
-    report = needs.of(changed(config, settings))
-    return Remedy(tuple(f"{key}={value}" for key, value in settings.items()), report.required)
+        return {"train.micro_batch": most}
+    rows = config.train.micro_batch * config.train.accumulate
+    micro_batch = max(size for size in range(1, most + 1) if rows % size == 0)
+    return {"train.micro_batch": micro_batch, "train.accumulate": rows // micro_batch}

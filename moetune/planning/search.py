@@ -1,16 +1,16 @@
-"""How much fits, by one way: the most that trains, then the most tokens at once.
+"""The largest run of one strategy that fits: first the most that trains, then the most tokens at once.
 
-Kinds of runs are recorded in seconds and evaluated in milliseconds (closed_form/), so as few as possible are looked at.
-Arithmetic on the stored weights bounds from below what a run needs: what cannot fit by it is not recorded. One record
-serves every number of layers (closed_form/depth.py). In the number of trained experts memory is a straight line, for
-any number of them a layer, that begins the higher the more there are of a layer: a layer's gradients are added up
-together. So what one line says bounds all runs that have more experts a layer.
+A kind of run is recorded in seconds and evaluated in milliseconds (closed_form/), so few kinds are evaluated. One
+record serves every number of layers. At a fixed number of experts a layer, memory grows linearly with the layers; it
+begins higher the more experts a layer has, whose gradients are added up together. So the line for one number of experts
+bounds all larger numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from moetune.config.schema import OptimizerConfig, RunConfig
@@ -21,20 +21,21 @@ from moetune.models.catalog.gpus import find_gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import last_that_fits
-from moetune.planning.strategies import Strategy
+from moetune.planning.solve import headroom, last_that_fits
+from moetune.planning.strategies import Goal, Strategy
 from moetune.run.resolve import resolve_model
-from moetune.training.optim.saved import state_bytes
+from moetune.training.optim.saved import saved_bytes
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+_BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
 _UNSURE = 100 << 20
-"""Bytes that a closed form may have more than a trace: what is reserved is rounded up to a page of each pool."""
+"""Bytes by which a closed form may exceed a trace: it rounds reserved memory up to a page of each pool."""
 
 
 @dataclass(frozen=True)
 class NextLarger:
-    """A run a notch larger than what fits, and that notch in words."""
+    """The next larger run, which does not fit, and its size in words."""
 
     what: str
     config: RunConfig
@@ -42,159 +43,206 @@ class NextLarger:
 
 
 @dataclass(frozen=True)
-class Solution:
-    """The largest run of one way, and the one a notch larger, which does not fit; None if there is none."""
+class Candidate:
+    """The largest run of a strategy that fits.
 
-    way: Strategy
+    Attributes:
+        amount: experts, or LoRA rank, that train.
+        next_larger: None if there is nothing larger to train.
+    """
+
+    strategy: Strategy
     config: RunConfig
     report: MemoryReport
     amount: int
-    beyond: NextLarger | None
+    next_larger: NextLarger | None = None
+
+    @property
+    def goal(self) -> Goal:
+        return self.strategy.goal
+
+    @property
+    def trains(self) -> str:
+        return dict(self.report.about)["trains"]
+
+    @property
+    def optimizer(self) -> str:
+        return dict(self.report.about)["optimizer"]
+
+    def to_json(self, tokens: int | None = None) -> dict[str, Any]:
+        report, larger = self.report, self.next_larger
+        time = report.time
+        return {
+            "goal": self.goal,
+            "run": self.config.model_dump(mode="json", exclude_unset=True),
+            "trains": self.trains,
+            "gives_up": list(self.strategy.gives_up),
+            **report.figures(),
+            "fullest_phase": None if report.moment is None else report.moment.phase,
+            "fits": report.fits,
+            "tokens_per_second_estimate": None if time is None else time.tokens_per_second.middle,
+            "tokens_per_second": None if time is None else time.tokens_per_second.to_json(),
+            "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
+            "beyond": None if larger is None else {"what": larger.what, "required_bytes": larger.report.required},
+        }
 
 
+@dataclass(frozen=True)
 class Search:
     """A search for one model on one card.
 
-    Args:
-        start: the run file that ways are put into: model, card, length.
+    Attributes:
+        start: model, card and length of a sequence.
         usable: bytes of the card.
-        context: bytes that a process takes of it whatever it does.
+        context: bytes that any process takes of it.
+        margin: bytes to leave, by which a trace exceeded the closed form.
     """
 
-    def __init__(
-        self, start: RunConfig, structure: ModelStructure, needs: Predictor, usable: int, context: int = 0
-    ) -> None:
-        self.start, self.structure, self.needs, self.usable, self.context = start, structure, needs, usable, context
-        self.margin = 0  # bytes that the trace of what was found has more than the closed form
-        self.layers = [layer.index for layer in structure.moe_layers]
-        self.experts = min((layer.shape.num_experts for layer in structure.moe_layers), default=0)
+    start: RunConfig
+    structure: ModelStructure
+    predictor: Predictor
+    usable: int
+    context: int = 0
+    margin: int = 0
 
     @classmethod
     def of(cls, start: RunConfig) -> Search:
-        """For the model and the card of a run file."""
+        """Search for the model and the card of a run file."""
         assert start.hardware.gpu is not None
         card = find_gpu(start.hardware.gpu)
         return cls(start, resolve_model(start.model).structure, Predictor(), card.memory.value, card.context.value)
 
-    def may_fit(self, way: Strategy) -> bool:
-        """Whether the least that a way could train fits by arithmetic."""
-        return self.bound(way, 1 if way.goal == "experts" else 0) <= self.usable
+    @cached_property
+    def layers(self) -> list[int]:
+        return [layer.index for layer in self.structure.moe_layers]
 
-    def traced(self, found: Solution) -> Solution | None:
-        """The same, traced, and the notch more too where that could fit. A trace may have a little more than the closed
-        form, or less: then the most that fits with that; None if there is nothing."""
-        self.margin = 0
-        sure: Solution | None = None
-        now: Solution | None = found
+    @cached_property
+    def experts(self) -> int:
+        """Experts of the layer that has the fewest."""
+        return min((layer.shape.num_experts for layer in self.structure.moe_layers), default=0)
+
+    def bound(self, strategy: Strategy, experts: int) -> int:
+        """Return a lower bound of the bytes that a run needs of a card: stored weights, and what experts keep to train.
+
+        Arithmetic on the number of parameters (`saved_bytes`): a strategy that exceeds the card by it is not recorded.
+        """
+        config = self.smallest(strategy)
+        bits, optimizer = _BITS[config.model.base], config.optimizer
+        numel = sum(part.numel for part in self.structure.parameters)
+        if config.model.experts_on == "host":
+            numel -= sum(part.numel for part in self.structure.parameters_of("experts"))
+        needed = numel * bits // 8
+        if experts:
+            assert isinstance(optimizer, OptimizerConfig)
+            size = self.structure.moe_layers[0].shape.parameters_per_expert
+            kept = 2 * size if optimizer.offload else saved_bytes(optimizer, (size,), 2)
+            gradient = 0 if optimizer.offload or optimizer.fused_backward else 2 * size
+            needed += experts * (kept + gradient - size * bits // 8)
+        return self.context + needed // config.parallel.ranks
+
+    def may_fit(self, strategy: Strategy) -> bool:
+        """Whether the lower bound of a strategy's smallest run fits."""
+        return self.bound(strategy, 1 if strategy.goal == "experts" else 0) <= self.usable
+
+    def traced(self, found: Candidate) -> Candidate | None:
+        """Trace a candidate, and the next larger run where that could fit.
+
+        A trace may need more than the closed form, or less. The search is then repeated with that margin.
+        """
+        sure: Candidate | None = None
+        now: Candidate | None = found
+        margin = 0
         for _ in range(4):
             if now is None:
                 break
-            report = self.needs.traced(now.config)
+            report, larger = self.predictor.traced(now.config), now.next_larger
             if report.fits:
-                sure, over = replace(now, report=report), now.beyond
-                if over is None or self._left(over.report) < -_UNSURE:
+                sure = replace(now, report=report)
+                if larger is None or headroom(larger.report) - margin < -_UNSURE:
                     break
-                more = self.needs.traced(over.config)
+                more = self.predictor.traced(larger.config)
                 if not more.fits:
-                    return replace(sure, beyond=replace(over, report=more))
-                self.margin = more.required - over.report.required
+                    return replace(sure, next_larger=replace(larger, report=more))
+                margin = more.required - larger.report.required
             elif sure is not None:
                 break
             else:
-                self.margin += max(report.required - now.report.required, 1)
-            now = self.largest(found.way)
+                margin += max(report.required - now.report.required, 1)
+            now = replace(self, margin=margin).largest(found.strategy)
         return sure
 
-    def largest(self, way: Strategy) -> Solution | None:
-        """The most that a way trains; None if nothing of it fits."""
-        if not self.may_fit(way):
-            return None
-        match way.goal:
+    def largest(self, strategy: Strategy) -> Candidate | None:
+        """Return the largest run of a strategy by closed form; None if its smallest does not fit."""
+        match strategy.goal:
             case "experts":
-                found = self._most_experts(way)
+                found = self._most_experts(strategy)
             case "lora":
-                found = self._highest_rank(way)
+                found = self._highest_rank(strategy)
             case "router":
-                found = self._at(way, {"adapt.router": "all"}, 0)
+                config = self.smallest(strategy)
+                report = self.predictor.of(config)
+                found = Candidate(strategy, config, report, 0) if headroom(report) >= self.margin else None
         return None if found is None else self._most_rows(found)
 
-    def smallest(self, way: Strategy) -> RunConfig:
-        """The least that a way could train."""
-        match way.goal:
+    def smallest(self, strategy: Strategy) -> RunConfig:
+        """Return the smallest run of a strategy."""
+        match strategy.goal:
             case "experts":
-                return self.config(way, self._of_experts(1, 1))
+                return self.of_experts(strategy, 1, 1)
             case "lora":
-                return self.config(way, self._of_rank(RANKS[0]))
-        return self.config(way, {"adapt.router": "all"})
+                return self._of_rank(strategy, RANKS[0])
+        return self._with(strategy, {"adapt.router": "all"})
 
-    def config(self, way: Strategy, settings: dict[str, Any]) -> RunConfig:
-        return changed(self.start, {**way.settings, **settings})
+    def is_largest(self, found: Candidate) -> bool:
+        """Whether no strategy can train more, nor more rows at once."""
+        most = {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[found.goal]
+        return found.amount >= most and found.config.train.micro_batch >= ROWS[-1]
 
-    def _at(self, way: Strategy, settings: dict[str, Any], amount: int) -> Solution | None:
-        config = self.config(way, settings)
-        report = self.needs.of(config)
-        return Solution(way, config, report, amount, None) if self._left(report) >= 0 else None
-
-    def _left(self, report: MemoryReport) -> int:
-        assert report.headroom_bytes is not None
-        return report.headroom_bytes - self.margin
+    def _with(self, strategy: Strategy, settings: dict[str, Any]) -> RunConfig:
+        return changed(self.start, {**strategy.settings, **settings})
 
     # --- Experts ----------------------------------------------------------------------------------------------
 
-    def grid(self) -> Iterator[tuple[int, int]]:
-        """Every number of layers, and of experts in each."""
-        return ((layers, each) for layers in range(1, len(self.layers) + 1) for each in range(1, self.experts + 1))
+    def of_experts(self, strategy: Strategy, layers: int, each: int) -> RunConfig:
+        """Return the run that trains the first `each` experts of the first `layers` layers."""
+        chosen = {"layers": ranges(self.layers[:layers]), "ids": ranges(range(each))}
+        return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
-    def _of_experts(self, layers: int, each: int) -> dict[str, Any]:
-        return {
-            "adapt.experts.layers": ranges(self.layers[:layers]),
-            "adapt.experts.ids": ranges(range(each)),
-        }
-
-    def _most_experts(self, way: Strategy) -> Solution | None:
-        """The most layers × experts; of equal ones that with fewest experts a layer."""
+    def _most_experts(self, strategy: Strategy) -> Candidate | None:
+        """Find the most layers × experts; of equal ones that with fewest experts a layer."""
+        depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
+        room: dict[int, int] = {}  # experts a layer -> experts in all that its line leaves room for
 
         def report(layers: int, each: int) -> MemoryReport:
             if (layers, each) not in reports:
-                reports[layers, each] = self.needs.of(self.config(way, self._of_experts(layers, each)))
+                reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
-        def headroom(layers: int, each: int) -> int:
-            return self._left(report(layers, each))
-
-        depth = len(self.layers)
-        most = sum(self.bound(way, count) <= self.usable for count in range(1, depth * self.experts + 1))
+        most = sum(self.bound(strategy, number) <= self.usable for number in range(1, depth * self.experts + 1))
         first = max(1, -(-most // depth))
-        on_line = most  # what a line leaves room for, for as many experts a layer as it has, and more
-        best: tuple[int, int] | None = None
         for each in (*range(first, self.experts + 1), *range(first - 1, 0, -1)):
-            amount = 0 if best is None else best[0] * best[1]
-            end = min(depth, (on_line if each >= first else most) // each)
-            is_tie = best is not None and each < best[1] and amount % each == 0
-            if end * each < amount + (not is_tie):
+            end = min(depth, min((room[fewer] for fewer in room if fewer <= each), default=most) // each)
+            if _rank(end, each) <= _rank(*best):
                 continue
-            layers = 1 + last_that_fits(end, lambda number: headroom(number + 1, each), max(3, depth // 3))  # noqa: B023
-            if layers and (layers * each > amount or (is_tie and layers * each == amount)):
-                best = layers, each
-            if not layers and best is None and headroom(1, 1) < 0:
-                return None
-            if each >= first:
-                on_line = min(on_line, self._end_of_line(reports, each, on_line) if layers else each - 1)
-        if best is None:
+            start = max(3, depth // 3)
+            last, _ = last_that_fits(end, lambda n: report(n + 1, each), start, margin=self.margin)  # noqa: B023
+            best = max(best, (last + 1, each), key=lambda one: _rank(*one))
+            room[each] = self._end_of_line(reports, each, most) if last >= 0 else each - 1
+            if not best[0] and headroom(report(1, 1)) < self.margin:
+                break
+        if not best[0]:
             return None
         layers, each = best
-        further = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
-        beyond = None
-        if further[0] <= depth and further[1] <= self.experts:
-            config = self.config(way, self._of_experts(*further))
-            beyond = NextLarger(
-                f"{counted(further[0], 'layer')} × {counted(further[1], 'expert')}", config, report(*further)
-            )
-        return Solution(way, self.config(way, self._of_experts(*best)), reports[best], layers * each, beyond)
+        found = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
+        larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
+        if larger[0] > depth or larger[1] > self.experts:
+            return found
+        what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
+        return replace(found, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
 
     def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:
-        """The most experts that a straight line through the two deepest runs with so many a layer leaves room for."""
+        """The most experts that a straight line through the two deepest runs with `each` a layer leaves room for."""
         points = sorted((layers * each, one.required) for (layers, e), one in reports.items() if e == each)
         if len(points) < 2:
             return most
@@ -204,65 +252,40 @@ class Search:
 
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 
-    def _of_rank(self, rank: int) -> dict[str, Any]:
+    def _of_rank(self, strategy: Strategy, rank: int) -> RunConfig:
         targets = ["attention", "experts" if self.layers else "dense_mlp"]
-        return {"adapt.lora.rank": rank, "adapt.lora.alpha": 2 * rank, "adapt.lora.targets": targets}
+        lora = {"rank": rank, "alpha": 2 * rank, "targets": targets}
+        return self._with(strategy, {f"adapt.lora.{key}": value for key, value in lora.items()})
 
-    def _highest_rank(self, way: Strategy) -> Solution | None:
-        reports: dict[int, MemoryReport] = {}
+    def _highest_rank(self, strategy: Strategy) -> Candidate | None:
+        configs = [self._of_rank(strategy, rank) for rank in RANKS]
+        last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1)
+        return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
-        def headroom(number: int) -> int:
-            reports[number] = self.needs.of(self.config(way, self._of_rank(RANKS[number])))
-            return self._left(reports[number])
+    def _most_rows(self, found: Candidate) -> Candidate:
+        """Give a run as many rows a micro-batch as fit, and fewer micro-batches a step."""
+        configs = [found.config]
+        for rows in ROWS[1:]:
+            accumulate = max(1, found.config.train.accumulate // rows)
+            configs.append(changed(found.config, {"train.micro_batch": rows, "train.accumulate": accumulate}))
+        # beside whole experts there is seldom room for many rows
+        start = 1 if found.goal == "experts" else len(ROWS) - 1
+        last, report, larger = self._along("micro-batch", ROWS, configs, start, {0: found.report})
+        assert report is not None
+        return replace(found, config=configs[last], report=report, next_larger=found.next_larger or larger)
 
-        last = last_that_fits(len(RANKS), headroom, len(RANKS) - 1)
-        if last < 0:
-            return None
-        configs = [self.config(way, self._of_rank(rank)) for rank in RANKS[last : last + 2]]
-        beyond = NextLarger(f"rank {RANKS[last + 1]}", configs[1], reports[last + 1]) if configs[1:] else None
-        return Solution(way, configs[0], reports[last], RANKS[last], beyond)
+    def _along(
+        self, what: str, sizes: Sequence[int], configs: Sequence[RunConfig], start: int,
+        known: dict[int, MemoryReport] | None = None,
+    ) -> tuple[int, MemoryReport | None, NextLarger | None]:  # fmt: skip
+        """Return the index of the last run that fits, its report, and the next larger run."""
+        last, reports = last_that_fits(
+            len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known
+        )
+        if last + 1 == len(sizes):
+            return last, reports[last], None
+        return last, reports.get(last), NextLarger(f"{what} {sizes[last + 1]}", configs[last + 1], reports[last + 1])
 
-    def _most_rows(self, found: Solution) -> Solution:
-        """The same with as many rows a micro-batch as fit, and as many rows a step."""
-        configs: dict[int, RunConfig] = {0: found.config}
-        reports: dict[int, MemoryReport] = {0: found.report}
 
-        def headroom(number: int) -> int:
-            steps = max(1, found.config.train.accumulate // ROWS[number])
-            configs[number] = changed(found.config, {"train.micro_batch": ROWS[number], "train.accumulate": steps})
-            reports[number] = self.needs.of(configs[number])
-            return self._left(reports[number])
-
-        # where experts train there is seldom room for many more
-        start = 1 if found.way.goal == "experts" else len(ROWS) - 1
-        last = last_that_fits(len(ROWS), headroom, start, self._left(found.report))
-        beyond = found.beyond
-        if beyond is None and last + 1 < len(ROWS):
-            beyond = NextLarger(f"micro-batch {ROWS[last + 1]}", configs[last + 1], reports[last + 1])
-        return Solution(found.way, configs[last], reports[last], found.amount, beyond)
-
-    def is_all(self, found: Solution) -> bool:
-        """Whether nothing larger is looked for, whatever the way."""
-        most = {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[found.way.goal]
-        return found.amount >= most and found.config.train.micro_batch >= ROWS[-1]
-
-    # --- Arithmetic -------------------------------------------------------------------------------------------
-
-    def bound(self, way: Strategy, experts: int) -> int:
-        """Bytes that a run needs at least, by arithmetic alone, with so many experts trained (memory/arithmetic.py)."""
-        config = self.config(way, self._of_experts(1, 1) if self.layers else {"adapt.also": ["norm"]})
-        per_weight = {"nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "bf16": 2.0, "fp32": 4.0}[config.model.storage]
-        stored = per_weight * sum(part.numel for part in self.structure.parts)
-        if config.model.experts_on == "host":
-            stored -= per_weight * sum(part.numel for part in self.structure.parts_of("experts"))
-        each = 0.0
-        if experts:
-            size = self.structure.moe_layers[0].shape.parameters_per_expert
-            optimizer = config.optimizer
-            assert isinstance(optimizer, OptimizerConfig)
-            each = size * (2 - per_weight)
-            if not optimizer.offload:
-                width = 4 if optimizer.master_weights == "fp32" else 2
-                each += state_bytes(optimizer, (size,), width) + 4 * size * (width == 4)
-                each += 0 if optimizer.fused_backward else 2 * size
-        return self.context + int(stored + experts * each) // config.parallel.ranks
+def _rank(layers: int, each: int) -> tuple[int, int]:
+    return layers * each, -each

@@ -1,6 +1,6 @@
-"""The ways to reach a goal: settings that decide which tensors a step makes, best first, with what each gives up.
+"""The strategies for each goal: settings that decide which tensors a step makes, best first, with what each gives up.
 
-How much trains, and how many tokens at once, is not among them: those are sizes, solved for each way (search.py).
+How much trains, and how many tokens at once, is no part of a strategy: search.py finds the largest of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GOALS: tuple[Goal, ...] = get_args(Goal)
 
 @dataclass(frozen=True)
 class Strategy:
-    """Settings as dotted keys, and what they give up, in words."""
+    """Settings by dotted key, what they give up in words, and the place among the strategies for the goal."""
 
     goal: Goal
     settings: dict[str, Any]
@@ -35,58 +35,60 @@ class Strategy:
     def on_host(self) -> bool:
         return any(is_setting_of_host(key, value) for key, value in self.settings.items())
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is searched only where nothing else fits: it moves more than the optimizer to the host."""
+        return self.settings.get("model.experts_on") == "host" or self.settings["train.checkpointing"] == "offload"
+
 
 _MICRO_STEPS = 8
-_STATES_8BIT = "states in 8 bits, weights rounded stochastically"
-_Choices = tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
+_Choices = list[tuple[dict[str, Any], tuple[str, ...]]]
 """Settings, and what they give up."""
+
+
+def _updates(name: str, master_weights: str | None = None) -> dict[str, Any]:
+    return {"optimizer.name": name} | ({"optimizer.master_weights": master_weights} if master_weights else {})
+
+
+_STATES = "states in 8 bits"
 _OPTIMIZERS: dict[Goal, _Choices] = {
-    "experts": (
-        ({"optimizer.name": "adamw", "optimizer.master_weights": "fp32"}, ()),
-        ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "stochastic"}, (_STATES_8BIT,)),
-        (
-            {"optimizer.name": "lomo", "optimizer.master_weights": "stochastic", "train.accumulate": 1},
-            ("no moments (LOMO is SGD), no accumulation",),
-        ),
-        (
-            {"optimizer.name": "adamw", "optimizer.offload": True},
-            ("speed: gradients leave and weights return every step",),
-        ),
-    ),
-    "lora": (({"optimizer.name": "adamw"}, ()), ({"optimizer.name": "adamw8bit"}, ("states in 8 bits",))),
-    "router": (({"optimizer.name": "adamw"}, ()),),
+    "experts": [
+        (_updates("adamw", "fp32"), ()),
+        (_updates("adamw8bit", "stochastic"), (f"{_STATES}, weights rounded stochastically",)),
+        (_updates("lomo", "stochastic") | {"train.accumulate": 1}, ("no moments (LOMO is SGD), no accumulation",)),
+        (_updates("adamw") | {"optimizer.offload": True}, ("speed: gradients leave and weights return every step",)),
+    ],
+    "lora": [(_updates("adamw"), ()), (_updates("adamw8bit"), (_STATES,))],
+    "router": [(_updates("adamw"), ())],
 }
-_OVER_RANKS: _Choices = (
-    ({"optimizer.name": "adamw", "optimizer.master_weights": "fp32"}, ()),
-    ({"optimizer.name": "adamw8bit", "optimizer.master_weights": "fp32"}, ("states in 8 bits",)),
-    (
-        {"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"},
-        ("states in 8 bits", "updates so small that 16-bit weights round them away"),
-    ),
-)
-"""Of experts on several cards: those that work with a share of a weight (`run.validation.of_unshared`)."""
-_BASES: _Choices = (
+_OVER_RANKS: _Choices = [
+    (_updates("adamw", "fp32"), ()),
+    (_updates("adamw8bit", "fp32"), (_STATES,)),
+    (_updates("adamw8bit", "none"), (_STATES, "updates so small that 16-bit weights round them away")),
+]
+"""Optimizers of experts on several cards: which update a shard of a weight (`run.validation.unsharable_optimizers`)."""
+_HOST, _SLOWER = {"model.experts_on": "host"}, "speed: experts come from the host"
+_BASES: _Choices = [
     ({"model.base": "bf16"}, ()),
     ({"model.base": "int8"}, ("the base in 8 bits",)),
     ({"model.base": "nf4"}, ("the base in 4 bits",)),
-    ({"model.base": "nf4", "model.experts_on": "host"}, ("the base in 4 bits", "speed: experts come from the host")),
-)
-_AS_PUBLISHED: _Choices = (
-    ({"model.base": "mxfp4"}, ()),
-    ({"model.base": "mxfp4", "model.experts_on": "host"}, ("speed: experts come from the host",)),
-)
-"""Of models that are published in MXFP4: in more bits they are the same weights."""
-_CHECKPOINTING: _Choices = (
+    ({"model.base": "nf4", **_HOST}, ("the base in 4 bits", _SLOWER)),
+]
+_AS_PUBLISHED: _Choices = [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))]
+"""Storages of a model that is published in MXFP4: more bits would hold the same weights."""
+_CHECKPOINTING: _Choices = [
     ({"train.checkpointing": "full"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
-)
+]
 
 
-def ways(goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None) -> Iterator[Strategy]:
-    """All ways to a goal on so many cards, best first.
+def strategies(
+    goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None
+) -> Iterator[Strategy]:
+    """Yield the strategies for a goal on `count` cards, best first.
 
     Args:
-        published: the storage that keeps the model as it is published.
+        published: the storage that keeps the model's weights as they are published.
     """
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
@@ -100,7 +102,7 @@ def ways(goal: Goal, structure: ModelStructure, count: int, published: Storage |
 
 
 def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:
-    """Settings that divide a run over so many cards: experts spread over them, else all that is not packed."""
+    """Yield settings that divide a run over `count` cards: experts first, where they divide evenly; then FSDP alone."""
     if count == 1:
         yield {}
         return

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moetune.errors import counted
-from moetune.memory.changes import Combination
+from moetune.memory.changes import Remedy
 from moetune.planning.compare import Compared
-from moetune.planning.plan import Candidate, Plan
+from moetune.planning.plan import Plan
+from moetune.planning.search import Candidate
+from moetune.planning.solve import headroom
 from moetune.report.units import between, gib, hours, named
 from moetune.report.view import Section, Table, View
 
 
 def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
-    """The table, and below it what would make those fit that do not."""
+    """Yield the table, and below it what would make those fit that do not."""
     cells = []
     for row in rows:
         report = row.report
@@ -25,7 +27,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
     for row in rows:
         if row.report.fits is False:
             assert row.report.gpu is not None
-            said = "nothing known makes it fit" if row.combination is None else _together(row.combination)
+            said = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
             yield f"{row.name} on {row.report.gpu.name}: {said}"
     left_out = {row.name: row.left_out for row in rows if row.left_out}
     if left_out:
@@ -34,7 +36,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
 
 
 def plan_view(plan: Plan) -> View:
-    """The best candidate, all of them in a table, and as a detail why no more of each fits."""
+    """Describe the best candidate, all of them in a table, and as a detail what the next larger runs need."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [Section("notes", plan.notes)] * bool(plan.notes)
@@ -47,13 +49,13 @@ def plan_view(plan: Plan) -> View:
         train, report = one.config.train, one.report
         batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
         batch += "" if plan.tokens is None else f"\n{counted(train.steps, 'step')}"
-        what = [one.trains, one.optimizer, "; ".join(one.gives_up), speed(one, plan.tokens)]
-        needs = f"{gib(report.required)}\n{gib(report.headroom_bytes or 0)} left"
+        what = [one.trains, one.optimizer, "; ".join(one.strategy.gives_up), speed(one, plan.tokens)]
+        needs = f"{gib(report.required)}\n{gib(headroom(report))} left"
         host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
         phase = report.moment.phase if report.moment else ""
         rows.append((str(number), "\n".join(filter(None, what)), batch, needs, f"{phase}\n{host}"))
     headings = ("", "trains, optimizer, what is given up", "batch", ">needs, left", "fullest, host")
-    reasons = [f"{number}: {beyond(one)}" for number, one in enumerate(plan.candidates, 1)]
+    reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(plan.candidates, 1)]
     return View(
         title,
         f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left",
@@ -67,47 +69,45 @@ def plan_view(plan: Plan) -> View:
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
-    """Tokens a second, and hours for so many; empty where the card's speed is not known."""
+    """Tokens a second, and hours for `tokens`; empty where the card's speed is not known."""
     time = one.report.time
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
-def beyond(one: Candidate) -> str:
-    """Why no more of it fits."""
-    if one.beyond is None:
+def next_larger(one: Candidate) -> str:
+    """Say what the next larger run would need."""
+    larger = one.next_larger
+    if larger is None:
         return "there is no more of it to train"
-    what, report = one.beyond.what, one.beyond.report
-    assert report.headroom_bytes is not None
-    part, size = max(report.fullest.parts.items(), key=lambda item: item[1])
-    largest = f"the most of it {named(part)}, {gib(size)}"
-    return f"{what} would need {gib(report.required)}, {gib(-report.headroom_bytes)} too much; {largest}"
+    part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
+    required, lacking = gib(larger.report.required), gib(-headroom(larger.report))
+    return f"{larger.what} would need {required}, {lacking} too much; the most of it {named(part)}, {gib(size)}"
 
 
 def missed(plan: Plan) -> Iterator[str]:
-    """Where nothing fits: what is nearest to it, and what would make it fit."""
+    """Yield, where nothing fits, what is nearest, and what would make it fit."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
     if miss is None:
         yield f"nothing fits {card}, and no way there is could be predicted"
         return
-    assert miss.report.headroom_bytes is not None
-    needs, lacking = gib(miss.report.required), gib(-miss.report.headroom_bytes)
+    needs, lacking = gib(miss.report.required), gib(-headroom(miss.report))
     yield f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much"
-    outside = miss.report.fullest.outside_allocator
-    most, size = max((("outside_allocator", outside), *miss.report.fullest.parts.items()), key=lambda part: part[1])
-    train = miss.config.train
+    fullest, train = miss.report.fullest, miss.config.train
+    parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
+    most, size = max(parts, key=lambda part: part[1])
     yield (
         f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
         f"{named(most)}, {gib(size)}"
     )
-    if miss.combination is not None:
-        yield f"it fits with {_together(miss.combination)}"
-    else:
+    if miss.remedy is None:
         yield "no change of the run file is known that makes it fit"
+    else:
+        yield f"it fits with {_remedy(miss.remedy)}"
     if miss.cards:
         yield f"it fits {' or '.join(miss.cards)}"
 
 
-def _together(found: Combination) -> str:
+def _remedy(found: Remedy) -> str:
     flags = " ".join(f"--set {flag}" for flag in found.flags)
     host = f", {gib(found.report.fullest.host_bytes)} of host memory" if found.report.fullest.host_bytes else ""
     return f"{flags}: {gib(found.report.required)}{host}"

@@ -1,4 +1,4 @@
-"""Ways of a plan, looked at in several processes at once. What one of them records, all find on disk."""
+"""Strategies of a plan searched in several processes, which share recorded closed forms on disk."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from moetune.errors import UserError
 from moetune.report.console import quieten
 
-if TYPE_CHECKING:
-    from moetune.planning.search import Search, Solution
+if TYPE_CHECKING:  # a new process begins with `_begin`, before it imports what takes long
+    from moetune.planning.search import Candidate, Search
     from moetune.planning.strategies import Strategy
 
-_Asked = TypeVar("_Asked", "Strategy", "Solution")
+_Input = TypeVar("_Input", "Strategy", "Candidate")
 
 
 class Workers:
-    """Asks a search one thing after another, in this process and in others beside it.
+    """Calls methods of a search, in this process and in others beside it.
 
     Args:
-        processes: how many in all. Others are started as `multiprocessing` starts them: the program's main module has
-            to be importable.
+        processes: their number, this one included. `multiprocessing` spawns the others, so the program's main module
+            has to be importable.
     """
 
     def __init__(self, search: Search, processes: int = 1) -> None:
         self.search, self._start = search, search.start.model_dump_json(exclude_unset=True)
         self._pool: ProcessPoolExecutor | None = None
         if processes > 1:
-            context = get_context("spawn")  # a copy of a process that has looked at a GPU cannot compute
+            context = get_context("spawn")  # a fork of a process that has initialized CUDA cannot compute
             self._pool = ProcessPoolExecutor(processes - 1, context, _begin)
             self._pool.submit(_search, self._start)
 
@@ -48,50 +48,42 @@ class Workers:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def answers(
-        self, question: Literal["largest", "traced"], asked: Sequence[_Asked], say: Callable[[_Asked], None]
-    ) -> Iterator[tuple[_Asked, Solution | UserError | None]]:
-        """Each, and what `Search` answers to it, in order.
+        self, method: Literal["largest", "traced"], inputs: Sequence[_Input], say: Callable[[_Input], None]
+    ) -> Iterator[tuple[_Input, Candidate | UserError | None]]:
+        """Yield each input with what the method of `Search` returns for it, in order.
 
-        The others begin when the first is answered: it may be enough.
+        The other processes start when the first input is done, after which the caller may need no more, and with the
+        last one.
 
         Args:
-            say: is told what is looked at here.
+            say: called with each input that this process takes.
         """
         futures: dict[int, Future[Any]] = {}
         try:
-            for number, one in enumerate(asked):
-                if number == 1 and self._pool is not None:  # from the other end
-                    later = reversed(range(1, len(asked)))
-                    with suppress(BrokenProcessPool):  # the others were ended: what they had is looked at here
-                        futures = {at: self._pool.submit(_answer, self._start, question, asked[at]) for at in later}
+            for number, one in enumerate(inputs):
+                if number == 1 and self._pool is not None:
+                    later = reversed(range(1, len(inputs)))
+                    with suppress(BrokenProcessPool):  # killed: this process does their work
+                        futures = {at: self._pool.submit(_answer, self._start, method, inputs[at]) for at in later}
                 there = futures.get(number)
                 if there is None or there.cancel() or isinstance(there.exception(), BrokenProcessPool):
                     say(one)
-                    answer = _answered(self.search, question, one)
+                    yield one, _answer(self._start, method, one, self.search)
                 else:
-                    answer = there.result()
-                yield one, answer
+                    yield one, there.result()
         finally:
             for future in futures.values():
                 future.cancel()
 
 
-def _answered(search: Search, question: str, asked: Strategy | Solution) -> Solution | UserError | None:
-    try:
-        return getattr(search, question)(asked)
-    except UserError as error:  # not every model has every way
-        return error
-
-
 def _begin() -> None:
-    """Of a process beside: before it imports what searches."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all of them, and ends these without a word
+    """Prepare a new process: Ctrl-C, which reaches all processes, ends it silently, and so does the parent's end."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     quieten()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """However the parent ends: its end of a pipe closes then."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -107,5 +99,10 @@ def _search(start: str) -> Search:
     return Search.of(RunConfig.model_validate_json(start))
 
 
-def _answer(start: str, question: str, asked: Strategy | Solution) -> Solution | UserError | None:
-    return _answered(_search(start), question, asked)
+def _answer(
+    start: str, method: str, one: Strategy | Candidate, search: Search | None = None
+) -> Candidate | UserError | None:
+    try:
+        return getattr(search or _search(start), method)(one)
+    except UserError as error:  # not every model has every strategy
+        return error

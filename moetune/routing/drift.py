@@ -27,7 +27,8 @@ from moetune.routing.score import load_base, record, refuse_dense, to_score
 from moetune.routing.sources import read_sources
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
-from moetune.training.run_folder import DRIFT_FILE, RunFolder
+from moetune.training.run_folder import DRIFT_FILE
+from moetune.training.run_writer import RunWriter
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,9 @@ def drift(
     finished = open_run(path)
     for note in finished.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
-    config = to_score(finished.config)
     # of the other ranks nothing is left but what they trained
-    alone = {"parallel": ParallelConfig(), "hardware": HardwareConfig(gpu=config.hardware.gpu)}
-    config = config.model_copy(update=alone)
+    alone = HardwareConfig(gpu=finished.config.hardware.gpu)
+    config = to_score(finished.config).but(parallel=ParallelConfig(), hardware=alone)
     if data is None and (config.data is None or not config.data.evaluates):
         raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
     run = resolve(config, this_device())
@@ -150,5 +150,5 @@ def write_drift(found: Drift, run: Path) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    RunFolder(run).own(DRIFT_FILE)
+    RunWriter(run).own(DRIFT_FILE)
     write_output(run / DRIFT_FILE, json.dumps(found.to_json()) + "\n", replace=True)

@@ -11,9 +11,9 @@ from moetune.experts.context import CountRows
 from moetune.memory.predict import Allocator, predict
 from moetune.memory.report import MemoryReport
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.trace import Trace, peaks_of_loading, vocabulary_of
+from moetune.memory.trace import Trace, vocabulary_of
+from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.log import Log
-from moetune.memory.trace.repeat import repeat
 from moetune.memory.trace.tracing import faked
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
@@ -70,9 +70,9 @@ def trace_score(
     with faked(run, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
         watched = Watched(adapted, None if short is None else short.kept, gpu)
         with mode, adapted.expert_context.hooks.using(count_rows=count_rows):
-            log = follow(watched, Tracker(watched.named), sources)
-        traced = Trace.of(log if short is None else repeat(log, short), 0, adapted.ranks.axis_of)
-        return replace(traced, load=peaks_of_loading(adapted, run, short))
+            log = follow(watched, watched.tracker(), sources)
+        traced = Trace.of(log, adapted.ranks.axis_of, short=short)
+        return replace(traced, load=load_peaks(run, traced))
 
 
 def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bool = True) -> Log:

@@ -25,6 +25,7 @@ from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import build_noting
+from moetune.config.load import load_run_config
 from moetune.config.schema import AdaptConfig, ChoiceConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import write_output
@@ -35,7 +36,8 @@ from moetune.report.progress import counting, reading
 from moetune.routing.recorder import Recorder, Sums, documents_of
 from moetune.routing.sources import Source, read_sources
 from moetune.run import validation
-from moetune.run.resolve import ResolvedRun, raise_problems
+from moetune.run.dtypes import kind_of
+from moetune.run.resolve import AnyRun, ResolvedRun, raise_problems, resolve
 from moetune.run.scores import Scored, Scores, read_scores
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import Row, collate
@@ -53,15 +55,13 @@ def to_score(config: RunConfig) -> RunConfig:
     """
     adapt, lora = config.adapt, config.adapt.lora
     if isinstance(adapt.experts, ChoiceConfig):
-        adapt = adapt.model_copy(update={"experts": None})
+        adapt = adapt.but(experts=None)
     if lora is not None and isinstance(lora.ids, ChoiceConfig):
         rest = tuple(target for target in lora.targets if target != "experts")
-        lora = lora.model_copy(update={"ids": "all", "targets": rest}) if rest else None
-        adapt = adapt.model_copy(update={"lora": lora})
+        adapt = adapt.but(lora={"ids": "all", "targets": rest} if rest else None)
     if adapt.router == "none" and adapt.experts is None and adapt.lora is None and not adapt.also:
         adapt = AdaptConfig(router="all", start_from=adapt.start_from)
-    shared = {"engine": "fsdp2", "offload": "none", "deepspeed": None}
-    return config.model_copy(update={"adapt": adapt, "parallel": config.parallel.model_copy(update=shared)})
+    return config.but(adapt=adapt, parallel={"engine": "fsdp2", "offload": "none", "deepspeed": None})
 
 
 def refuse_dense(run: ResolvedRun) -> None:
@@ -71,7 +71,7 @@ def refuse_dense(run: ResolvedRun) -> None:
 
 
 def score(
-    run: ResolvedRun,
+    run: AnyRun,
     data: Sequence[str],
     tokens: int = TOKENS,
     out: Path | None = None,
@@ -86,7 +86,7 @@ def score(
     """Score a base on data.
 
     Args:
-        run: of `to_score`, resolved.
+        run: if it is resolved, that of `to_score`.
         data: files or names as under `data.train`; each is one source.
         tokens: of each source, padding left out; whole rows are read until there are as many, in an order that
             `train.seed` draws.
@@ -99,8 +99,11 @@ def score(
             `adapt.start_from` cannot be read, or documents would see each other; the output exists.
     """
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
+    if not isinstance(run, ResolvedRun):
+        config = run if isinstance(run, RunConfig) else load_run_config(run)
+        run = resolve(to_score(config), kind_of(device))
     config = run.config
-    raise_problems(validation.of_training(config))
+    raise_problems(validation.untrainable_settings(config))
     if config.parallel.ranks != ranks.parallel.ranks:
         raise UserError(
             f"parallel: makes {config.parallel.ranks} ranks, and this process is one of {ranks.parallel.ranks}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from moetune.config.load import read_run_config
+from moetune.config.load import load_run_config, read_run_config
 from moetune.config.schema import ChoiceConfig, ExpertsConfig, LoraConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
@@ -17,7 +18,6 @@ from moetune.planning.solve import last_that_fits
 from moetune.report.units import gib
 
 Part = Literal["experts", "lora"]
-Ids = dict[int, tuple[int, ...]]
 DEFAULT_LORA = LoraConfig(rank=16, alpha=32, targets=("experts",))
 """For a choice of LoRA experts without a run file."""
 
@@ -41,14 +41,14 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
 def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: Part) -> RunConfig:
     """Return a run file that trains what is chosen; without one, of the model and this alone."""
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
-    if part == "lora":
-        lora = config.adapt.lora or DEFAULT_LORA
-        targets = lora.targets if "experts" in lora.targets else (*lora.targets, "experts")
-        config = _with(config, {"lora": lora.model_copy(update={"targets": targets})})
-    return _choosing(config, part, choice)
+    if part == "experts":
+        return config.but(adapt={"experts": choice})
+    lora = config.adapt.lora or DEFAULT_LORA
+    targets = lora.targets if "experts" in lora.targets else (*lora.targets, "experts")
+    return config.but(adapt={"lora": lora.but(ids=choice, targets=targets)})
 
 
-def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
+def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
     """Return the run file with the largest `k` that fits in the place of a `budget` of memory; without one, as it is.
 
     As in planning/solve.py: found by closed form, judged by traces. The closed form takes the first k experts of each
@@ -61,6 +61,7 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     Raises:
         UserError: not one expert a layer fits; or as `resolve` and `predict`.
     """
+    config = run if isinstance(run, RunConfig) else load_run_config(run)
     lora = config.adapt.lora
     parts: dict[Part, Any] = {"experts": config.adapt.experts, "lora": None if lora is None else lora.ids}
     choices = {
@@ -77,20 +78,26 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
     ((part, choice),) = choices.items()
     predictor = Predictor(gpu=str(choice.budget))
 
+    def choosing(experts: ChoiceConfig | dict[int, tuple[int, ...]]) -> RunConfig:
+        if part == "lora":
+            return config.but(adapt={"lora": {"ids": experts}})
+        return config.but(
+            adapt={"experts": experts if isinstance(experts, ChoiceConfig) else ExpertsConfig(ids=experts)}
+        )
+
     def chosen(k: int) -> RunConfig:
-        return _choosing(config, part, choice.model_copy(update={"budget": None, "k": k}))
+        return choosing(choice.but(budget=None, k=k))
 
     one = predictor.resolve(chosen(1))
     ids = getattr(one.config.adapt, part).ids
     most = min(layer.shape.num_experts for layer in one.structure.moe_layers if layer.index in ids)
     judged: dict[int, MemoryReport] = {}
 
-    def headroom(number: int) -> int:
+    def predicted(number: int) -> MemoryReport:
         k = number + 1
-        report = predictor.of(_choosing(config, part, {index: tuple(range(k)) for index in ids}))
+        report = predictor.of(choosing({index: tuple(range(k)) for index in ids}))
         on_try(k, bool(report.fits))
-        assert report.headroom_bytes is not None
-        return report.headroom_bytes
+        return report
 
     def fits(k: int) -> bool:
         if k not in judged:
@@ -98,7 +105,7 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
             on_try(k, bool(judged[k].fits))
         return bool(judged[k].fits)
 
-    k = 1 + last_that_fits(most, headroom)
+    k = 1 + last_that_fits(most, predicted)[0]
     while k < most and fits(k + 1):
         k += 1
     while k and not fits(k):
@@ -109,14 +116,3 @@ def within_budget(config: RunConfig, on_try: Callable[[int, bool], None] = lambd
             f"budget of {choice.budget}; name fewer layers, or see moetune predict for what takes less"
         )
     return chosen(k)
-
-
-def _choosing(config: RunConfig, part: Part, experts: ChoiceConfig | Ids) -> RunConfig:
-    if part == "experts":
-        return _with(config, {part: experts if isinstance(experts, ChoiceConfig) else ExpertsConfig(ids=experts)})
-    assert config.adapt.lora is not None
-    return _with(config, {part: config.adapt.lora.model_copy(update={"ids": experts})})
-
-
-def _with(config: RunConfig, adapt: dict[str, Any]) -> RunConfig:
-    return config.model_copy(update={"adapt": config.adapt.model_copy(update=adapt)})

@@ -1,28 +1,34 @@
-"""Which experts recorded scores choose: `adapt.experts` and `adapt.lora.ids` with `from:` become lists of ids.
+"""Choices of experts by recorded scores: `adapt.experts` and `adapt.lora.ids` with `from:` become lists of ids.
 
-Each layer is ranked by itself, over its tokens that carry loss; docs/concepts/choosing-experts.md has the rules.
+Each layer is ranked by itself, over its tokens that carry loss (docs/concepts/choosing-experts.md).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
+from moetune.config.fields import IdsByLayer
+from moetune.config.schema import (
+    AdaptConfig,
+    ChoiceConfig,
+    ExpertsConfig,
+    LoraConfig,
+    ResolvedAdapt,
+    ResolvedLora,
+    resolved,
+)
 from moetune.errors import UserError
 from moetune.models.moe import MoeLayer
 from moetune.models.structure import ModelStructure
 from moetune.run.scores import LayerScores, Scores, read_scores, refuse_other_model
 
-Chosen = dict[int, tuple[int, ...]]
-"""Layer -> the ids chosen, the first ranked first."""
-
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which share of the routed tokens that carry loss goes to chosen experts, by layer, and to as many chosen at
-    random, on average; `total` and `random_total` are over all routed tokens of the layers that were asked about."""
+    """Share of routed tokens with loss that go to chosen experts, by layer and over all layers of the choice; and the
+    mean share of as many experts drawn at random."""
 
     layers: Mapping[int, float]
     random: Mapping[int, float]
@@ -30,24 +36,22 @@ class Coverage:
     random_total: float
 
 
-def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: LoraConfig | None = None) -> Chosen:
-    """The experts that a choice names.
+def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: LoraConfig | None = None) -> IdsByLayer:
+    """Return layer index -> the chosen experts, best first.
 
     Args:
-        choice: its budget, if it is one of memory, was made a number before (routing/select.py).
+        choice: with a budget of memory already replaced by a number (routing/select.py).
         where: the key of the run file, for messages.
-        lora: what is put on them, where they do not train whole: `parameters` then counts its factors.
+        lora: what they train with, if not whole: `parameters` then counts its factors.
 
     Raises:
         UserError: the scores cannot be read or are of another model; a layer does not exist; no expert is chosen, or
             more than there are.
     """
-    scores = read_scores(choice.from_, f"{where}.from")
-    refuse_other_model(scores, structure, f"{where}.from")
+    scores = _scores_for(choice.from_, structure, f"{where}.from")
     background = None
     if choice.background is not None:
-        background = read_scores(choice.background, f"{where}.background")
-        refuse_other_model(background, structure, f"{where}.background")
+        background = _scores_for(choice.background, structure, f"{where}.background")
     layers = {layer.index: layer for layer in structure.moe_layers}
     if isinstance(choice.layers, tuple):
         if missing := [index for index in choice.layers if index not in layers]:
@@ -61,12 +65,15 @@ def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: Lo
     if choice.p is not None:
         shares = {index: _share(choice.rule, scores.layers[index]) for index in layers}
         return {index: prefix(ids, shares[index], choice.p) for index, ids in ranked.items()}
-    count = _how_many(choice, layers, where, lora)
-    return {index: ids[: count(layers[index])] for index, ids in ranked.items()}
+    if isinstance(choice.budget, float):
+        counts = {index: int(choice.budget * layer.shape.num_experts + 1e-9) for index, layer in layers.items()}
+        return {index: ids[: max(1, counts[index])] for index, ids in ranked.items()}
+    k = _number_per_layer(choice, layers.values(), where, lora)
+    return {index: ids[:k] for index, ids in ranked.items()}
 
 
 def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | None) -> tuple[int, ...]:
-    """All experts of a layer, best first; of equals the one with the lower number."""
+    """Return all experts of a layer, best first; of equals, the lower number first."""
     of_layer = scores.layers[layer]
     experts = range(of_layer.num_experts)
     if choice.rule == "random":
@@ -84,7 +91,7 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
 
 
 def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int, ...]:
-    """The fewest of the first ranked whose shares sum to `p` (ESFT, arXiv 2407.01906)."""
+    """Return the shortest prefix whose shares sum to `p` (ESFT, arXiv 2407.01906)."""
     chosen: list[int] = []
     total = 0.0
     for expert in ranked:
@@ -96,98 +103,81 @@ def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int
 
 
 def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
-    """What a choice covers. A random choice of k of E experts covers k / E of a layer, on average."""
-    covered = {index: sum(scores.layers[index].loss.tokens[e] for e in ids) for index, ids in chosen.items()}
-    tokens = {index: sum(scores.layers[index].loss.tokens) for index in chosen}
-    at_random = {index: len(ids) / scores.layers[index].num_experts for index, ids in chosen.items()}
-    total = sum(tokens.values()) or 1
+    """Return the coverage of a choice. A random choice of k of E experts covers k / E of a layer, on average."""
+    tokens = {index: scores.layers[index].loss.tokens for index in chosen}
+    covered = {index: sum(tokens[index][expert] for expert in ids) for index, ids in chosen.items()}
+    routed = {index: sum(tokens[index]) for index in chosen}
+    at_random = {index: len(ids) / len(tokens[index]) for index, ids in chosen.items()}
+    total = sum(routed.values()) or 1
     return Coverage(
-        {index: covered[index] / (tokens[index] or 1) for index in chosen},
+        {index: covered[index] / (routed[index] or 1) for index in chosen},
         at_random,
         sum(covered.values()) / total,
-        sum(at_random[index] * tokens[index] for index in chosen) / total,
+        sum(at_random[index] * routed[index] for index in chosen) / total,
     )
 
 
-def settle(adapt: AdaptConfig, structure: ModelStructure) -> AdaptConfig:
-    """`adapt:` with ids in the place of choices.
+def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[ResolvedAdapt, list[str]]:
+    """Return `adapt:` with ids in the place of choices, none where a choice failed, and every problem."""
+    problems: list[str] = []
 
-    Raises:
-        UserError: as `choose`, for either of them.
-    """
-    experts, lora, problems = adapt.experts, adapt.lora, []
-    try:
-        if isinstance(experts, ChoiceConfig):
-            experts = ExpertsConfig.model_validate({"ids": _written(choose(experts, structure, "adapt.experts"))})
-    except UserError as error:
-        problems.append(str(error))
-    try:
-        if lora is not None and isinstance(lora.ids, ChoiceConfig):
-            ids = choose(lora.ids, structure, "adapt.lora.ids", lora)
-            lora = lora.model_copy(update={"ids": _written(ids)})
-    except UserError as error:
-        problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
-    return adapt.model_copy(update={"experts": experts, "lora": lora})
+    def ids_of(choice: ChoiceConfig, where: str, lora: LoraConfig | None = None) -> IdsByLayer | str:
+        try:
+            chosen = choose(choice, structure, where, lora)
+        except UserError as error:
+            problems.append(str(error))
+            return "none"
+        return {index: tuple(sorted(ids)) for index, ids in chosen.items() if ids} or "none"
+
+    experts, lora = adapt.experts, adapt.lora
+    if isinstance(experts, ChoiceConfig):
+        experts = ExpertsConfig.model_validate({"ids": ids_of(experts, "adapt.experts")})
+    if lora is not None:
+        ids = ids_of(lora.ids, "adapt.lora.ids", lora) if isinstance(lora.ids, ChoiceConfig) else lora.ids
+        lora = resolved(ResolvedLora, lora, ids=ids)
+    return resolved(ResolvedAdapt, adapt, experts=experts, lora=lora), problems
 
 
-def scores_of(adapt: AdaptConfig) -> tuple[tuple[str, Scores], ...]:
-    """The scores that `adapt:` chooses by, each with the key that names them."""
+def scores_of(adapt: AdaptConfig) -> list[tuple[str, Scores]]:
+    """Return the scores that `adapt:` chooses by, each with its key of the run file."""
     lora = None if adapt.lora is None else adapt.lora.ids
     choices = {"adapt.experts.from": adapt.experts, "adapt.lora.ids.from": lora}
-    return tuple((w, read_scores(c.from_, w)) for w, c in choices.items() if isinstance(c, ChoiceConfig))
+    return [(w, read_scores(c.from_, w)) for w, c in choices.items() if isinstance(c, ChoiceConfig)]
 
 
-def parameters_of(layer: MoeLayer, lora: LoraConfig | None) -> int:
-    """What trains of one expert: all of it, or its low-rank factors (experts/bank.py, `ExpertLora`)."""
-    shape = layer.shape
-    if lora is None:
-        return shape.parameters_per_expert
-    parts = 2 if lora.gate_up == "split" and shape.has_gate else 1
-    rows = shape.intermediate * (2 if shape.has_gate else 1)
-    return lora.rank * (parts * shape.hidden + rows + shape.intermediate + shape.hidden)
-
-
-def _written(chosen: Chosen) -> dict[int, tuple[int, ...]]:
-    return {index: tuple(sorted(ids)) for index, ids in chosen.items() if ids}
+def _scores_for(file: str, structure: ModelStructure, where: str) -> Scores:
+    scores = read_scores(file, where)
+    refuse_other_model(scores, structure, where)
+    return scores
 
 
 def _share(rule: str, layer: LayerScores) -> list[float]:
-    """Of a layer, summing to 1: ESFT's token-selection ratio, or its average gate score."""
+    """Return each expert's share of a layer, which sum to 1: ESFT's token-selection ratio or average gate score."""
     values: Sequence[float] = layer.loss.weight_sum if rule == "gate" else layer.loss.tokens
     total = sum(values) or 1
     return [value / total for value in values]
 
 
-def _how_many(
-    choice: ChoiceConfig, layers: Mapping[int, MoeLayer], where: str, lora: LoraConfig | None
-) -> Callable[[MoeLayer], int]:
-    """How many experts of each layer."""
-    fewest = min((layer.shape.num_experts for layer in layers.values()), default=0)
+def _number_per_layer(choice: ChoiceConfig, layers: Iterable[MoeLayer], where: str, lora: LoraConfig | None) -> int:
+    """Return the number of experts that a choice by `k`, `experts` or `parameters` takes of each layer."""
+    shapes = [layer.shape for layer in layers]
+    fewest = min((shape.num_experts for shape in shapes), default=0)
     if isinstance(choice.budget, str):
         raise UserError(
             f"{where}.budget: {choice.budget} is memory, which takes predictions of the run; let moetune.within_budget "
             "make it a number first"
         )
-    if choice.budget is not None:
-        part = choice.budget
-        return lambda layer: max(1, int(part * layer.shape.num_experts + 1e-9))
     if choice.k is not None:
-        k, asked = choice.k, f"k: {choice.k}"
-    elif choice.experts is not None:
-        k, asked = choice.experts // max(len(layers), 1), f"experts: {choice.experts}"
-        if k == 0:
-            raise UserError(f"{where}.{asked} are fewer than one in each of {len(layers)} layers; name fewer layers")
-        k = min(k, fewest)
+        if choice.k > fewest:
+            raise UserError(f"{where}.k: {choice.k} is more than the {fewest} experts of a layer")
+        return choice.k
+    if choice.experts is not None:
+        asked, each, least = choice.experts, len(shapes), f"one in each of {len(shapes)} layers"
     else:
-        assert choice.parameters is not None
-        each = sum(parameters_of(layer, lora) for layer in layers.values())
-        k, asked = min(choice.parameters // max(each, 1), fewest), f"parameters: {choice.parameters}"
-        if k == 0:
-            raise UserError(
-                f"{where}.{asked} are fewer than the {each:,} of one expert of each layer; name fewer layers"
-            )
-    if k > fewest:
-        raise UserError(f"{where}.{asked} is more than the {fewest} experts of a layer")
-    return lambda _: k
+        asked = choice.parameters or 0
+        each = sum(shape.trained_parameters(lora) for shape in shapes)
+        least = f"the {each:,} of one expert of each layer"
+    if not (k := min(asked // max(each, 1), fewest)):
+        name = "parameters" if choice.experts is None else "experts"
+        raise UserError(f"{where}.{name}: {asked} are fewer than {least}; name fewer layers")
+    return k

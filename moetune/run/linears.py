@@ -8,8 +8,9 @@ import re
 
 from transformers import PreTrainedModel
 
+from moetune.models.components import Component
 from moetune.models.selection import Selection
-from moetune.models.structure import Component, ModelStructure
+from moetune.models.structure import ModelStructure
 
 PACKED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
 _SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone

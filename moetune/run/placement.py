@@ -1,8 +1,8 @@
-"""Which rank holds which experts.
+"""Placement of experts on ranks.
 
-Every rank holds equally many experts of a layer, so that frozen ones take the same memory everywhere; what trains and
-what is used most are spread. The costly ones go first, each to the rank that has least so far, counted over all layers:
-longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+Every rank holds equally many experts of a layer, so frozen ones take the same memory everywhere; trained parameters and
+load are balanced. The costliest expert goes first, each to the rank with least so far over all layers: longest
+processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from moetune.models.structure import ModelStructure
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one rank.
+    """The experts of one rank.
 
     Attributes:
-        ep: the rank's number among those that the experts are spread over.
-        experts: layer index -> for each of these ranks the ids that it holds, in the order of its slots.
+        ep: the rank's number among those that experts are spread over.
+        experts: layer index -> expert ids of each of these ranks, in the order of their slots.
     """
 
     ep: int = 0
     experts: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def held(self, layer: int, num_experts: int) -> tuple[int, ...]:
-        """Ids of a layer's experts on this rank; all of them where nothing is spread."""
+        """Return the ids of a layer's experts on this rank; all where they are not spread."""
         return self.experts[layer][self.ep] if layer in self.experts else tuple(range(num_experts))
 
 
 EVERYTHING = Placement()
-"""A rank that holds all experts."""
+"""A rank with all experts."""
 
 
 def balance_experts(
     structure: ModelStructure, selection: Selection, ep: int, load: Mapping[int, Sequence[float]] | None = None
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """For each layer the ids on each of `ep` ranks.
+    """Return layer index -> the expert ids of each of `ep` ranks.
 
     Trained parameters are balanced first, because each costs several times its size in gradients and optimizer states;
     then the load. Where neither differs, ids are contiguous.
 
     Args:
-        load: by layer index, the tokens that each expert is known to receive (any scale).
+        load: layer index -> tokens per expert, in any scale.
     """
     trained_so_far, load_so_far = [0] * ep, [0.0] * ep
     placement: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -72,13 +72,10 @@ def balance_experts(
 
 
 def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
-    """Of each expert of a layer; of LoRA with one A for gate and up, which decides nothing between experts."""
-    shape = layer.shape
-    rows = shape.intermediate * (2 if shape.has_gate else 1)
-    rank = 0 if selection.lora is None else selection.lora.rank
-    factors = rank * (shape.hidden + rows + shape.intermediate + shape.hidden)
-    trained, lora = selection.experts.get(layer.index, ()), selection.lora_experts.get(layer.index, ())
-    return [
-        shape.parameters_per_expert if expert in trained else factors if expert in lora else 0
-        for expert in range(shape.num_experts)
-    ]
+    """Count what trains of each expert of a layer."""
+    counts = [0] * layer.shape.num_experts
+    for expert in selection.lora_experts.get(layer.index, ()):
+        counts[expert] = layer.shape.trained_parameters(selection.lora)
+    for expert in selection.experts.get(layer.index, ()):
+        counts[expert] = layer.shape.parameters_per_expert
+    return counts

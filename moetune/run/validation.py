@@ -1,34 +1,48 @@
-"""What a run file asks for and cannot have, as far as that is known without weights, data or other processes.
+"""Refusals of settings that a run file cannot have, as far as they need no weights, data or other processes.
 
-Each function yields one line a problem; `resolve` reports those of all together.
+Each function yields a line per problem; `resolve` reports all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from math import gcd
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from moetune.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Part, RunConfig
-from moetune.errors import counted
-from moetune.models.selection import Selection
+from moetune.config.schema import ModelConfig, OptimizerConfig, ResolvedModelConfig, RunConfig
+from moetune.errors import UserError, counted
 from moetune.models.structure import ModelStructure
+from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
-from moetune.run.linears import linears_to_quantize, read_directly
+from moetune.run.linears import read_directly
+from moetune.run.resolved import ResolvedRun, raise_problems
 from moetune.run.source_quantization import SourceQuantization
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
 
 
+def problems_of(run: ResolvedRun) -> Iterator[str]:
+    """Yield what the model, the optimizers or the ranks of a run cannot do."""
+    yield from unsupported_experts(run.model.plain, run.structure)
+    yield from _lora_problems(run)
+    yield from _losses_without_routers(run)
+    yield from _unsupported_checkpointing(run)
+    yield from _float16_problems(run)
+    yield from unsharable_optimizers(run.config)
+    yield from indivisible_sizes(run)
+    yield from _unsplittable_attention(run)
+    yield from _deepspeed_problems(run)
+
+
 # --- The model ----------------------------------------------------------------------------------------------------
 
 
-def of_published(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
-    """A checkpoint in a format that is not read, or that is to be kept as it is not."""
+def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
+    """Yield why a checkpoint cannot be read, or not kept as it is published."""
     if not published.is_read and model.weights == "pretrained":
         yield (
             f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
@@ -42,7 +56,7 @@ def of_published(published: SourceQuantization, model: ModelConfig) -> Iterator[
         )
 
 
-def of_attention(config: PretrainedConfig, attention: str) -> Iterator[str]:
+def unsupported_attention(config: PretrainedConfig, attention: str) -> Iterator[str]:
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     if not getattr(model_class, _ATTENTION_FLAGS.get(attention, ""), True):
         yield (
@@ -51,8 +65,8 @@ def of_attention(config: PretrainedConfig, attention: str) -> Iterator[str]:
         )
 
 
-def of_dtypes(model: ModelConfig) -> Iterator[str]:
-    """The base would be stored in more bits than are ever used, or in others. `model.dtype` is resolved."""
+def mismatched_dtypes(model: ResolvedModelConfig) -> Iterator[str]:
+    """Yield a base that is stored in more bits than are used, or in another 16-bit format."""
     if model.base == "fp32" and model.dtype != "fp32":
         yield (
             f"model.base: fp32 needs model.dtype: fp32; with {model.dtype} compute, which auto is on a GPU, store the "
@@ -62,8 +76,8 @@ def of_dtypes(model: ModelConfig) -> Iterator[str]:
         yield "model.base: bf16 does not go with model.dtype: fp16; set base: nf4 or int8, or dtype: bf16"
 
 
-def of_experts(plain: PreTrainedModel, structure: ModelStructure) -> Iterator[str]:
-    """Experts that a bank cannot take the place of."""
+def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> Iterator[str]:
+    """Yield the first layer whose experts an `ExpertBank` cannot replace."""
     for layer in structure.moe_layers:
         experts = plain.get_submodule(layer.experts)
         if getattr(experts, "has_post_expert_norm", False):
@@ -77,13 +91,9 @@ def of_experts(plain: PreTrainedModel, structure: ModelStructure) -> Iterator[st
             return
 
 
-def inert_linears(plain: PreTrainedModel, structure: ModelStructure) -> list[str]:
-    """Linear layers whose weight the model reads without calling them, so that LoRA there would have no effect."""
-    return [path for path in structure.linears() if read_directly(plain, path)]
-
-
-def of_lora(plain: PreTrainedModel, selection: Selection) -> Iterator[str]:
-    inert = [path for path in selection.lora_linears if read_directly(plain, path)]
+def _lora_problems(run: ResolvedRun) -> Iterator[str]:
+    selection = run.selection
+    inert = [path for path in selection.lora_linears if read_directly(run.model.plain, path)]
     if inert:
         yield (
             f"adapt.lora: the model reads the weight of {', '.join(inert)} without calling the layer, so LoRA there "
@@ -96,65 +106,52 @@ def of_lora(plain: PreTrainedModel, selection: Selection) -> Iterator[str]:
         )
 
 
-def of_router_losses(config: RunConfig, structure: ModelStructure) -> Iterator[str]:
-    if (config.train.router_aux_loss or config.train.router_z_loss) and not structure.moe_layers:
+def _losses_without_routers(run: ResolvedRun) -> Iterator[str]:
+    train, structure = run.config.train, run.structure
+    if (train.router_aux_loss or train.router_z_loss) and not structure.moe_layers:
         yield (
             f"train.router_aux_loss / router_z_loss: {structure.model_type!r} is a dense model without routers; set "
             "both to 0"
         )
 
 
-def of_dense_gradient(
-    config: RunConfig, structure: ModelStructure, trains: frozenset[Part], scores: Mapping[int, str]
-) -> Iterator[str]:
-    """Routers whose gradient cannot go through all experts.
-
-    Args:
-        scores: layer index -> what its router's weights are of its logits, where that is known.
-    """
-    option = "train.dense_router_gradient"
-    if "router" not in trains:
+def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield why the routers' gradient cannot go through all experts."""
+    option, ep = "train.dense_router_gradient", run.config.parallel.ep
+    if "router" not in run.trains:
         yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
-    if config.parallel.ep > 1:
+    if ep > 1:
         yield (
-            f"{option}: every token goes through all experts in backward, and with parallel.ep: {config.parallel.ep} a "
-            "rank holds some of them; set parallel.ep: 1"
+            f"{option}: every token goes through all experts in backward, and with parallel.ep: {ep} a rank holds some "
+            "of them; set parallel.ep: 1"
         )
-    unknown = [layer for layer in structure.moe_layers if layer.index not in scores]
+    unknown = [layer for layer in run.structure.moe_layers if layer.index not in run.router_scores]
     if unknown:
         yield (
-            f"{option}: the weights that {unknown[0].router} ({structure.model_type}) gives are neither a softmax nor "
-            "a sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
+            f"{option}: the weights that {unknown[0].router} ({run.structure.model_type}) gives are neither a softmax "
+            "nor a sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
         )
 
 
-def of_router_bias(model_type: str, routers: Collection[int | None], biases: Mapping[int, str]) -> Iterator[str]:
-    """A bias that is to be updated, and is not there.
+def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
+    """Yield why correction biases cannot be updated.
 
     Args:
-        routers: layers whose router trains.
-        biases: of these, by layer.
+        routers: number of layers whose router trains.
     """
     option = "train.router_bias_rate"
     if not routers:
         yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
-    elif len(biases) < len(routers):
+    elif len(run.router_biases) < routers:
         yield (
-            f"{option}: the routers of {model_type!r} have no correction bias that is a buffer "
+            f"{option}: the routers of {run.structure.model_type!r} have no correction bias that is a buffer "
             "(e_score_correction_bias); leave it out"
         )
 
 
-def of_auto_coefficient(model_type: str) -> Iterator[str]:
-    """An architecture without a coefficient of its own."""
-    yield (
-        f"train.router_aux_loss: auto is the architecture's own coefficient, and the configuration of {model_type!r} "
-        "names none (router_aux_loss_coef); set a number such as 0.001"
-    )
-
-
-def of_checkpointing(config: RunConfig, plain: PreTrainedModel) -> Iterator[str]:
-    if config.train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
+def _unsupported_checkpointing(run: ResolvedRun) -> Iterator[str]:
+    plain = run.model.plain
+    if run.config.train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
         yield (
             f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "
             "train.checkpointing: none"
@@ -164,27 +161,26 @@ def of_checkpointing(config: RunConfig, plain: PreTrainedModel) -> Iterator[str]
 # --- Optimizers ---------------------------------------------------------------------------------------------------
 
 
-def of_parts(config: RunConfig, trains: frozenset[Part]) -> Iterator[str]:
-    """Every part that trains has an optimizer, and every optimizer something to train."""
-    if isinstance(config.optimizer, OptimizerConfig):
+def unmatched_optimizers(run: ResolvedRun) -> Iterator[str]:
+    """Yield parts that train without an optimizer, and optimizers without a part that trains."""
+    if isinstance(run.config.optimizer, OptimizerConfig):
         return
-    for part in sorted(trains - config.optimizers.keys()):
+    for part in sorted(run.trains - run.config.optimizers.keys()):
         yield f"optimizer.{part} is missing, and that part trains"
-    for part in config.optimizers:
-        if part not in trains:
+    for part in run.config.optimizers:
+        if part not in run.trains:
             yield f"optimizer.{part}: adapt: chooses nothing of that part; leave it out"
 
 
-def of_float16(
-    plain: PreTrainedModel, parts: Mapping[str, Part], optimizers: Mapping[Part, OptimizerConfig]
-) -> Iterator[str]:
-    """float16 gradients are scaled; taking the scale off in float16 would make the small ones zero again."""
+def _float16_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield optimizers that would unscale float16 gradients in float16, where small ones become zero again."""
+    plain = run.model.plain
     if plain.dtype != torch.float16:
         return
     kept = {name for name, parameter in plain.named_parameters() if parameter.dtype != torch.float16}
     told = set()
-    for name, part in parts.items():
-        optimizer = optimizers.get(part)
+    for name, part in run.parts.items():
+        optimizer = run.optimizers.get(part)
         if optimizer is None or optimizer in told or part == "lora" or name.replace(".base_layer.", ".") in kept:
             continue
         if (
@@ -199,8 +195,8 @@ def of_float16(
             )
 
 
-def of_unshared(config: RunConfig) -> Iterator[str]:
-    """Optimizers that cannot work with a part of a weight, or without the other ranks'."""
+def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
+    """Yield why optimizers cannot update a part of a weight, or before gradients are reduced over ranks."""
     if config.parallel.ranks == 1 or config.parallel.engine == "deepspeed":
         return
     problems = []
@@ -224,18 +220,12 @@ def of_unshared(config: RunConfig) -> Iterator[str]:
 # --- Ranks --------------------------------------------------------------------------------------------------------
 
 
-def of_division(
-    parallel: ParallelConfig, *, layers: int, experts: Sequence[int], kv_heads: int | None = None
-) -> Iterator[str]:
-    """Every size of `parallel` that a model does not have the parts for.
-
-    Args:
-        layers: how many it has.
-        experts: how many each layer with experts has.
-        kv_heads: key/value heads of attention, which tp cannot divide further.
-    """
-    pp, ep, tp = parallel.pp, parallel.ep, parallel.tp
-    counts = sorted(set(experts))
+def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
+    """Yield sizes of `parallel:` that the model's layers, experts or key/value heads cannot be divided by."""
+    pp, ep, tp = run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.tp
+    layers = run.structure.num_layers
+    kv_heads = getattr(run.model.settings.get_text_config(), "num_key_value_heads", None)
+    counts = sorted({layer.shape.num_experts for layer in run.structure.moe_layers})
     if pp > layers:
         yield f"parallel.pp: {pp} stages and only {counted(layers, 'layer')}; set pp to {layers}"
     if kv_heads is not None and kv_heads % tp:
@@ -257,14 +247,12 @@ def of_division(
         )
 
 
-def of_split_attention(
-    config: RunConfig, plain: PreTrainedModel, structure: ModelStructure, selection: Selection
-) -> Iterator[str]:
-    """Attention is split over `parallel.tp` by transformers' plan, and only where it is not packed."""
-    if config.parallel.tp == 1:
+def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
+    """Yield attention that transformers' plan does not split over `parallel.tp`, or that is quantized."""
+    if run.config.parallel.tp == 1:
         return
-    plan = tensor_plan(plain)
-    packed = set(linears_to_quantize(plain, structure, selection)) if config.model.base in ("nf4", "int8") else set()
+    plan, structure, selection = tensor_plan(run.model.plain), run.structure, run.selection
+    packed = run.quantized_linears if run.config.model.base in ("nf4", "int8") else ()
     for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
             yield (
@@ -283,11 +271,19 @@ def of_split_attention(
         yield f"parallel.tp: {alone[0]} trains, and each rank would see its own heads only; set parallel.tp: 1"
 
 
-# --- What takes place, or is predicted ----------------------------------------------------------------------------
+def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
+    if run.config.parallel.engine == "deepspeed":
+        try:
+            deepspeed_json(run.config)
+        except UserError as error:
+            yield str(error)
 
 
-def of_training(config: RunConfig) -> Iterator[str]:
-    """Settings that can be neither trained nor predicted."""
+# --- Training and prediction --------------------------------------------------------------------------------------
+
+
+def untrainable_settings(config: RunConfig) -> Iterator[str]:
+    """Yield settings that can be neither trained nor predicted."""
     parallel = config.parallel
     if parallel.pp > 1:
         yield (
@@ -311,10 +307,9 @@ def of_training(config: RunConfig) -> Iterator[str]:
         )
 
 
-def of_prediction(config: RunConfig) -> Iterator[str]:
-    """Settings that cannot be predicted: those that cannot be trained, and ZeRO-Offload, whose host memory DeepSpeed
-    does not tell from the device's where both are a CPU's."""
-    yield from of_training(config)
+def unpredictable_settings(config: RunConfig) -> Iterator[str]:
+    """Yield settings that cannot be trained, and ZeRO-Offload: on a CPU, its host and device memory are the same."""
+    yield from untrainable_settings(config)
     if config.parallel.engine == "deepspeed" and config.parallel.offload != "none":
         yield (
             f"parallel.offload: {config.parallel.offload} can be trained, not predicted or verified; to predict the "
@@ -322,8 +317,13 @@ def of_prediction(config: RunConfig) -> Iterator[str]:
         )
 
 
-def of_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str]:
-    """What a run that takes place on this machine needs, and is not installed."""
+def refuse_unpredictable(config: RunConfig) -> None:
+    """Raise `UserError` for settings that cannot be predicted."""
+    raise_problems(unpredictable_settings(config))
+
+
+def missing_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str]:
+    """Yield packages that the run needs on this machine and that are not installed."""
     if config.model.attention != "flash_attention_2":
         return
     if device_type != "cuda":

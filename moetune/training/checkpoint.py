@@ -1,12 +1,12 @@
-"""What trains and the optimizer's states on disk, whatever ranks wrote them and whatever ranks read them.
+"""Trained weights and optimizer states on disk; they can be read by any number of ranks.
 
-torch.distributed.checkpoint writes each rank's part into safetensors, which execute nothing when they are read, and
-cuts them anew for other ranks. A tensor has one name in every layout: a parameter's own, and for low-rank factors of
-experts, which lie in one stack with those of other experts, that of the stack and the expert: `….lora.down_A.5`.
-
-    trained.safetensors    what trains, whole
-    optimizer/             `<name>.<state>` and, of float32 copies, `<name>.master`
+    trained.safetensors    trained weights, whole
+    optimizer/             `<name>.<state>`, and `<name>.master` of float32 copies
     optimizer.json         numbers among the states, the loss scale, the scheduler's step
+
+torch.distributed.checkpoint writes each rank's part as safetensors, which execute nothing when they are read, and
+re-shards them. A tensor has the same name in every layout: its parameter's, and for an expert's low-rank factors, which
+are rows of a stack, that of the stack and the expert: `….lora.down_A.5`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NotRequired
@@ -26,13 +27,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
+from moetune.compat.torch import consolidate, shard_place
 from moetune.documents import Amount, T, read_json
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
@@ -40,22 +40,21 @@ from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.training.optim.optimizers import CombinedOptimizer
-from moetune.training.optim.updater import Updater
 from moetune.training.optim.zero import ZeroUpdater
 
 TRAINED_FILE = "trained.safetensors"
 OPTIMIZER_FOLDER, OPTIMIZER_FILE = "optimizer", "optimizer.json"
-_FILE_BYTES = 2**30  # written at a time; a file is put together in memory
+_FILE_BYTES = 2**30  # of a file, which is built in memory
 _TABLES = ("qmap1", "qmap2")  # the same for every weight
-_BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # one number for a block of so many weights
+_BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # one number for each block of weights
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the checkpoint: a parameter, or the rows of one expert in a stack.
+    """A tensor of the checkpoint: a parameter, or one expert's row of a stack.
 
     Attributes:
-        row: which row of what is here; None for all of it.
+        row: index in this rank's part of the stack; None for a whole parameter.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Part:
     row: int | None = None
 
     def of(self, tensor: Tensor, *, like: bool = True) -> Tensor:
-        """This part of a tensor that belongs to the parameter and, if `like`, has its shape here."""
+        """Return this part of a tensor of the parameter, such as a state; `like`: one of the shape it has here."""
         if self.row is not None:
             return tensor[self.row]
         if like and isinstance(self.parameter, DTensor):
@@ -79,13 +78,16 @@ class Part:
 
 
 def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
-    """What trains on this rank, by the names that it has in a checkpoint."""
+    """Return the parts of each parameter that trains on this rank."""
     banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
     parts: dict[nn.Parameter, list[Part]] = {}
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
         if isinstance(bank, ExpertBank) and bank.lora is not None:
-            rows = _rows_here(parameter, len(bank.lora.slots))
+            rows = range(len(bank.lora.slots))  # DeepSpeed has all of them while they are gathered
+            if isinstance(parameter, DTensor):
+                (first, *_), (count, *_) = shard_place(parameter)
+                rows = range(first, first + count)
             parts[parameter] = [
                 Part(f"{name}.{expert}", parameter, slot - rows.start)
                 for expert, slot in bank.lora.slots.items()
@@ -96,19 +98,11 @@ def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
     return parts
 
 
-def _rows_here(parameter: Tensor, rows: int) -> range:
-    """Which of its rows a parameter has on this rank, and DeepSpeed at least for as long as it is gathered."""
-    if not isinstance(parameter, DTensor):
-        return range(rows)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return range(offset[0], offset[0] + shape[0])
-
-
 # --- Writing --------------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: int) -> None:
-    """Writes into a folder that is there; every rank takes part."""
+    """Write into an existing folder; every rank takes part."""
     parts, ranks = parts_of(adapted), adapted.ranks
     trained, states, numbers = _contents(parts, optimizer)
     _save_trained(trained | adapted.router_biases(), folder, ranks)
@@ -116,17 +110,13 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: in
     every = ranks.gather(numbers)
     if not ranks.is_first:
         return
-    scale = {} if optimizer.loss_scale is None else optimizer.loss_scale.state_dict()
-    said = {
-        "numbers": {name: values for one in every for name, values in one.items()},
-        "loss_scale": scale,
-        "scheduler_step": step,
-    }
+    scale = {} if optimizer.loss_scale is None else asdict(optimizer.loss_scale)
+    said = {"numbers": dict(ChainMap(*every)), "loss_scale": scale, "scheduler_step": step}
     (folder / OPTIMIZER_FILE).write_text(json.dumps(said), encoding="utf-8")
 
 
 def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """As one file of whole tensors. The parts are put together on disk, so no rank ever holds all of it."""
+    """Write one file of whole tensors. Several ranks' parts are joined on disk, so that no rank holds all of them."""
     if ranks.is_single:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TRAINED_FILE)
         return
@@ -134,17 +124,12 @@ def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> Non
     _save(tensors, aside, ranks)
     ranks.barrier()
     if ranks.is_first:
-        names = HuggingFaceStorageReader(str(aside)).read_metadata().state_dict_metadata
-        (aside / "whole").mkdir()
-        consolidate_safetensors_files(str(aside), str(aside / "whole"), dict.fromkeys(names, 1))
-        next((aside / "whole").glob("*.safetensors")).rename(folder / TRAINED_FILE)
+        consolidate(aside, list(_reader(aside).read_metadata().state_dict_metadata)).rename(folder / TRAINED_FILE)
         shutil.rmtree(aside)
 
 
 def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    sizes: dict[str, int] = {}
-    for one in ranks.gather({name: local_tensor(tensor).nbytes for name, tensor in tensors.items()}):
-        sizes |= one
+    sizes = dict(ChainMap(*ranks.gather({name: local_tensor(tensor).nbytes for name, tensor in tensors.items()})))
     if not sizes:  # lomo has no states
         return
     number, filled, files = 1, 0, {}
@@ -153,7 +138,7 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
             number, filled = number + 1, 0
         files[name], filled = number, filled + size
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    with _plainly():
+    with _quiet():
         dcp.save(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             storage_writer=writer,
@@ -164,7 +149,7 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 def _contents(
     parts: Mapping[nn.Parameter, list[Part]], optimizer: CombinedOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """What trains and its states by name, and numbers by the name of their parameter."""
+    """Return weights and states by name, and the numbers among the states by the name of their part."""
     trained: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -184,12 +169,12 @@ def _contents(
 
 
 def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
-    if state in _TABLES:  # one for all parameters, and safetensors takes no memory twice
+    if state in _TABLES:  # shared by all parameters, which safetensors refuses
         return f"{part.name}.{state}", value.clone()
     if part.row is not None:
         rows, size = len(local_tensor(part.parameter)), local_tensor(part.parameter)[0].numel()
         if state in _BLOCKWISE:
-            if size % _BLOCK:  # a block has weights of two experts
+            if size % _BLOCK:  # blocks cross experts
                 return f"{part.name}.{state}{_cut(part)}", value.clone()
             value = value.unflatten(-1, (rows, -1))
         return f"{part.name}.{state}", value.select(_axis(part, state, value.dim()), part.row)
@@ -200,19 +185,16 @@ def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
 
 
 def _axis(part: Part, state: str, dims: int) -> int:
-    """Where the experts are in the state of a stack; ademamix has two averages in one, before them."""
+    """Return the axis of experts in the state of a stack; it is the second where AdEMAMix keeps two averages."""
     return dims - 2 if state in _BLOCKWISE else int(dims > part.parameter.dim())
 
 
 def _cut(part: Part) -> str:
-    """Says what a state belongs to that cannot be cut anew, because blocks of weights share a number: which part of a
-    parameter, or a stack of how many experts."""
+    """Return a mark for a state that cannot be re-sharded, because blocks of weights share a number: `@` and the place
+    of the part in its parameter, or the number of experts in the stack."""
     if not isinstance(part.parameter, DTensor):
         return f"@{len(part.parameter)}"
-    shape, offset = compute_local_shape_and_global_offset(
-        part.parameter.shape, part.parameter.device_mesh, part.parameter.placements
-    )
-    return "@" + ",".join(f"{first}+{size}" for first, size in zip(offset, shape, strict=True))
+    return "@" + ",".join(f"{first}+{size}" for first, size in zip(*shard_place(part.parameter), strict=True))
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
@@ -230,28 +212,28 @@ class _Optimizer(TypedDict):
 
 
 def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
-    """Read a JSON file of a checkpoint; raise `UserError` naming both if it is damaged."""
+    """Read a JSON file of a checkpoint; raise `UserError` if it is damaged."""
     what = f"checkpoint {str(folder)!r} is damaged: {name}"
     return read_json(folder / name, kind, what, "resume from an earlier one with --resume PATH")
 
 
 def check(folder: Path) -> None:
-    """Opens each file; raises what its reader raises if it is not what it should be."""
+    """Open each file; raise what its reader raises if it is damaged."""
     read_part(folder, OPTIMIZER_FILE, _Optimizer)
     for path in (folder, folder / OPTIMIZER_FOLDER):
         if path.is_dir():
-            HuggingFaceStorageReader(str(path)).read_metadata()
+            _reader(path).read_metadata()
     refuse_not_finite(read_header(folder / TRAINED_FILE), f"checkpoint {str(folder)!r}")
 
 
 def read_trained(folder: Path, adapted: Adapted) -> None:
-    """Fills what trains; every rank takes part.
+    """Read the trained weights; every rank takes part.
 
     Raises:
         UserError: the checkpoint has other tensors.
     """
     parts = [part for all_ in parts_of(adapted).values() for part in all_]
-    stored: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    stored: dict[str, Any] = dict(_reader(folder).read_metadata().state_dict_metadata)
     tensors = {part.name: part.of(local_tensor(part.parameter).detach()) for part in parts} | adapted.router_biases()
     wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     everyones: set[str] = set().union(*adapted.ranks.gather(set(wanted)))
@@ -265,96 +247,73 @@ def read_trained(folder: Path, adapted: Adapted) -> None:
     if differing:
         raise UserError(f"checkpoint {str(folder)!r} holds other trained tensors: {differing[0]}")
     _load(tensors, folder, adapted.ranks)
-    reshard(adapted.model)  # weights that a probe has left gathered are not those that were read
+    reshard(adapted.model)  # weights that are still gathered are the old ones
 
 
 def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer) -> None:
-    """Gives the optimizer its states; every rank takes part.
+    """Restore the optimizer's states; every rank takes part.
 
     Raises:
-        UserError: states that cannot be cut anew for these ranks.
+        UserError: states in 8 bits were cut into blocks for other ranks.
     """
     said = read_part(folder, OPTIMIZER_FILE, _Optimizer)
     path = folder / OPTIMIZER_FOLDER
-    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata if path.is_dir() else {}
+    stored = _reader(path).read_metadata().state_dict_metadata if path.is_dir() else {}
     parts = parts_of(adapted)
     names: dict[str, list[str]] = {}
     for name in stored:
         owner, _, state = name.rpartition(".")
         names.setdefault(owner, []).append(state)
 
-    def read(some: Iterable[Part]) -> dict[str, dict[str, Tensor]]:
-        """States by the name of their part."""
+    def states_of(parameters: list[nn.Parameter]) -> dict[nn.Parameter, dict[str, Any]]:
         wanted: dict[str, Tensor] = {}
-        for part in some:
-            _want(part, names.get(part.name, []), stored, wanted)
+        for part in chain.from_iterable(parts[parameter] for parameter in parameters):
+            wanted |= _room_for(part, names.get(part.name, []), stored)
         _load(wanted, path, adapted.ranks)
         by_part: dict[str, dict[str, Tensor]] = {}
         for name, tensor in wanted.items():
             owner, _, state = name.rpartition(".")
             by_part.setdefault(owner, {})[state] = local_tensor(tensor)
-        return by_part
+        return {parameter: _joined(parts[parameter], by_part, said["numbers"]) for parameter in parameters}
 
+    others = [updater for updater in optimizer.updaters if not isinstance(updater, ZeroUpdater)]
     for updater in optimizer.updaters:
-        if isinstance(updater, ZeroUpdater):  # whole tensors: no more at once than one parameter's
+        if isinstance(updater, ZeroUpdater):  # its tensors are whole: one parameter's at a time
             for parameter in updater.parameters:
                 with updater.engine.gathered(parameter):
-                    mine = parts[parameter]
-                    updater.restore(parameter, _together(mine, read(mine), said["numbers"]))
-    others = [updater for updater in optimizer.updaters if not isinstance(updater, ZeroUpdater)]
-    states = read(part for updater in others for p in updater.parameters for part in parts[p])
+                    updater.restore(states_of([parameter]))
+    states = states_of([parameter for updater in others for parameter in updater.parameters])
     for updater in others:
-        updater.load_state_dict(_state_dict(updater, parts, states, said["numbers"]))
+        updater.restore(states)
     if optimizer.loss_scale is not None:
-        optimizer.loss_scale.load_state_dict(said["loss_scale"])
+        optimizer.loss_scale.value = float(said["loss_scale"]["value"])
+        optimizer.loss_scale.good_steps = int(said["loss_scale"]["good_steps"])
 
 
-def _want(part: Part, states: list[str], stored: Mapping[str, Any], wanted: dict[str, Tensor]) -> None:
-    """Room for the states that the checkpoint has of one part."""
+def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return empty tensors, by name, for the states that the checkpoint has of a part."""
+    room: dict[str, Tensor] = {}
     for state in states:
         name = f"{part.name}.{state}"
         size, dtype = tuple(stored[name].size), stored[name].properties.dtype
-        _, mark, cut = state.partition("@")
+        kind, mark, cut = state.partition("@")
         if mark and f"@{cut}" != _cut(part):
-            if any(other.startswith(state.partition("@")[0] + _cut(part)) for other in states):
+            if any(other.startswith(kind + _cut(part)) for other in states):
                 continue  # another rank's
             raise UserError(
                 f"the optimizer's states of {part.name} are in 8 bits, in blocks that were cut for other ranks; resume "
                 "with the parallel: that the run had"
             )
-        room = torch.empty(size, dtype=dtype)  # on the host, whence the optimizer takes it to where its states are
-        if (
-            not mark
-            and part.row is None
-            and isinstance(part.parameter, DTensor)
-            and size == tuple(part.parameter.shape)
-        ):
-            room = part.of(torch.empty_like(local_tensor(part.parameter), dtype=dtype))
-        wanted[name] = room
+        parameter = part.parameter
+        if not mark and part.row is None and isinstance(parameter, DTensor) and size == tuple(parameter.shape):
+            room[name] = part.of(torch.empty_like(local_tensor(parameter), dtype=dtype))
+        else:  # on the host; the optimizer moves it to where its states are
+            room[name] = torch.empty(size, dtype=dtype)
+    return room
 
 
-def _state_dict(
-    updater: Updater, parts: Mapping[nn.Parameter, list[Part]], tensors: Mapping[str, dict[str, Tensor]], numbers: Any
-) -> dict[str, Any]:
-    """What `Updater.load_state_dict` takes."""
-    owners = {updater.copies.get(p, updater.shards[p]): p for p in updater.parameters}
-    plain = updater.optimizer.state_dict()
-    updated = [p for group in updater.optimizer.param_groups for p in group["params"]]
-    state = {}
-    masters: dict[nn.Parameter, Tensor] = {}
-    for number, one in enumerate(updated):
-        parameter = owners[one]
-        values = _together(parts[parameter], tensors, numbers)
-        if "master" in values:
-            masters[parameter] = values.pop("master")
-        if values:
-            state[number] = values
-    kept = [masters[p] for p in updater.copies] if updater.masters == "fp32" else []
-    return {"optimizer": {"state": state, "param_groups": plain["param_groups"]}, "masters": kept}
-
-
-def _together(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
-    """The states of one parameter, of its parts'."""
+def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
+    """Return the states of a parameter, from those of its parts."""
     if not parts:
         return {}
     first = parts[0]
@@ -372,15 +331,19 @@ def _together(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbe
     return values
 
 
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    return HuggingFaceStorageReader(str(folder))
+
+
 def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
     if any(ranks.gather(bool(tensors))):
-        with _plainly():
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.is_single)
+        with _quiet():
+            dcp.load(tensors, storage_reader=_reader(folder), no_dist=ranks.is_single)
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
-    """Without the remark that one process is one, and with errors of the usual kinds: torch wraps even Ctrl-C."""
+def _quiet() -> Iterator[None]:
+    """Silence torch's warning about a single process, and raise what it wraps in errors of its own, even Ctrl-C."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"torch\.distributed is .* in a single process")

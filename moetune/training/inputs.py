@@ -1,4 +1,4 @@
-"""What a run is given beside its run file and its weights: noted when it begins, compared when it goes on."""
+"""The inputs of a run beside its run file and weights: recorded when it begins, compared when it is resumed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moetune.training.data.load import Datasets
 
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
-"""Keys of a config.json that no model is made of."""
+"""Keys of a config.json that do not change the model."""
 _MAKES_TOKENS = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken")
-"""Files without which no tokenizer gives the same tokens; the others say how it is used."""
+"""Files that decide which tokens a text becomes."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Inputs:
     """The inputs of a run.
 
     Attributes:
-        run: drawn when the run began; no other run has it.
-        data: `train`, `eval` -> SHA-256 of its tokens and labels as they lie in sequences.
-        config: what the base's config.json says.
-        files: the other small files beside the base's weights, tokenizer and generation settings: name -> SHA-256.
+        run: a random name.
+        data: SHA-256 of the sequences of `train` and `eval`.
+        config: the base's config.json.
+        files: SHA-256, by name, of the other small files beside the base's weights: tokenizer, generation settings.
     """
 
     run: str
@@ -44,24 +44,19 @@ class Inputs:
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> Inputs:
-        """Those of a run that begins now.
-
-        Args:
-            base: the folder of the model; None where nothing on disk describes it.
-        """
+        """Return the inputs of a run that begins now. `base` is the folder of the model, if there is one."""
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
         return cls(secrets.token_hex(16), tokens, *beside_weights(base))
 
     def refuse_others(self, now: Inputs, where: str) -> list[str]:
-        """What has changed and does no harm to a run that goes on, a line each.
+        """Compare with the inputs of the resumed run; return a line for each harmless change.
 
         Raises:
-            UserError: what makes it another run.
+            UserError: another change.
         """
-        files = self._changed(now.files)
-        harm = []
+        files, harm = self._changed(now.files), []
         if self.data.get("train") != now.data["train"]:
             because = f" (or what makes tokens of it: {', '.join(files)})" if files else ""
             harm.append(f"data.train has changed since it began{because}: its tokens are others")
@@ -75,17 +70,16 @@ class Inputs:
     def refuse_other_model(
         self, config: dict[str, Any], files: dict[str, str], where: str, harm: Sequence[str] = ()
     ) -> list[str]:
-        """Compare the base's configuration and tokenizer with those of a run; return what has changed and does no harm.
+        """Compare with another base's configuration and files; return a line for each harmless change.
 
         Args:
-            config, files: as `beside_weights` gives them.
-            harm: what else makes it another run, a line each.
+            config, files: as `beside_weights` returns them.
+            harm: lines of other harmful changes.
 
         Raises:
-            UserError: anything does.
+            UserError: a change of the model or of the tokens, or `harm`.
         """
-        changed = self._changed(files)
-        lines = list(harm)
+        changed, lines = self._changed(files), list(harm)
         for key in _differing(self.config, config) if self.config and config else ():
             if key not in _SAYS_NOTHING:
                 said = (repr(one.get(key, "not there"))[:80] for one in (config, self.config))
@@ -102,7 +96,7 @@ class Inputs:
 
 
 def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read what lies beside a base's weights: its config.json, and the digests of the other small files by name."""
+    """Return a base's config.json, and the digests of the other small files beside its weights by name."""
     files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
     config = files.pop(CONFIG_FILE, None)
     said = {} if config is None else read_json(config, dict[str, Any])
@@ -115,7 +109,7 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _digest(rows: datasets.Dataset) -> str:
-    """Of every column's values and lengths, whatever pieces they lie in."""
+    """Return the digest of every column's values and lengths, however they are chunked."""
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step under way, which is saved. A second one ends it at once."""
+"""Ctrl-C and SIGTERM end a run after the current step, which is saved; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from moetune.parallel.ranks import Ranks
 
 _SAME = 1.0
-"""Seconds within which signals are one: a terminal sends it to all processes, and so does what started the ranks."""
+"""Seconds within which signals count as one: both the terminal and the ranks' launcher send it to every process."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended a run, whose last step is in a checkpoint.
+    """A signal ended a run; its last step is in a checkpoint.
 
     Attributes:
         number: the signal's.
@@ -30,11 +30,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """Notes SIGINT and SIGTERM inside the `with`, in the main thread: others may not set handlers."""
+    """Records SIGINT and SIGTERM inside the `with`, on the main thread, the only one that may set handlers."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._asked, self._at = 0, 0.0
+        self._number, self._at = 0, 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -46,19 +46,19 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def asked(self) -> int:
-        """The signal that any rank has received, the same on all of them; 0 if none has."""
+    def received(self) -> int:
+        """Return the signal that any rank has received, the same on all ranks; 0 without one."""
         if self._ranks.is_single:
-            return self._asked
+            return self._number
         found = torch.zeros(2, device=self._device)
-        if self._asked:
-            found[int(self._asked == signal.SIGTERM)] = 1
+        if self._number:
+            found[int(self._number == signal.SIGTERM)] = 1
         by_keyboard, by_term = self._ranks.total(found).tolist()
         return signal.SIGTERM if by_term else signal.SIGINT if by_keyboard else 0
 
     def _note(self, number: int, frame: Any) -> None:
-        if not self._asked:
-            self._asked, self._at = number, time.monotonic()
+        if not self._number:
+            self._number, self._at = number, time.monotonic()
         elif time.monotonic() - self._at > _SAME:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)

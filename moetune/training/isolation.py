@@ -1,10 +1,9 @@
 """Whether a model keeps packed documents apart. Some do not, and nothing in transformers says so.
 
-transformers turns `position_ids` into a block-diagonal mask only if the model's code hands them to the mask
-builder (gpt_oss does not), attention is all that mixes tokens (not so in Mamba, linear-attention or
-convolution layers), every choice among tokens sees that mask (not so where an indexer picks the best keys, or
-blocks of a row are scored or compressed) and, with flash attention, the batch has one row. So the model itself is
-asked, at the length that it trains with: what only longer rows would show does not happen in the run.
+transformers turns `position_ids` into a block-diagonal mask only if the model's code passes them to the mask builder
+(gpt_oss does not), only attention mixes tokens (not Mamba, linear-attention or convolution layers), every choice among
+tokens sees the mask (not an indexer that picks the best keys, nor scores of blocks), and, with flash attention, the
+batch has one row. So the model is tested, at the length that it trains with.
 """
 
 from __future__ import annotations
@@ -26,38 +25,37 @@ from moetune.training.run_warnings import refuse_broken_weights
 
 @torch.no_grad()
 def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> None:
-    """Compares a document's hidden states after two documents of other tokens, bit by bit.
+    """Compare a document's hidden states behind two different documents, bit by bit.
 
-    What a mask hides counts exactly zero, so there is no tolerance to choose. The experts, which give a token's rows
-    back, are left out: other tokens would change the sizes of their products, and so the rounding. That leaves less
-    than a forward pass of one micro-step, twice.
+    What a mask hides contributes exactly zero, so there is no tolerance. Experts are left out: other tokens would
+    change the sizes of their products, and so the rounding. It takes less than two forward passes of a micro-step.
 
     Args:
-        model: a transformers causal LM, or PEFT's wrapper of one, with its weights, as it will train.
-        micro_batch: rows a batch has in training or evaluation, whichever is more.
+        model: a causal LM, or PEFT's wrapper of one, with its weights, as it will train.
+        micro_batch: the most rows of a batch in training and evaluation.
         length: tokens of a row.
 
     Raises:
-        UserError: the first document reaches the second.
+        UserError: the hidden states differ.
     """
     wrapped: Any = model
     embedding = wrapped.get_input_embeddings()
     device, rows = embedding.weight.device, min(micro_batch, 2)
-    border = length // 2 | 1  # odd: no block of a power of two ends there
-    if length <= border:
+    first = length // 2 | 1  # odd: no block of a power of two ends there
+    if length <= first:
         return
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(embedding.weight.shape[0], (2, rows, length), generator=generator)
-    ids[1, :, border:] = ids[0, :, border:]
-    positions = torch.cat([torch.arange(border), torch.arange(length - border)]).expand(rows, length).to(device)
-    documents = cu_seqlens([border, length - border] * rows) if wants_cu_seqlens(wrapped) else {}
+    ids[1, :, first:] = ids[0, :, first:]
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(rows, length).to(device)
+    documents = cu_seqlens([first, length - first] * rows) if wants_cu_seqlens(wrapped) else {}
     documents = {name: value.to(device) if torch.is_tensor(value) else value for name, value in documents.items()}
     stack, was_training = decoder_stack(wrapped), model.training
     model.eval()  # dropout and router jitter would draw from the random state
     try:
         with _without_experts(model):
             one, other = (
-                stack(input_ids=of.to(device), position_ids=positions, use_cache=False, **documents)[0][:, border:]
+                stack(input_ids=of.to(device), position_ids=positions, use_cache=False, **documents)[0][:, first:]
                 for of in ids
             )
     finally:
@@ -74,7 +72,7 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
 
 
 class _Scaling(nn.Module):
-    """In place of experts: each multiplies its rows by a number of its own, so that choices and weights still show."""
+    """Replaces experts: each multiplies its rows by a number of its own, so that choices and weights still matter."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return hidden_states * (top_k_weights / (1 + top_k_index)).sum(-1, keepdim=True).to(hidden_states.dtype)

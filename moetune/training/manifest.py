@@ -1,4 +1,4 @@
-"""A checkpoint's seal: a manifest of what is in it, by which damage is found before anything is used."""
+"""A checkpoint's manifest: the size and digest of every file in it, by which damage is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from moetune.documents import Amount, read_sealed, sealed
 from moetune.errors import UserError, one_line
 
 MANIFEST = "manifest.json"
-_BLOCK = 2**24  # bytes read at a time
 
 
 class _File(TypedDict):
@@ -25,7 +24,7 @@ class _Manifest(TypedDict):
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Writes the manifest: each file's bytes and SHA-256."""
+    """Write the manifest, itself sealed."""
     files = {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _digest(file)}
         for file in files_in(folder)
@@ -35,33 +34,32 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Every file of a folder and of the folders in it."""
+    """Return every file of a folder and of the folders in it."""
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, naming the file; None if every byte is as it was written."""
-    try:
-        return _damage(folder)
-    except Exception as error:  # names that no file has, files that cannot be read
-        return f"it cannot be read: {one_line(error)}"
-
-
 def sealed_files(folder: Path) -> set[str]:
-    """The names that a manifest lists, and its own; none where it is damaged or not there."""
+    """Return the manifest's name and the names that it lists; none if it is damaged or missing."""
     try:
         return {*read_sealed(folder / MANIFEST, _Manifest)["files"], MANIFEST}
     except UserError:
         return set()
 
 
-def _damage(folder: Path) -> str | None:
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, naming the file; None if every byte is as it was written."""
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
     try:
         manifest = read_sealed(folder / MANIFEST, _Manifest, MANIFEST)
+        return _damage(folder, manifest)
     except UserError as error:
         return str(error)
+    except Exception as error:  # names that no file can have, files that cannot be read
+        return f"it cannot be read: {one_line(error)}"
+
+
+def _damage(folder: Path, manifest: _Manifest) -> str | None:
     if folder.name != f"step-{manifest['step']}":
         return f"it is of step {manifest['step']}, and its name says otherwise"
     for name, expected in manifest["files"].items():
@@ -72,16 +70,12 @@ def _damage(folder: Path) -> str | None:
             return f"{name} has {file.stat().st_size:,} bytes, not {expected['bytes']:,}"
         if _digest(file) != expected["sha256"]:
             return f"{name} was changed after it was written"
-    known = manifest["files"].keys() | {MANIFEST}
-    # Hidden ones are those of a file manager or a file system: .DS_Store, .nfs0001.
-    there = (f for f in files_in(folder) if not f.name.startswith("."))
-    unknown = sorted(name for f in there if (name := str(f.relative_to(folder))) not in known)
+    # Hidden files are a file manager's or a file system's: .DS_Store, .nfs0001.
+    there = {str(file.relative_to(folder)) for file in files_in(folder) if not file.name.startswith(".")}
+    unknown = sorted(there - manifest["files"].keys() - {MANIFEST})
     return f"{unknown[0]} does not belong there; remove it" if unknown else None
 
 
 def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""What a run sums up between two lines of `metrics.jsonl`, and the line that becomes of it."""
+"""Sums between two lines of `metrics.jsonl`, and the line that is written of them. Expert load: tokens [E] by layer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,38 @@ import torch
 from torch import Tensor
 
 from moetune.parallel.ranks import Ranks
-from moetune.training.pace import Pace
-from moetune.training.routing import load_by_layer, load_summary, on_host
-from moetune.training.run_warnings import RunWarnings
+from moetune.training.run_warnings import RunWarnings, entropy
 from moetune.training.step.micro_step import MicroStep
 from moetune.training.step.stepper import Reduced
 
 
-@dataclass
-class Sums:
-    """What micro-steps have summed up, of this rank.
+@dataclass(frozen=True)
+class Pace:
+    """What the speed of a run is compared with.
 
     Attributes:
-        load: by layer, the tokens [E] that each expert received.
+        flops: operations of a step's products and attention on one rank; None where they were not counted.
+        limit: operations a second that the card can do; None if that is not known.
+    """
+
+    flops: int | None = None
+    limit: int | None = None
+
+    def metrics(self, updates: int, seconds: float, left: int) -> dict[str, float | None]:
+        """Return the metrics of `updates` that took so many seconds, with `left` to come."""
+        share = None
+        if self.flops is not None and self.limit is not None:
+            share = round(self.flops * updates / seconds / self.limit, 4)
+        left_for = round(left * seconds / updates, 1) if updates else None
+        return {"flops": self.flops, "share_of_limit": share, "seconds_left": left_for}
+
+
+@dataclass
+class Sums:
+    """Sums over micro-steps, of this rank.
+
+    Attributes:
+        load: expert load.
         router_loss: weighted; None where router losses are off.
         positions: tokens, padding included.
         tokens: tokens, padding left out.
@@ -36,7 +55,7 @@ class Sums:
     tokens: int = 0
 
     def add(self, done: MicroStep | Sums) -> None:
-        """Adds a micro-step, or what others have summed up; what is added stays as it is."""
+        """Add a micro-step, or other sums, which stay as they are."""
         add_load(self.load, done.load)
         if done.router_loss is not None:
             self.router_loss = done.router_loss if self.router_loss is None else self.router_loss + done.router_loss
@@ -55,14 +74,14 @@ class Interval:
     since: float = field(default_factory=time.perf_counter)
 
     def add(self, sums: Sums, reduced: Reduced) -> None:
-        """Adds a step; one that was skipped has no loss."""
+        """Add a step; one that was skipped has no loss."""
         self.sums.add(sums)
         self.updates += 1
         if reduced.scale is not None:
             self.losses.append(reduced.loss)
 
-    def pause(self) -> None:
-        """Evaluations do not count for the speed: the clock begins anew, and tokens with it."""
+    def restart_clock(self) -> None:
+        """Measure speed from here on, after an evaluation."""
         self.since, self.sums.positions = time.perf_counter(), 0
 
     def line(
@@ -75,21 +94,21 @@ class Interval:
         total_load: dict[int, Tensor],
         ranks: Ranks,
         pace: Pace,
-        notices: RunWarnings,
+        warnings: RunWarnings,
     ) -> dict[str, Any]:
-        """The line of metrics, of all ranks.
+        """Return the line of metrics, over all ranks.
 
         Args:
-            left: steps that are.
+            left: steps to come.
             lr, norm: of the last step.
-            moves: whether learning rates were such that weights should have changed.
-            total_load: since the run began; this interval's is added.
+            moves: learning rates were such that weights should have changed.
+            total_load: expert load since the run began; this interval's is added to it.
         """
         loss = torch.stack(self.losses).mean().item() if self.losses else None
         seconds = time.perf_counter() - self.since
         load = {layer: ranks.total_over_data(tokens) for layer, tokens in self.sums.load.items()}
         add_load(total_load, load)
-        load = on_host(load)
+        load = _on_host(load)
         router_loss = self.sums.router_loss
         if router_loss is not None:
             router_loss = ranks.total_over_data(router_loss) / self.updates
@@ -106,11 +125,43 @@ class Interval:
             "peak_allocated": torch.cuda.max_memory_allocated(norm.device) if norm.is_cuda else None,
             "expert_load": load_summary(load),
             "routing": load_by_layer(load),
-            **notices.about_step(loss, updated, load, on_host(total_load)),
+            **warnings.about_step(loss, updated, load, _on_host(total_load)),
         }
 
 
 def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
-    """Adds by layer; what is added stays as it is."""
+    """Add expert load to sums; `more` stays as it is."""
     for layer, tensor in more.items():
         sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
+
+
+def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
+    """Return expert load in three numbers: `max_over_mean` of the most uneven layer (1 is balanced, E / K the worst),
+    that `layer`, and how many experts of all layers were `unused`."""
+    if not load:
+        return {}
+    imbalance = {layer: (tokens.max() / tokens.mean()).item() for layer, tokens in load.items()}
+    worst = max(imbalance, key=imbalance.__getitem__)
+    unused = sum(int((tokens == 0).sum()) for tokens in load.values())
+    return {"max_over_mean": round(imbalance[worst], 4), "layer": worst, "unused": unused}
+
+
+def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return for each layer the `tokens` of each expert, the `entropy` of their shares in nats (ln E is balanced), and
+    `max_over_mean`."""
+    return {
+        str(layer): {
+            "tokens": [int(count) for count in tokens.tolist()],
+            "entropy": round(entropy(tokens), 4),
+            "max_over_mean": round((tokens.max() / tokens.mean()).item(), 4),
+        }
+        for layer, tokens in load.items()
+    }
+
+
+def _on_host(load: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copy expert load to the host, all layers at once."""
+    if not load:
+        return {}
+    split = torch.cat(list(load.values())).cpu().split([len(tokens) for tokens in load.values()])
+    return dict(zip(load, split, strict=True))

@@ -1,73 +1,61 @@
-"""`train.report_to`: the same numbers as in `metrics.jsonl`, to whatever transformers has a callback for."""
+"""`train.report_to`: the numbers of `metrics.jsonl`, sent to accelerate's trackers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
-from moetune.config.schema import TrainConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 
 
 def check_reporters(names: tuple[str, ...]) -> None:
-    """Raises `UserError` for a reporter that transformers does not know, or whose package is not installed."""
+    """Raise `UserError` for a tracker that accelerate does not have, or whose package is not installed."""
     for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            hint = suggest(name, INTEGRATION_TO_CALLBACK) or f" There are: {', '.join(INTEGRATION_TO_CALLBACK)}."
+        if name not in LOGGER_TYPE_TO_CLASS:
+            hint = suggest(name, LOGGER_TYPE_TO_CLASS) or f" There are: {', '.join(LOGGER_TYPE_TO_CLASS)}."
             raise UserError(f"train.report_to: {name!r} is not a reporter.{hint}")
-        try:
-            INTEGRATION_TO_CALLBACK[name]()
-        except (ImportError, RuntimeError, ValueError) as error:  # reporters do not agree on one
-            raise UserError(f"train.report_to: {name!r} cannot be used: {error}") from None
+        if name not in map(str, get_available_trackers()):
+            raise UserError(f"train.report_to: {name!r} cannot be used: its package is not installed")
 
 
-@dataclass
 class Reporters:
-    """The reporters of a run, told by the rank that speaks for all."""
+    """The trackers of a run, on the rank that reports."""
 
-    model: PreTrainedModel
-    callbacks: list[TrainerCallback] = field(default_factory=list)
-    state: TrainerState = field(default_factory=TrainerState)
-    arguments: TrainingArguments | None = None
-
-    @classmethod
-    def of(cls, train: TrainConfig, output: Path, model: PreTrainedModel) -> Reporters:
-        """Those that the run file names; its settings in the words of transformers."""
-        if not train.report_to:
-            return cls(model)
-        arguments = TrainingArguments(
-            output_dir=str(output),
-            max_steps=train.steps,
-            per_device_train_batch_size=train.micro_batch,
-            gradient_accumulation_steps=train.accumulate,
-            warmup_steps=train.warmup,
-            max_grad_norm=train.max_grad_norm,
-            seed=train.seed,
-            logging_steps=train.log_every,
-            report_to=list(train.report_to),
-            use_cpu=model.device.type == "cpu",
-            bf16=False,
-        )
-        callbacks = [INTEGRATION_TO_CALLBACK[name]() for name in train.report_to]
-        return cls(model, callbacks, TrainerState(max_steps=train.steps), arguments)
+    def __init__(self, config: RunConfig, output: Path) -> None:
+        self.config, self.trackers = config, list[GeneralTracker]()
+        if config.train.report_to:
+            PartialState()  # which accelerate's logging needs
+        for name in config.train.report_to:
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            place = {"logging_dir": str(output / "runs")} if kind.requires_logging_directory else {}
+            self.trackers.append(kind(os.environ.get("WANDB_PROJECT") or "moetune", **place))
 
     def begin(self) -> None:
-        self._tell("on_init_end")
-        self._tell("on_train_begin")
+        """Start the trackers and send the run's settings."""
+        settings = {"model": self.config.model.path} | self.config.train.model_dump(mode="json")
+        for tracker in self.trackers:
+            tracker.start()
+            tracker.store_init_configuration(
+                {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
+            )
 
-    def log(self, step: int, epoch: float, line: Mapping[str, Any]) -> None:
-        """The numbers of a line."""
-        self.state.global_step, self.state.epoch = step, epoch
-        self._tell("on_log", logs={name: value for name, value in line.items() if isinstance(value, int | float)})
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        """Send the numbers of a line, as `train/loss` and `eval/loss`."""
+        numbers = {
+            f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+            for name, value in line.items()
+            if isinstance(value, int | float)
+        }
+        for tracker in self.trackers:
+            tracker.log(numbers, step=step)
 
     def end(self) -> None:
-        self._tell("on_train_end")
-
-    def _tell(self, event: str, **more: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self.arguments, self.state, TrainerControl(), model=self.model, **more)
+        """Finish what the trackers have begun."""
+        for tracker in self.trackers:
+            tracker.finish()

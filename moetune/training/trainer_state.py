@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors that train: the step, what experts have received, random states."""
+"""What a checkpoint holds beside tensors that train: the step, expert load, states of random generators."""
 
 from __future__ import annotations
 
@@ -32,27 +32,23 @@ class _State(TypedDict, total=False):
     num_input_tokens_seen: Amount | None
 
 
-def _generators_file(checkpoint: Path, data_index: int) -> Path:
-    """Random states of the ranks that see the same data."""
-    return checkpoint / "generators" / f"{data_index}.safetensors"
-
-
 def write_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    file = _generators_file(folder, data_index)
+    """Write the states of this rank's generators, which are those of all ranks that see the same data."""
+    file = folder / "generators" / f"{data_index}.safetensors"
     file.parent.mkdir(exist_ok=True)
     save_file({str(n): state for n, state in enumerate(generator_states(device))}, file)
 
 
 def read_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Random generators are as they were, if they were there."""
-    file = _generators_file(folder, data_index)
+    """Restore the generators' states; a rank that the checkpoint does not have keeps its own."""
+    file = folder / "generators" / f"{data_index}.safetensors"
     if file.is_file():
         states = load_file(file)
         set_generator_states([states[str(n)] for n in range(len(states))], device)
 
 
 def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Mapping[int, Tensor]) -> None:
-    """Writes where the run is, and by layer the tokens that each expert has received."""
+    """Write the step, the rows of a micro-batch, the tokens trained on, and expert load by layer."""
     received = {str(layer): tokens_E.tolist() for layer, tokens_E in load.items()}
     (folder / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
     state = {"global_step": step, "train_batch_size": micro_batch, "num_input_tokens_seen": tokens}
@@ -60,26 +56,15 @@ def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Ma
 
 
 def read_state(folder: Path) -> tuple[int, int | None, int]:
-    """The step, the rows of a micro-batch if it says, and the tokens trained on; raises what reading a damaged one
-    does."""
+    """Return the step, the rows of a micro-batch if they are known, and the tokens trained on."""
     state = checkpoint.read_part(folder, STATE_FILE, _State)
-    step, rows, tokens = state["global_step"], state.get("train_batch_size"), state.get("num_input_tokens_seen") or 0
-    if step != step_of(folder):
-        raise ValueError(f"{STATE_FILE} is of step {step}")
-    return step, rows, tokens
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raises `UserError` if a file of a checkpoint whose bytes are as they were is not what it should be."""
-    with whole(str(folder)):
-        for file in sorted(folder.glob("generators/*")):
-            load_file(file)
-        read_state(folder)
-        checkpoint.check(folder)
+    if state["global_step"] != step_of(folder):
+        raise ValueError(f"{STATE_FILE} is of step {state['global_step']}")
+    return state["global_step"], state.get("train_batch_size"), state.get("num_input_tokens_seen") or 0
 
 
 def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
-    """By layer, the tokens that each expert had received at a checkpoint; raises what reading a damaged one does."""
+    """Return expert load [E] by layer, on the model's device."""
     received = checkpoint.read_part(folder, LOAD_FILE, dict[Amount, list[Number]])
     load = {layer: torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
     sizes = {layer.index: layer.shape.num_experts for layer in adapted.structure.moe_layers}
@@ -88,14 +73,23 @@ def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     return load
 
 
+def check_checkpoint(folder: Path) -> None:
+    """Raise `UserError` if a file is not what it should be, in a checkpoint whose bytes are as they were written."""
+    with whole(folder):
+        for file in sorted(folder.glob("generators/*")):
+            load_file(file)
+        read_state(folder)
+        checkpoint.check(folder)
+
+
 @contextmanager
-def whole(folder: str) -> Iterator[None]:
-    """Turns what reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
+def whole(folder: Path) -> Iterator[None]:
+    """Turn whatever reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # readers do not agree on one
         raise UserError(
-            f"checkpoint {folder!r} is damaged: {one_line(error)}; resume from an earlier one with --resume PATH"
+            f"checkpoint {str(folder)!r} is damaged: {one_line(error)}; resume from an earlier one with --resume PATH"
         ) from error

@@ -24,8 +24,8 @@ from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
 from moetune.training.loop import Loop
+from moetune.training.metrics import Pace
 from moetune.training.optim.values import generator_states, set_generator_states
-from moetune.training.pace import Pace
 
 MEASURED_STEPS = 2
 """Optimizer states appear in the first step; the second is like all that follow."""
@@ -149,11 +149,11 @@ def predicted(
     if not ranks.is_single or (card is None and not routing.load):
         try:
             found = ClosedForm(run, ranks.rank, card).at(run.config, routing, may_record=ranks.is_single)
-            return Predicted(None if found is None else found.parts.total + workspaces)
+            return Predicted(None if found is None else found.parts().total + workspaces)
         except Exception:
             if not ranks.is_single:
                 raise
     traced = trace(run, routing, gpu=card)
     time = None if card is None else time_of(run.config, traced, card)
     pace = Pace() if time is None else Pace(round(time.flops), round(time.limit))
-    return Predicted(traced.parts(traced.peak).total + workspaces, pace)
+    return Predicted(traced.parts().total + workspaces, pace)

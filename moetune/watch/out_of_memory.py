@@ -1,9 +1,11 @@
-"""When memory runs out: predicted beside what was there at that moment, whose it was, and what would have fitted."""
+"""Out of memory: the memory at that moment beside the prediction, what holds it, and what would have fitted."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ import torch
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit
 from moetune.memory.allocator import WORKSPACES
+from moetune.memory.changes import Remedy
 from moetune.memory.live import Owned, Process, Refused, owned, processes_on
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import find_gpu
-from moetune.planning.remedy import Remedy, remedies
+from moetune.planning.remedy import remedies
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
 from moetune.training.optim.optimizers import CombinedOptimizer
@@ -24,21 +27,21 @@ from moetune.training.step.observer import Where
 
 _LARGEST = 8
 _WORKING: tuple[PartName, ...] = ("saved_activations", "transient_peak")
-"""What cannot be told apart by looking at it: both are reported together."""
+"""Parts that a tensor does not show: both are reported together."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What was found. Bytes by part; `predicted` is of the fullest moment of that phase, None where there is none."""
+    """What was found; bytes by part. `predicted` is of the fullest moment of the same phase."""
 
     where: Where
     refused: Refused
     actual: dict[str, int]
     predicted: dict[str, int] | None
     predicted_peak: int | None
-    largest: tuple[Owned, ...]
-    others: tuple[Process, ...]
-    settings: tuple[Remedy, ...]
+    largest: list[Owned]
+    others: list[Process]
+    remedies: list[Remedy]
     checkpoint: str | None
 
     def to_json(self) -> dict[str, Any]:
@@ -56,30 +59,26 @@ class OutOfMemory:
                 "predicted_peak_allocated": self.predicted_peak,
                 "largest": [group._asdict() for group in self.largest],
                 "processes": [process._asdict() for process in self.others],
-                "settings": [asdict(remedy) for remedy in self.settings],
+                "settings": [{"flags": list(one.flags), "required": one.report.required} for one in self.remedies],
             },
             "last_checkpoint": self.checkpoint,
         }
 
     def error(self) -> DoesNotFit:
-        """What ends the run."""
+        """Return the error that ends the run."""
         return DoesNotFit("\n".join(self.lines()), self.to_json())
 
     def lines(self) -> Iterator[str]:
         where, refused = self.where, self.refused
-        moment = "while the weights were loaded"
-        if where.phase in ("forward", "backward"):
-            moment = f"in step {where.step}, micro-step {where.micro_step}, {where.phase}"
-        elif where.phase != "load":
-            moment = f"in step {where.step}, {where.phase}"
-        yield (
-            f"out of memory {moment}: {gib(refused.wanted)} asked for, {gib(refused.allocated)} in use of "
-            f"{gib(refused.available)} that there were"
-        )
+        micro_step = f"micro-step {where.micro_step}, " if where.phase in ("forward", "backward") else ""
+        moment = f"in step {where.step}, {micro_step}{where.phase}"
+        moment = "while the weights were loaded" if where.phase == "load" else moment
+        wanted, allocated, available = map(gib, (refused.wanted, refused.allocated, refused.available))
+        yield f"out of memory {moment}: {wanted} asked for, {allocated} in use of {available} that there were"
         yield f"  {'':26}{'actual':>12}{'predicted':>12}"
         for name, size in self.actual.items():
-            said = "" if self.predicted is None else gib(self.predicted[name])
-            yield f"  {name.replace('_', ' '):26}{gib(size):>12}{said:>12}"
+            predicted = "" if self.predicted is None else gib(self.predicted[name])
+            yield f"  {name.replace('_', ' '):26}{gib(size):>12}{predicted:>12}"
         if self.predicted_peak is not None:
             yield f"  the peak that was predicted: {gib(self.predicted_peak)}"
         yield "largest:"
@@ -87,17 +86,17 @@ class OutOfMemory:
             yield f"  {gib(one.bytes):>12}  {one.storages} × {one.name}"
         for process in self.others:
             yield f"also on the card: process {process.pid} ({process.name}), {gib(process.bytes)}"
-        if self.settings:
+        if self.remedies:
             yield "would have fitted, each by itself:"
-        for remedy in self.settings:
-            yield f"  {' '.join(f'--set {flag}' for flag in remedy.flags)}    # needs {gib(remedy.required)}"
-        if where.phase != "load" and self.checkpoint is None:
-            yield "there is no checkpoint yet"
-        elif self.checkpoint is not None:
+        for remedy in self.remedies:
+            yield f"  {' '.join(f'--set {flag}' for flag in remedy.flags)}    # needs {gib(remedy.report.required)}"
+        if self.checkpoint is not None:
             yield (
                 f"the last checkpoint, {self.checkpoint}, is whole: --resume auto --set "
                 "train.on_oom=halve_micro_batch goes on from it in smaller pieces"
             )
+        elif where.phase != "load":
+            yield "there is no checkpoint yet"
 
 
 def examine(
@@ -109,7 +108,7 @@ def examine(
     optimizer: CombinedOptimizer | None = None,
     checkpoint: str | None = None,
 ) -> OutOfMemory:
-    """Looks at what was there when memory ran out, and predicts it.
+    """Describe the memory at the moment at which it ran out, and predict it.
 
     Args:
         adapted, optimizer: as far as they were made.
@@ -120,37 +119,24 @@ def examine(
     of_part = dict.fromkeys(PART_NAMES, 0)
     for group in groups:
         of_part[group.part] += group.bytes
-    predicted, peak, settings = None, None, list[Remedy]()
+    predicted, peak, found = None, None, list[Remedy]()
     if run.config.parallel.ranks == 1:  # one of several cannot record a step while it runs
-        try:
+        with suppress(Exception):  # without a prediction the rest is reported
             traced = trace(run, gpu=card)
             beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-            predicted, peak = _words(parts_at(traced, where, beside)), traced.parts(traced.peak).total + beside
-            most = max(peak, predicted["allocated"])  # while weights load, too
-            lacking = refused.lacking + max(0, most - refused.reached)
-            settings = remedies(run, card or find_gpu("l40s"), lacking)
-        except Exception:  # what cannot be predicted is not; what is known is said
-            pass
-    me = torch.multiprocessing.current_process().pid
-    others = [process for process in processes_on(device) if process.pid != me] if device.type == "cuda" else []
-    return OutOfMemory(
-        where,
-        refused,
-        _words(Parts(**of_part)),
-        predicted,
-        peak,
-        tuple(groups[:_LARGEST]),
-        tuple(others),
-        tuple(settings),
-        checkpoint,
-    )
+            predicted, peak = _by_name(parts_at(traced, where, beside)), traced.parts().total + beside
+            most = max(peak, predicted["allocated"])  # loading may need more than any step
+            found = remedies(run, card or find_gpu("l40s"), refused.lacking + max(0, most - refused.reached))
+    others = [one for one in processes_on(device) if one.pid != os.getpid()] if device.type == "cuda" else []
+    actual = _by_name(Parts(**of_part))
+    return OutOfMemory(where, refused, actual, predicted, peak, groups[:_LARGEST], others, found, checkpoint)
 
 
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
-    """The fullest moment of a phase, as it was traced. A micro-step beyond those that were is like the last of them.
+    """Return the fullest moment of a traced phase. A micro-step that was not traced is like the last one that was.
 
     Args:
-        beside: bytes that are there beside what is traced.
+        beside: further bytes, which the trace does not have.
     """
     if where.phase == "load":
         assert traced.load is not None
@@ -162,12 +148,11 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
         if label not in fullest or sample.parts.total > fullest[label].total:
             fullest[label] = sample.parts
     names: Sequence[str] = [f"{where.phase} {number}" for number in range(where.micro_step, -1, -1)]
-    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts(traced.peak))
+    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts())
     return replace(found, transient_peak=found.transient_peak + beside)
 
 
-def _words(parts: Parts) -> dict[str, int]:
-    """By name, what is known of each part, and the sum."""
+def _by_name(parts: Parts) -> dict[str, int]:
     known: dict[str, int] = {name: size for name, size in parts.items() if name not in _WORKING}
     working = sum(getattr(parts, name) for name in _WORKING)
     return {**known, "activations_and_temporaries": working, "allocated": parts.total}

@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit
 from moetune.memory.live import watch_cuda
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, reading
-from moetune.run.resolve import ResolvedRun, examined
+from moetune.run.dtypes import kind_of
+from moetune.run.resolve import AnyRun, ResolvedRun
+from moetune.run.resolve import examine as examine_run
 from moetune.training import run as training
 from moetune.training.loop import Loop, Watcher
 from moetune.training.run import TrainResult
@@ -75,7 +75,7 @@ class Watch(Watcher):
 
 
 def train(
-    run: ResolvedRun | RunConfig | Path | str,
+    run: AnyRun,
     *,
     resume: str = "never",
     overwrite: bool = False,
@@ -97,7 +97,7 @@ def train(
         UserError: anything that the user can mend. No file has been written then.
         DoesNotFit: memory ran out.
     """
-    run = examined(run, device)
+    run = examine_run(run, kind_of(device))
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     where = run.device(device)
     return training.train(

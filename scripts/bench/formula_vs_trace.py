@@ -56,7 +56,7 @@ def main() -> None:
     card = find_gpu(GPU)
     for name in parser.parse_args().models:
         for what in ("router", "lora"):
-            run = resolve(config_of(name, what))
+            run = resolve(config_of(name, what), "cuda")
             other = run.config.train.model_copy(update={"sequence_length": LENGTH // 2})
             form = ClosedForm(run, gpu=card)
             start = time.perf_counter()
@@ -64,9 +64,9 @@ def main() -> None:
             traced_at = time.perf_counter()
             form.at(run.config.model_copy(update={"train": other}))
             recorded_at = time.perf_counter()
-            formula = form.at(run.config).parts.total
+            formula = form.at(run.config).parts().total
             end = time.perf_counter()
-            peak = traced.parts(traced.peak).total
+            peak = traced.parts().total
             took = f"{traced_at - start:.1f} s | {recorded_at - traced_at:.1f} s | {1000 * (end - recorded_at):.0f} ms"
             off = f"{100 * (formula / peak - 1):+.2f} %"
             print(f"| {name} | {what} | {peak / GiB:.2f} GiB | {formula / GiB:.2f} GiB | {off} | {took} |", flush=True)

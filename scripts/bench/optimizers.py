@@ -164,7 +164,7 @@ def memory_of(variant: Variant, sizes: Sizes, folder: Path, device: str) -> dict
     if on_cuda:
         steady, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     else:
-        steady, peak = traced.parts(len(traced.log) - 1).total, traced.parts(traced.peak).total
+        steady, peak = traced.parts(traced.end).total, traced.parts().total
     found = {
         "gradients": traced.most("gradients"),
         "states": storage_bytes(steps.optimizer.states()),

@@ -220,13 +220,13 @@ def traced_peak(run: ResolvedRun, routing: Routing | CountRows) -> int | None:
         traced = trace(run, routing, **every)
     except NotTraceable:
         return None
-    return traced.parts(traced.peak).total
+    return traced.parts().total
 
 
 def formula_peak(run: ResolvedRun, routing: Routing) -> int | None:
     """The closed form's peak; None for a model that has none."""
     try:
-        return ClosedForm(run).at(run.config, routing).parts.total
+        return ClosedForm(run).at(run.config, routing).parts().total
     except NoClosedForm:
         return None
 

@@ -109,8 +109,8 @@ def flops(structure: ModelStructure, adapt: str, tp: int) -> float:
     """Of one token on each of `tp` ranks: 2 a weight that it meets forward, 2 in the recomputation, 2 backward for the
     activations, and 2 for each weight that trains. The head is whole on every rank, is not recomputed, and attention's
     products of queries and keys are left out."""
-    outside = sum(part.numel for part in structure.parts if part.component == "lm_head")
-    attention = sum(part.numel for part in structure.parts if part.component == "attention")
+    outside = sum(part.numel for part in structure.parameters if part.component == "lm_head")
+    attention = sum(part.numel for part in structure.parameters if part.component == "attention")
     experts = [layer.top_k * layer.shape.parameters_per_expert for layer in structure.moe_layers]
     active, trained = attention + sum(experts), 0
     if adapt == "experts":  # 2 of 8 experts, so a quarter of the rows, in 6 layers
@@ -135,9 +135,9 @@ class Row:
 def row_of(model: str, adapt: str, gpus: int, name: str) -> Row:
     """One layout, its first rank traced."""
     sizes, base = layouts(gpus)[name]
-    run = resolve(config_of(model, adapt, sizes, base, gpus))
+    run = resolve(config_of(model, adapt, sizes, base, gpus), "cuda")
     traced, parallel = trace(run, gpu=find_gpu(MACHINES[0].gpu)), run.config.parallel
-    peak = traced.parts(traced.peak).total
+    peak = traced.parts().total
     sent = dict.fromkeys(("gathers", "exchange", "sums"), 0)
     seconds, rates = dict[str, float | None](), dict[str, float | None]()
     for collective in traced.collectives:

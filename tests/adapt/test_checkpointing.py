@@ -34,7 +34,7 @@ ADAPT = {
 def mixtral(folder: Path, adapt: dict[str, Any], checkpointing: str = "none") -> Adapted:
     """In training mode, with ties: three neighbouring experts get the same score, and a token goes to two of them."""
     adapted = build_toy(toy_config("mixtral"), folder, adapt, train={"checkpointing": checkpointing})
-    for part in adapted.structure.parts_of("router"):
+    for part in adapted.structure.parameters_of("router"):
         weight = adapted.model.get_parameter(part.name).data
         weight.copy_(weight[[0, 0, 0, 3, 3, 3, 6, 6]])
     adapted.model.train()

@@ -100,7 +100,7 @@ def test_checkpointing_replays_the_choice_of_experts_and_changes_no_bit(model_ty
         bank.register_forward_pre_hook(note, with_kwargs=True)
     adapted.model.zero_grad()
     loss = adapted.model(input_ids=token_ids(), use_cache=False).logits.square().sum()
-    for part in adapted.structure.parts_of("router"):  # routers that would now choose otherwise
+    for part in adapted.structure.parameters_of("router"):  # routers that would now choose otherwise
         adapted.model.get_parameter(part.name).data.mul_(-1.0)
     chosen = again
     loss.backward()

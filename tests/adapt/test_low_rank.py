@@ -12,6 +12,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 
 from moetune.adapt.low_rank import FEW_ROWS, adapted, unpacked
+from moetune.compat.bitsandbytes import prepare_4bit
 from moetune.experts.quantized import QuantizedLinear
 
 SCALE = 0.5
@@ -32,6 +33,7 @@ def in_4_bits(nested: bool) -> Callable[[nn.Linear], nn.Module]:
             quant_type="nf4",
         )  # fmt: skip
         made.load_state_dict(linear.state_dict())
+        prepare_4bit(made)
         return made.to("cpu")
 
     return make

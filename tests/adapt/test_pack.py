@@ -16,7 +16,7 @@ from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.models.structure import meta_model, read_structure
 from moetune.run.linears import linears_to_quantize, read_directly
-from moetune.run.validation import of_experts
+from moetune.run.validation import unsupported_experts
 from tests.reference import build_toy, small_linears_are_packed
 from tests.toys import toy_config, toy_model
 
@@ -123,7 +123,7 @@ def test_experts_with_a_norm_after_them_are_refused() -> None:
     model = meta_model(toy_config("mixtral"))
     structure = read_structure(model)
     model.get_submodule(structure.moe_layers[1].experts).has_post_expert_norm = True
-    (problem,) = of_experts(model, structure)
+    (problem,) = unsupported_experts(model, structure)
     assert problem == "model.layers.1.mlp.experts: experts with a norm after them can be counted but not trained yet"
 
 

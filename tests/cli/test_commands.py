@@ -18,9 +18,7 @@ import yaml
 from moetune.cli.main import app
 from moetune.config.load import load_run_config
 from moetune.config.recipes import recipes
-from moetune.models.selection import select
-from moetune.models.source import find_model_source
-from moetune.models.structure import meta_model, read_structure
+from moetune.run.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "config" / "recipes").glob("*.yaml")])
@@ -114,7 +112,7 @@ def test_init_writes_run_yaml_unless_told(
 @pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_run_file_fits_its_model(file: Path) -> None:
     config = load_run_config(file)
-    select(config.adapt, read_structure(meta_model(find_model_source(config.model.path).config)))
+    resolve(config, "cuda")
     assert config.data is not None
     assert config.output == f"runs/{file.stem}"
     assert config.train.steps % config.train.save_every == 0

@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from moetune.compat.torch import (
     _IN_PLACE,
@@ -17,9 +23,11 @@ from moetune.compat.torch import (
     add_missing_fakes,
     after_backward,
     backward_pass,
+    consolidate,
     fake_process_group,
     noting_resizes,
     process_group,
+    shard_place,
 )
 
 
@@ -171,3 +179,16 @@ def test_a_fake_process_group_answers_and_leaves_nothing() -> None:
         assert process_group(dist.group.WORLD.group_name) is dist.group.WORLD
     assert not dist.is_initialized()
     assert sys.excepthook is hook
+
+
+def test_the_place_of_a_shard() -> None:
+    with fake_process_group(1, 2):
+        part = DTensor.from_local(torch.empty(3, 4), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        assert shard_place(part) == ((3, 0), (3, 4))
+
+
+def test_what_ranks_wrote_becomes_one_file(tmp_path: Path) -> None:
+    writer = HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"a": 1, "b": 2}, save_distributed=True)
+    tensors = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    torch.testing.assert_close(load_file(consolidate(tmp_path, ["a", "b"])), tensors, rtol=0, atol=0)

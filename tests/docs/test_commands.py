@@ -12,9 +12,7 @@ from typer.testing import CliRunner
 
 from moetune.cli.main import app
 from moetune.config.load import load_run_config
-from moetune.models.selection import select
-from moetune.models.source import find_model_source
-from moetune.models.structure import meta_model, read_structure
+from moetune.run.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -147,11 +145,11 @@ def test_gpu_commands_are_valid(page: Path) -> None:
         _, name, run_file = shlex.split(command)[:3]
         assert name == "train"
         config = load_run_config(ROOT / run_file)
-        select(config.adapt, read_structure(meta_model(find_model_source(config.model.path).config)))
+        resolve(config, "cuda")
 
 
 def test_readme_run_file_is_valid(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "run.yaml").write_text(text)
     config = load_run_config(tmp_path / "run.yaml")
-    select(config.adapt, read_structure(meta_model(find_model_source(config.model.path).config)))
+    resolve(config, "cuda")

@@ -68,20 +68,20 @@ def test_every_base_precision_travels(tmp_path: Path, base: str) -> None:
 
 
 class Watched:
-    """Notes which layers are on the device after each turn, and how often one was fetched when it was needed."""
+    """Notes which layers are on the device after each change, and how often one was fetched when it was needed."""
 
     def __init__(self, prefetcher: ExpertPrefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.turns: list[tuple[int, bool, list[int]]] = []
+        self.visits: list[tuple[int, bool, list[int]]] = []
         self.late: list[tuple[int, bool]] = []
-        stock = prefetcher._turn_to
+        stock = prefetcher._go_to
 
-        def turn_to(number: int, in_backward: bool) -> None:
+        def go_to(number: int, in_backward: bool) -> None:
             if number not in prefetcher._on_device:
                 self.late.append((number, in_backward))
             stock(number, in_backward)
-            self.turns.append((number, in_backward, sorted(prefetcher._on_device)))
+            self.visits.append((number, in_backward, sorted(prefetcher._on_device)))
 
-        monkeypatch.setattr(prefetcher, "_turn_to", turn_to)
+        monkeypatch.setattr(prefetcher, "_go_to", go_to)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
@@ -96,7 +96,7 @@ def test_two_layers_at_most_and_the_next_in_time(
     last = LAYERS - 1
     forward = [(n, False, [n, n + 1] if n < last else [n]) for n in range(LAYERS)]
     backward = [(n, True, [n - 1, n] if n else [n]) for n in reversed(range(LAYERS))]
-    assert watched.turns == forward + backward
+    assert watched.visits == forward + backward
     assert watched.late == [(0, False)]  # the last layer is still there when backward begins
     assert not prefetcher._on_device
 
@@ -107,7 +107,7 @@ def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
     adapted = toy(tmp_path, "mixtral", "upper layers", checkpointing="none")
     watched = Watched(prefetcher_of(adapted), monkeypatch)
     loss_and_gradients(adapted, token_ids())
-    assert [turn for turn in watched.turns if turn[1]] == [(3, True, [2, 3]), (2, True, [2])]
+    assert [visit for visit in watched.visits if visit[1]] == [(3, True, [2, 3]), (2, True, [2])]
 
 
 def test_nothing_is_left_after_an_evaluation_nor_by_a_forward_pass_without_backward(tmp_path: Path) -> None:

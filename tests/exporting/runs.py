@@ -16,7 +16,7 @@ from moetune.config.schema import RunConfig
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.models.hub.tensor_files import weight_files
 from moetune.training.checkpoint import TRAINED_FILE, parts_of
-from moetune.training.run_folder import RunFolder
+from moetune.training.run_writer import RunWriter
 from tests.reference import run_config
 from tests.resolved import build
 from tests.toys import toy_model
@@ -39,6 +39,14 @@ class ToyRun:
     base: Path
     config: RunConfig
     adapted: Adapted
+
+    def fresh(self, adapt: dict[str, Any] | None = None, **lora: Any) -> Adapted:
+        """The model before training; with another choice of what trains, or other settings of adapt.lora."""
+        raw = adapt or self.config.adapt.model_dump()
+        raw = raw | {"lora": raw["lora"] | lora} if lora else raw
+        adapted = build(run_config(self.base, raw, model=self.config.model.model_dump()), "cpu")
+        adapted.model.eval()
+        return adapted
 
 
 def make_toy(model_type: str, *, seed: int = 0, **sizes: Any) -> PreTrainedModel:
@@ -72,7 +80,7 @@ def write_run(
     config = run_config(base, adapt, model=settings, output=str(path))
     adapted = build(config, "cpu")
     adapted.model.eval()
-    folder = RunFolder(path)
+    folder = RunWriter(path)
     folder.create(config, None, overwrite=False, base=Base(base.name, take_fingerprint(base)))
     generator = torch.Generator().manual_seed(4)
     for step in steps:
@@ -80,10 +88,14 @@ def write_run(
             for parameter in adapted.trainable().values():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         with folder.new_checkpoint(step, keep=3) as aside:
-            parts = [part for all_ in parts_of(adapted).values() for part in all_]
-            trained = {part.name: part.of(part.parameter.detach()).contiguous() for part in parts}
-            save_file(trained, aside / TRAINED_FILE)
+            save_file(trained_of(adapted), aside / TRAINED_FILE)
     return ToyRun(path, base, config, adapted)
+
+
+def trained_of(adapted: Adapted) -> dict[str, Tensor]:
+    """What trains, by the names and in the parts of a checkpoint."""
+    parts = [part for all_ in parts_of(adapted).values() for part in all_]
+    return {part.name: part.of(part.parameter.detach()).contiguous() for part in parts}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -32,7 +32,8 @@ from moetune.training import checkpoint as checkpoints
 from moetune.training import same_run, trainer_state
 from moetune.training.manifest import damage, write_manifest
 from moetune.training.optim.optimizers import make_optimizer
-from moetune.training.run_folder import RunFolder, step_of
+from moetune.training.run_folder import step_of
+from moetune.training.run_writer import RunWriter
 from tests import small
 from tests.fuzz.damage import answer, cases, damaged, damaged_json, damaged_yaml, garbled_bytes, write
 from tests.resolved import build, train, write_packed_base
@@ -70,7 +71,7 @@ def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_run(path: Path, written: Written) -> None:
     """All that resuming and exporting read of a run folder before a step is taken."""
-    folder, adapted = RunFolder(path), written["adapted"]
+    folder, adapted = RunWriter(path), written["adapted"]
     folder.metrics()
     newest = folder.check(written["config"].model_copy(update={"output": str(path)}), "auto", overwrite=False)
     folder.base()
@@ -79,7 +80,7 @@ def read_run(path: Path, written: Written) -> None:
     folder.inputs(newest)
     load_run_config(path / "run.yaml")
     trainer_state.check_checkpoint(newest)
-    with trainer_state.whole(str(newest)):
+    with trainer_state.whole(newest):
         checkpoints.read_trained(newest, adapted)
         trainer_state.read_load(newest, adapted)
         checkpoints.read_optimizer(newest, adapted, written["optimizer"])

@@ -1,17 +1,14 @@
 """What stays on the host is pinned, and not on the device. No values are needed, so the null device shows it too."""
 
 import gc
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 from moetune.config.load import load_run_config
-from moetune.experts import pinned
 from moetune.experts.host import CopyStream, empty_on_host
 from moetune.experts.quantized import QuantizedExperts
-from tests.nullcuda import device
 from tests.resolved import build
 
 pytestmark = pytest.mark.gpu(values=False)
@@ -46,17 +43,3 @@ def test_memory_of_the_host_is_pinned_in_place_and_copied(size: int) -> None:
     tensor = empty_on_host((size,), torch.uint8, torch.device("cuda")).random_()
     assert tensor.is_pinned()
     assert torch.equal(CopyStream(torch.device("cuda")).to_device([tensor]).wait()[0].cpu(), tensor)
-
-
-@pytest.mark.skipif(not device.is_present(), reason="counts what the device is asked")
-def test_small_tensors_are_pinned_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has memory of its own, which begins anew once all are gone."""
-    monkeypatch.setattr(pinned, "_arenas", [])  # one that holds nothing of other tests
-    before = device.asked().registrations
-    tensors = [empty_on_host((1000 + number,), torch.float32, torch.device("cuda")) for number in range(500)]
-    assert device.asked().registrations - before == 1
-    assert all(tensor.is_pinned() and tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
-    begins = sorted(tensor.data_ptr() for tensor in tensors)
-    assert all(second - first >= 4000 for first, second in itertools.pairwise(begins))
-    del tensors
-    assert empty_on_host((10,), torch.float32, torch.device("cuda")).data_ptr() == begins[0]

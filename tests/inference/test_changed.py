@@ -167,11 +167,11 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     ),
     "packed: in another precision": (said("packed/packed.json", base="int8"), "packed with int8", PACKED),
     "packed: a precision that is a number": (
-        said("packed/packed.json", base=5), "packed.json' cannot be read: base: 5", PACKED,
+        said("packed/packed.json", base=5), "packed.json' cannot be read: base: 5", ALL,
     ),
     "packed: without a manifest": (gone("packed/packed.json"), "packed", WEIGHTS),
     "packed: a manifest cut short": (
-        lambda f: (f / "packed/packed.json").write_text("{"), "packed.json' cannot be read", WEIGHTS,
+        lambda f: (f / "packed/packed.json").write_text("{"), "packed.json' cannot be read", ALL,
     ),
     "packed: its checkpoint gone": (
         gone(MODEL), "model.safetensors|'.*model'", dict.fromkeys(COMMANDS[:7], AS_BEFORE) | {"export": REFUSED},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
-from moetune.memory.changes import candidates, changed, fitting
+from moetune.memory.changes import changed, fitting, savings
 from moetune.memory.predict import predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts
 from tests.report.sample import GIB, MIB, rank, sample
@@ -56,7 +56,7 @@ def offered(size: int, **sections: Any) -> list[tuple[str, ...]]:
 
 def test_the_mildest_is_first() -> None:
     config = RunConfig.model_validate(RAW)
-    first = [next(iter(one.settings.items())) for one in candidates(config)]
+    first = [next(iter(one.settings.items())) for one in savings(config)]
     assert [f"{key}={value}" for key, value in first] == MILDEST_FIRST
 
 
@@ -65,7 +65,7 @@ def test_none_is_offered_that_does_not_fit(gib: int) -> None:
     """Single changes in their order, those that fit and no others; else several, none of which can be left out."""
     size = gib * GIB + 640 * MIB
     config = RunConfig.model_validate(RAW)
-    single = [one.settings for one in candidates(config) if needs(changed(config, one.settings), size).fits]
+    single = [one.settings for one in savings(config) if needs(changed(config, one.settings), size).fits]
     found = offered(size)
     if single:
         assert found == [tuple(f"{key}={value}" for key, value in settings.items()) for settings in single]

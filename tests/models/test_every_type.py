@@ -42,14 +42,14 @@ READ = [name for name in causal_lm_types() if name not in REFUSED]
 def test_every_parameter_is_counted_once_and_every_marked_module_is_found(model_type: str) -> None:
     model = meta_model(toy_config(model_type))
     structure = read_structure(model)
-    assert sum(part.numel for part in structure.parts) == sum(p.numel() for p in model.parameters())
+    assert sum(part.numel for part in structure.parameters) == sum(p.numel() for p in model.parameters())
     marked = [name for name, module in model.named_modules() if is_experts(module)]
     assert [layer.experts for layer in structure.moe_layers] == marked
     assert bool(marked) == (model_type in expert_model_types())
     for layer in structure.moe_layers:
-        experts = [part.numel for part in structure.parts_of("experts") if part.layer == layer.index]
+        experts = [part.numel for part in structure.parameters_of("experts") if part.layer == layer.index]
         assert sum(experts) == layer.shape.num_experts * layer.shape.parameters_per_expert
-        assert any(part.name.startswith(layer.router + ".") for part in structure.parts_of("router"))
+        assert any(part.name.startswith(layer.router + ".") for part in structure.parameters_of("router"))
     parameter_count = count_parameters(structure)
     assert sum(parameter_count.components.values()) == parameter_count.total
     assert sum(parameter_count.active.values()) == parameter_count.active_per_token

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from moetune.models.components import COMPONENTS
 from moetune.models.parameter_count import ParameterCount, count_parameters
 from moetune.models.source import find_model_source
-from moetune.models.structure import COMPONENTS, meta_model, read_structure
+from moetune.models.structure import meta_model, read_structure
 from tests.toys import EXPERTS, LAYERS, TOP_K, toy_config
 
 

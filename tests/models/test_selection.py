@@ -10,6 +10,7 @@ from moetune.config.schema import AdaptConfig
 from moetune.errors import UserError
 from moetune.models.selection import Selection, _numbers, select
 from moetune.models.structure import ModelStructure, meta_model, read_structure
+from moetune.run.resolve import raise_problems
 from tests.toys import EXPERTS, toy_config
 
 ALL = tuple(range(EXPERTS))
@@ -32,7 +33,9 @@ def dense() -> ModelStructure:
 
 
 def chosen(structure: ModelStructure, **adapt: Any) -> Selection:
-    return select(AdaptConfig.model_validate(adapt), structure)
+    selection, problems = select(AdaptConfig.model_validate(adapt), structure)
+    raise_problems(problems)
+    return selection
 
 
 def problems(structure: ModelStructure, **adapt: Any) -> list[str]:
@@ -73,9 +76,9 @@ def test_no_expert_in_no_layer(mixtral: ModelStructure) -> None:
 
 
 def test_components_patterns_and_everything(mixtral: ModelStructure) -> None:
-    names = {part.name for part in mixtral.parts}
-    norms = {part.name for part in mixtral.parts_of("norm")}
-    experts = {part.name for part in mixtral.parts_of("experts")}
+    names = {part.name for part in mixtral.parameters}
+    norms = {part.name for part in mixtral.parameters_of("norm")}
+    experts = {part.name for part in mixtral.parameters_of("experts")}
     assert chosen(mixtral, also=["norm"]).full == norms
     assert chosen(mixtral, also=["model.layers.2.*norm*"]).full == {n for n in norms if "layers.2." in n}
     everything = chosen(mixtral, also=["*"])
@@ -91,7 +94,7 @@ def test_whole_layers_from_a_pattern_come_on_top_of_chosen_experts(mixtral: Mode
 
 
 def test_a_dense_model_trains_whole(dense: ModelStructure) -> None:
-    assert chosen(dense, also=["*"]).full == {part.name for part in dense.parts}
+    assert chosen(dense, also=["*"]).full == {part.name for part in dense.parameters}
 
 
 def test_lora_goes_on_attention_and_the_experts_that_do_not_train_whole(mixtral: ModelStructure) -> None:
@@ -243,15 +246,15 @@ def test_runs_of_numbers_are_written_as_ranges() -> None:
 def test_lora_in_some_layers_is_in_no_linear_outside_them() -> None:
     structure = read_structure(meta_model(toy_config("mixtral")))
     lora = {"rank": 2, "alpha": 4, "targets": ["*"]}
-    assert "lm_head" not in select(AdaptConfig.model_validate({"lora": lora | {"layers": "0"}}), structure).lora_linears
-    assert "lm_head" in select(AdaptConfig.model_validate({"lora": lora}), structure).lora_linears
+    assert "lm_head" not in chosen(structure, lora=lora | {"layers": "0"}).lora_linears
+    assert "lm_head" in chosen(structure, lora=lora).lora_linears
 
 
 def test_lora_ids_without_experts_among_the_targets() -> None:
     structure = read_structure(meta_model(toy_config("mixtral")))
     lora = {"rank": 2, "alpha": 4, "targets": ["attention"], "ids": [1]}
     with pytest.raises(UserError, match=r"adapt\.lora\.ids: chooses experts, and adapt\.lora\.targets has no experts"):
-        select(AdaptConfig.model_validate({"lora": lora}), structure)
+        chosen(structure, lora=lora)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from moetune.errors import UserError
-from moetune.models.structure import COMPONENTS, ExpertShape, ModelStructure, meta_model, read_structure
+from moetune.models.components import COMPONENTS
+from moetune.models.moe import ExpertShape
+from moetune.models.structure import ModelStructure, meta_model, read_structure
 from tests.toys import EXPERTS, HIDDEN, LAYERS, TOP_K, toy_config, toy_model
 
 
@@ -19,7 +21,7 @@ def anatomy_of(model_type: str, **overrides: object) -> ModelStructure:
 
 
 def components_of(structure: ModelStructure) -> dict[str, str]:
-    return {part.name: part.component for part in structure.parts}
+    return {part.name: part.component for part in structure.parameters}
 
 
 def test_mixtral_parts_have_the_expected_paths_and_places() -> None:
@@ -34,7 +36,7 @@ def test_mixtral_parts_have_the_expected_paths_and_places() -> None:
     )
     assert first.shape == ExpertShape(EXPERTS, HIDDEN, 48, True, False, False, True)
     assert (structure.num_layers, len(structure.moe_layers)) == (LAYERS, LAYERS)
-    places = {part.name: (part.component, part.layer) for part in structure.parts}
+    places = {part.name: (part.component, part.layer) for part in structure.parameters}
     assert places["model.embed_tokens.weight"] == ("embedding", None)
     assert places["model.layers.2.self_attn.k_proj.weight"] == ("attention", 2)
     assert places["model.layers.3.mlp.gate.weight"] == ("router", 3)
@@ -106,19 +108,19 @@ def test_shared_mlp_of_a_layer_without_experts_is_dense_mlp() -> None:
 def test_mixer_slot_of_nemotron_goes_by_what_sits_in_it() -> None:
     structure = anatomy_of("nemotron_h")
     assert [layer.index for layer in structure.moe_layers] == [1, 4]
-    assert [part.component for part in structure.parts if part.layer == 0 and part.name.endswith("in_proj.weight")] == [
-        "attention"
-    ]
-    assert {part.component for part in structure.parts if part.layer == 3} == {"dense_mlp", "norm"}
+    assert [
+        part.component for part in structure.parameters if part.layer == 0 and part.name.endswith("in_proj.weight")
+    ] == ["attention"]
+    assert {part.component for part in structure.parameters if part.layer == 3} == {"dense_mlp", "norm"}
 
 
 def test_tied_weights_count_once_under_the_first_name() -> None:
     structure = anatomy_of("mixtral", tie_word_embeddings=True)
     assert dict(structure.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert structure.parts_of("lm_head") == ()
+    assert structure.parameters_of("lm_head") == ()
     untied = anatomy_of("mixtral", tie_word_embeddings=False)
-    head = sum(part.numel for part in untied.parts_of("lm_head"))
-    assert sum(part.numel for part in untied.parts) == sum(part.numel for part in structure.parts) + head
+    head = sum(part.numel for part in untied.parameters_of("lm_head"))
+    assert sum(part.numel for part in untied.parameters) == sum(part.numel for part in structure.parameters) + head
 
 
 def test_vision_tower_is_other() -> None:
@@ -129,14 +131,14 @@ def test_vision_tower_is_other() -> None:
 def test_dense_model_has_no_moe_layers() -> None:
     structure = anatomy_of("llama")
     assert structure.moe_layers == ()
-    assert {part.component for part in structure.parts} == {
+    assert {part.component for part in structure.parameters} == {
         "embedding",
         "attention",
         "dense_mlp",
         "norm",
         "lm_head",
     }
-    assert set(COMPONENTS) >= {part.component for part in structure.parts}
+    assert set(COMPONENTS) >= {part.component for part in structure.parameters}
 
 
 def test_missing_top_k_is_refused() -> None:

@@ -82,8 +82,7 @@ def on_a_rank(rank: int, count: int, port: str, arguments: Sequence[str]) -> tup
 
 def start_in_forks(command: Sequence[str], count: int) -> int:
     """`start_ranks` without importing everything anew."""
-    with free_port() as port:
-        ended = world.run(count, on_a_rank, count, str(port), tuple(command[3:]), joined=False)
+    ended = world.run(count, on_a_rank, count, str(free_port()), tuple(command[3:]), joined=False)
     for code, said in ended:
         print(said, file=sys.stderr)
         if code:

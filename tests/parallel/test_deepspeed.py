@@ -20,7 +20,7 @@ from moetune.memory.predict import Method, NoClosedForm, predict
 from moetune.memory.trace import trace
 from moetune.parallel.ranks import Ranks
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.validation import of_training
+from moetune.run.validation import untrainable_settings
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.step.stepper import Stepper
 from tests import small
@@ -213,7 +213,7 @@ def test_without_the_package_it_is_not_predicted(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("method", ["trace", "formula"])
 def test_offloading_is_trained_and_not_predicted(method: Method) -> None:
     config = run_config({"zero": 2, "offload": "optimizer"}, model={"path": "tiny-mixtral"}, adapt={"router": "all"})
-    assert not list(of_training(config))
+    assert not list(untrainable_settings(config))
     with pytest.raises(UserError, match=r"parallel\.offload: optimizer can be trained, not predicted or verified"):
         predict(config, method=method)
     with pytest.raises(UserError, match=r"parallel\.offload: optimizer goes with engine: deepspeed"):

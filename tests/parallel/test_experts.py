@@ -35,7 +35,7 @@ def placement_of(
         file.write_text(json.dumps({"expert_load": load}))
         parallel["load"] = str(file)
     run = {"model": {"path": str(model)}, "adapt": adapt, "parallel": parallel, "hardware": {"count": ep}}
-    return dict(resolve(RunConfig.model_validate(run)).placement)
+    return dict(resolve(RunConfig.model_validate(run), "cuda").placement)
 
 
 def test_ids_are_contiguous_where_experts_are_alike(small_model: Path) -> None:

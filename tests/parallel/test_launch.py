@@ -52,8 +52,7 @@ def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_by_a_launcher(launcher: list[str], run_file: Path, tmp_path: Path) -> None:
-    with free_port() as port:
-        words = [str(port) if word == "FREE" else word for word in launcher]
+    words = [str(free_port()) if word == "FREE" else word for word in launcher]
     command = [sys.executable, "-m", *words, "-m", "moetune", "train", str(run_file), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -10,8 +10,9 @@ import torch
 
 from moetune.compat.torch import fake_process_group
 from moetune.errors import UserError
-from moetune.memory.trace.log import Log, Mark, Sent, Trace
-from moetune.parallel.messages import NAMESPACES, Message, message, uncounted
+from moetune.memory.trace import Trace
+from moetune.memory.trace.log import Log, Mark, Sent
+from moetune.parallel.messages import NAMESPACES, Message, message
 
 SILENT = {"_wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
 COUNTED = {
@@ -33,10 +34,10 @@ def test_none_goes_by_uncounted(name: str) -> None:
     sent = message(func, ())
     assert (sent is None) is (func._opname in SILENT)
     if sent is not None:
-        assert uncounted(sent)
+        assert not sent.is_known
         marks = [Mark(0, 0, 0, "forward", "")]
         with pytest.raises(UserError, match=f"cannot be counted: {name} is no collective"):
-            Trace.of(Log(marks=marks, sent=[Sent(0, 0, 0, "forward", sent, None)]), 0, lambda _: "fsdp")
+            Trace.of(Log(marks=marks, sent=[Sent(0, 0, 0, "forward", sent, None)]), lambda _: "fsdp")
 
 
 @pytest.mark.parametrize(("rank", "reduce", "broadcast"), [(0, 0, 40), (1, 40, 40), (3, 40, 0)])
@@ -52,4 +53,4 @@ def test_what_a_reduce_and_a_broadcast_send(rank: int, reduce: int, broadcast: i
             func: Any = SimpleNamespace(_schema=SimpleNamespace(name=name), _opname=name[6:])
             found = message(func, args)
             assert isinstance(found, Message)
-            assert (found.ranks, found.bytes, uncounted(found)) == (4, sent, False)
+            assert (found.ranks, found.bytes, found.is_known) == (4, sent, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,9 @@ from moetune.errors import UserError
 from moetune.memory.report import Parts
 from moetune.memory.time.roofline import Duration, Range
 from moetune.planning.figure import front, plan_chart
-from moetune.planning.plan import Candidate, Miss, Plan
+from moetune.planning.plan import Miss, Plan
+from moetune.planning.search import Candidate
+from moetune.planning.strategies import Strategy
 from moetune.planning.tables import plan_view
 from moetune.report.page import page as rendered
 from tests.report.sample import sample
@@ -24,8 +27,10 @@ def made(trained: dict[str, int], time: Duration | None = None) -> Plan:
     for number, (goal, size) in enumerate(trained.items()):
         rank = replace(sample().fullest, parts=Parts(frozen_weights=2**30 * (20 + number), trainable_weights=size))
         config = RunConfig.model_validate({"model": {"path": "<model>"}, "adapt": {}, "train": {"steps": 5}})
-        report = replace(sample(), ranks=(rank,), time=time)
-        candidates.append(Candidate(goal, config, f"<b>{goal}</b>", "adamw", ("bits",), 1, report, None))  # type: ignore[arg-type]
+        about = (("trains", f"<b>{goal}</b>"), ("optimizer", "adamw"))
+        report = replace(sample(), ranks=(rank,), time=time, about=about)
+        goal_: Any = goal
+        candidates.append(Candidate(Strategy(goal_, {}, ("bits",)), config, report, 1))
     return Plan("<model>", "44GiB", 44 << 30, tuple(candidates), tokens=7_200_000)
 
 
@@ -53,7 +58,7 @@ def test_the_page_shows_names_as_text_and_speed_if_it_is_known(time: Duration | 
 
 def test_where_nothing_fits_the_page_says_what_is_nearest() -> None:
     config = RunConfig.model_validate({"model": {"path": "m"}, "adapt": {}})
-    none = replace(made({}), miss=Miss(config, "one expert", replace(sample()), None, ("NVIDIA H200",)))
+    none = replace(made({}), miss=Miss(config, sample(about=(("trains", "one expert"),)), None, ("NVIDIA H200",)))
     text = Page(rendered(plan_view(none))).text
     for said in ("nothing fits 44GiB", "nearest: one expert, 1 × 2048 tokens", "no change", "it fits NVIDIA H200"):
         assert said in text

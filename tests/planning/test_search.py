@@ -1,10 +1,8 @@
-"""The search finds what trying everything finds, and looks at few of all runs."""
+"""The search finds what trying everything finds, and predicts few of all runs; what it recommends fits by trace."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,35 +10,44 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
-from moetune.models.catalog.gpus import find_gpu
 from moetune.models.structure import ModelStructure
 from moetune.planning.predictor import Predictor
-from moetune.planning.search import Search
-from moetune.planning.strategies import Strategy, ways
+from moetune.planning.search import Candidate, Search
+from moetune.planning.strategies import Goal, Strategy, strategies
+from moetune.run import validation
 from moetune.run.resolve import resolve_model
+from tests.thinned import thinned
+
+FEW_EXPERTS = ("mixtral-8x7b", "phi-3.5-moe", "mixtral-8x22b")
+MODELS: dict[Goal, tuple[str, ...]] = {
+    "experts": FEW_EXPERTS,
+    "lora": (*FEW_EXPERTS, "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite", "llama-3-8b"),
+    "router": (*FEW_EXPERTS, "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite"),
+}
+"""Numbers of experts are recorded one by one, which takes minutes where there are many in a layer."""
 
 
-@dataclass
-class Answer:
-    required: int
-    usable: int
-
-    @property
-    def headroom_bytes(self) -> int:
-        return self.usable - self.required
-
-    @property
-    def fits(self) -> bool:
-        return self.headroom_bytes >= 0
+def search_of(model: str | Path, gpu: str, length: int = 64) -> Search:
+    attention = "eager" if model == "gpt-oss-20b" else "sdpa"
+    raw = {
+        "model": {"path": str(model), "attention": attention},
+        "adapt": {},
+        "train": {"sequence_length": length},
+        "hardware": {"gpu": gpu},
+    }
+    return Search.of(RunConfig.model_validate(raw))
 
 
-class Arithmetic:
-    """In place of predictions: what arithmetic says, and what a layer's gradients take beside it."""
+# --- Against exhaustive search --------------------------------------------------------------------------------------
+
+
+class Arithmetic(Predictor):
+    """In place of predictions: the search's lower bound, and what a layer's gradients take beside it."""
 
     def __init__(self, usable: int, beside: int, a_layer: int) -> None:
+        super().__init__()
         self.usable, self.beside, self.a_layer, self.asked = usable, beside, a_layer, set()
-        self.search: Any = None
-        self.way: Any = None
+        self.bound: Any = None
 
     def of(self, config: RunConfig) -> Any:
         experts = config.adapt.experts
@@ -48,28 +55,34 @@ class Arithmetic:
         layers, each = len(experts.layers), len(experts.ids)
         self.asked.add((layers, each))
         rows = config.train.micro_batch - 1
-        return Answer(
-            self.search.bound(self.way, layers * each) + self.beside + self.a_layer * each + rows * 10**9, self.usable
-        )
+        return Answer(self.bound(layers * each) + self.beside + self.a_layer * each + rows * 10**9, self.usable)
+
+
+class Answer:
+    def __init__(self, required: int, usable: int) -> None:
+        self.required, self.headroom_bytes = required, usable - required
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom_bytes >= 0
 
 
 @cache
 def structure(model: str) -> ModelStructure:
-    return resolve_model(start(model).model).structure
+    return resolve_model(search_of(model, "44GiB").start.model).structure
 
 
-def start(model: str, gpu: str = "44GiB") -> RunConfig:
-    return RunConfig.model_validate(
-        {"model": {"path": model}, "adapt": {}, "hardware": {"gpu": gpu}, "train": {"sequence_length": 64}}
-    )
+def grid(search: Search) -> list[tuple[int, int]]:
+    return [(layers + 1, each + 1) for layers in range(len(search.layers)) for each in range(search.experts)]
 
 
-def exhaustive(search: Search, way: Strategy) -> tuple[int, int] | None:
-    """The winner of the whole grid, every point of it evaluated: what `Search.largest` has to find."""
-    fits: Sequence[tuple[int, int, int]] = [
-        (layers * each, -report.required, layers)
-        for layers, each in search.grid()
-        if (report := search.needs.of(search.config(way, search._of_experts(layers, each)))).fits
+def exhaustive(search: Search, strategy: Strategy) -> tuple[int, int] | None:
+    """Layers and experts of each, by prediction of the whole grid."""
+    reports = {one: search.predictor.of(search.of_experts(strategy, *one)) for one in grid(search)}
+    fits = [
+        (layers * each, -reports[layers, each].required, layers)
+        for layers, each in reports
+        if reports[layers, each].fits
     ]
     if not fits:
         return None
@@ -77,54 +90,105 @@ def exhaustive(search: Search, way: Strategy) -> tuple[int, int] | None:
     return layers, amount // layers
 
 
+def found_by(search: Search, strategy: Strategy) -> tuple[int, int] | None:
+    found = search.largest(strategy)
+    if found is None:
+        return None
+    assert found.report.fits
+    assert found.next_larger is None or not found.next_larger.report.fits
+    experts = found.config.adapt.experts
+    assert experts is not None
+    return len(experts.layers), len(experts.ids)
+
+
 def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
-    draw = random.Random(0)
-    model = structure("mixtral-8x7b")
-    there = [way for way in ways("experts", model, 1) if way.settings["model.base"] == "nf4"]
+    draw, model = random.Random(0), structure("mixtral-8x7b")
+    there = [one for one in strategies("experts", model, 1) if one.settings["model.base"] == "nf4"]
+    start = search_of("mixtral-8x7b", "44GiB").start
     for _ in range(12):
-        usable = int(draw.uniform(20, 160) * 2**30)
+        usable, strategy = int(draw.uniform(20, 160) * 2**30), draw.choice(there)
         answers = Arithmetic(usable, int(draw.uniform(0, 3) * 2**30), int(draw.uniform(0, 2**30)))
-        way = draw.choice(there)
-        search = Search(start("mixtral-8x7b"), model, answers, usable)  # type: ignore[arg-type]
-        answers.search, answers.way = search, way
-        found = search.largest(way)
-        looked_at = len(answers.asked)
-        best = exhaustive(search, way)
-        if found is None:
-            assert best is None
-            continue
-        experts = found.config.adapt.experts
-        assert experts is not None
-        assert (len(experts.layers), len(experts.ids)) == best
-        assert found.report.fits
-        assert found.beyond is None or not found.beyond.report.fits
-        assert looked_at < len(list(search.grid())) / 4
-
-
-def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
-    """A way that is left out because of it could not have fitted."""
-    model = structure(str(small_model))
-    search = Search(start(str(small_model)), model, Predictor(), find_gpu("44GiB").memory.value)
-    way = next(iter(ways("experts", model, 1)))
-    config = search.smallest(way)
-    assert search.bound(way, 1) <= search.needs.of(config).required
+        search = Search(start, model, answers, usable)
+        answers.bound = lambda count, search=search, strategy=strategy: search.bound(strategy, count)
+        found, predicted = found_by(search, strategy), len(answers.asked)
+        assert found == exhaustive(search, strategy)
+        assert found is None or predicted < len(grid(search)) / 4
 
 
 @pytest.mark.parametrize("model", ["small", pytest.param("mixtral-8x7b", marks=pytest.mark.full)])
 def test_the_closed_form_of_every_point_of_the_grid_gives_the_same_winner(model: str, small_model: Path) -> None:
     """On a card that has room for half of what could train."""
     path = str(small_model) if model == "small" else model
-    there, needs = structure(path), Predictor()
-    for way in ways("experts", there, 1):
-        if way.settings["train.checkpointing"] == "full" and way.settings["optimizer.name"] == "adamw8bit":
-            break
-    roomy = Search(start(path), there, needs, find_gpu("44GiB").memory.value)
-    layers, each = len(roomy.layers), roomy.experts
-    between = needs.of(roomy.config(way, roomy._of_experts(layers // 2, each // 2))).required
-    gpu = f"{between + between // 100}B"
-    search = Search(start(path, gpu), there, needs, find_gpu(gpu).memory.value)
-    found = search.largest(way)
-    assert found is not None
-    experts = found.config.adapt.experts
-    assert experts is not None
-    assert (len(experts.layers), len(experts.ids)) == exhaustive(search, way)
+    roomy = search_of(path, "44GiB")
+    strategy = next(
+        one for one in strategies("experts", roomy.structure, 1) if one.settings["optimizer.name"] == "adamw8bit"
+    )
+    half = roomy.of_experts(strategy, len(roomy.layers) // 2, roomy.experts // 2)
+    required = roomy.predictor.of(half).required
+    search = search_of(path, f"{required + required // 100}B")
+    assert found_by(search, strategy) == exhaustive(search, strategy)
+
+
+def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
+    """A strategy that is left out because of it could not have fitted."""
+    search = search_of(small_model, "44GiB")
+    strategy = next(strategies("experts", search.structure, 1))
+    assert search.bound(strategy, 1) <= search.predictor.of(search.smallest(strategy)).required
+
+
+# --- Against traces -------------------------------------------------------------------------------------------------
+
+
+def question(number: int) -> tuple[Search, Strategy]:
+    """Draw a strategy for a model, a card, a number of them and a length, of which something may fit."""
+    draw = random.Random(number)
+    while True:
+        goal = draw.choice(tuple(MODELS))
+        model, gpu = draw.choice(MODELS[goal]), draw.choice(("24GiB", "44GiB", "80GiB"))
+        search, count = search_of(model, gpu, draw.choice((512, 1024, 2048, 4096))), draw.choice((1, 1, 1, 1, 2))
+        if there := [one for one in strategies(goal, search.structure, count) if search.may_fit(one)]:
+            return search, draw.choice(there)
+
+
+def check(search: Search, strategy: Strategy) -> Candidate | None:
+    """What is found fits by trace, as the closed form said, and the next larger run does not."""
+    found = search.largest(strategy)
+    if found is None:
+        assert not search.predictor.of(search.smallest(strategy)).fits
+        return None
+    sure = search.traced(found)
+    if found.report.verdict == "yes":  # no false yes: the trace of that very run fits
+        assert sure is not None
+        assert sure.amount >= found.amount
+        assert sure.config.train.micro_batch >= found.config.train.micro_batch or sure.amount > found.amount
+    if sure is None:
+        return None
+    assert (sure.report.method, sure.report.fits) == ("trace", True)
+    if sure.next_larger is not None:
+        assert not search.predictor.traced(sure.next_larger.config).fits
+    return sure
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(30))
+def test_a_drawn_question(number: int) -> None:
+    check(*question(number))
+
+
+@pytest.mark.parametrize("goal", thinned(MODELS, always=("experts",)))
+def test_a_small_question(goal: Goal, small_model: Path) -> None:
+    """On a card that has little more than the smallest run needs."""
+    roomy = search_of(small_model, "44GiB")
+    strategy = next(strategies(goal, roomy.structure, 1))
+    least = roomy.predictor.of(roomy.smallest(strategy)).required
+    sure = check(search_of(small_model, f"{least + (1 << 20)}B"), strategy)
+    assert sure is not None
+    assert sure.next_larger is not None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model: Path) -> None:
+    search = search_of(small_model, "44GiB")
+    for goal in MODELS:
+        for strategy in strategies(goal, search.structure, count):
+            assert not [*validation.unsharable_optimizers(search.smallest(strategy))], strategy.words

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moetune.config.load import load_run_config
+from moetune.config.recipes import recipes
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.predict import predict
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import axis_of, last_that_fits, solve
 from moetune.run.resolve import resolve
+from tests.cli.test_commands import ROOT
 
 
 @pytest.mark.parametrize("shape", ["line", "curve", "steps"])
@@ -25,17 +29,19 @@ def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
         room = heights[shape](border) if border >= 0 else -1
         asked: list[int] = []
 
-        def headroom(number: int, room: int = room, asked: list[int] = asked) -> int:
+        def predicted(number: int, room: int = room, asked: list[int] = asked) -> Any:
             asked.append(number)
-            return room - heights[shape](number)
+            return SimpleNamespace(headroom_bytes=room - heights[shape](number))
 
         fits = [number for number in range(count) if heights[shape](number) <= room]
-        assert last_that_fits(count, headroom, draw.randrange(count)) == (fits[-1] if fits else -1)
+        last, reports = last_that_fits(count, predicted, draw.randrange(count))
+        assert last == (fits[-1] if fits else -1)
+        assert last + 1 == count or last + 1 in reports
         assert len(asked) == len(set(asked)) <= 40
 
 
 @pytest.fixture(scope="module")
-def needs() -> Predictor:
+def predictor() -> Predictor:
     return Predictor()
 
 
@@ -49,9 +55,9 @@ def config(model: Path, gpu: str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(raw | sections)
 
 
-def test_micro_batch(small_model: Path, needs: Predictor) -> None:
+def test_micro_batch(small_model: Path, predictor: Predictor) -> None:
     run = config(small_model, "560MiB")
-    solved = solve(run, "train.micro_batch", needs)
+    solved = solve(run, "train.micro_batch", predictor)
     assert solved.at is not None
     assert solved.over is not None
     assert solved.value > 1
@@ -63,28 +69,40 @@ def test_micro_batch(small_model: Path, needs: Predictor) -> None:
     assert solved.to_json()["at"]["method"] == "trace"
 
 
-def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, needs: Predictor) -> None:
-    solved = solve(config(small_model, "44GiB"), "adapt.experts.layers", needs)
+def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, predictor: Predictor) -> None:
+    solved = solve(config(small_model, "44GiB"), "adapt.experts.layers", predictor)
     assert (solved.value, solved.beyond, solved.over) == ((0, 1), None, None)
     assert solved.settings == ("adapt.experts.layers=0-1",)
-    axis = axis_of(resolve(config(small_model, "44GiB")), "adapt.experts.layers")
+    axis = axis_of(resolve(config(small_model, "44GiB"), "cuda"), "adapt.experts.layers")
     assert list(axis.values) == [(1,), (0, 1)]
-    axis = axis_of(resolve(config(small_model, "44GiB")), "adapt.experts.ids")
+    axis = axis_of(resolve(config(small_model, "44GiB"), "cuda"), "adapt.experts.ids")
     assert list(axis.values) == [(2,), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
 
 
-def test_nothing_fits(small_model: Path, needs: Predictor) -> None:
-    solved = solve(config(small_model, "510MiB"), "train.micro_batch", needs)
+def test_nothing_fits(small_model: Path, predictor: Predictor) -> None:
+    solved = solve(config(small_model, "510MiB"), "train.micro_batch", predictor)
     assert (solved.value, solved.at, solved.beyond) == (None, None, 1)
     assert solved.over is not None
     assert solved.over.fits is False
     assert solved.to_json()["fits"] is False
 
 
-def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, needs: Predictor) -> None:
+def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, predictor: Predictor) -> None:
     with pytest.raises(UserError, match=r"train\.microbatch.*Did you mean 'train\.micro_batch'"):
-        solve(config(small_model, "44GiB"), "train.microbatch", needs)
+        solve(config(small_model, "44GiB"), "train.microbatch", predictor)
     with pytest.raises(UserError, match=r"has no adapt\.lora"):
-        solve(config(small_model, "44GiB"), "adapt.lora.rank", needs)
+        solve(config(small_model, "44GiB"), "adapt.lora.rank", predictor)
     with pytest.raises(UserError, match="needs a card"):
-        solve(config(small_model, "44GiB", hardware={}), "train.micro_batch", needs)
+        solve(config(small_model, "44GiB", hardware={}), "train.micro_batch", predictor)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in recipes() if not name.startswith("tiny")])
+def test_the_most_rows_of_a_recipe(name: str) -> None:
+    config = load_run_config(ROOT / "configs" / f"{name}.yaml")
+    solved = solve(config, "train.micro_batch", Predictor())
+    assert solved.at is not None
+    assert solved.value >= config.train.micro_batch
+    assert (solved.at.method, solved.at.fits) == ("trace", True)
+    assert solved.over is not None
+    assert not solved.over.fits

@@ -8,7 +8,6 @@ from torch import Tensor
 from moetune.adapt.build import build
 from moetune.experts.context import read_rows
 from moetune.memory.trace import Trace
-from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.routing.memory import follow
 from moetune.run.resolve import ResolvedRun
@@ -27,5 +26,5 @@ def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1
         return calls[-1]
 
     with watched.adapted.expert_context.hooks.using(count_rows=recorded):
-        log = follow(watched, Tracker(watched.named), sources, tracking=not is_cuda)
-    return Trace.of(log, 0, watched.adapted.ranks.axis_of), calls
+        log = follow(watched, watched.tracker(), sources, tracking=not is_cuda)
+    return Trace.of(log, watched.adapted.ranks.axis_of), calls

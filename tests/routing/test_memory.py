@@ -49,7 +49,7 @@ def test_a_pass_takes_what_is_predicted(
 
 def test_layers_that_are_alike_stand_for_each_other(tmp_path: Path) -> None:
     config = toy_run(write_toy(tmp_path / "toy", "mixtral", num_hidden_layers=6), "mixtral", LORA)
-    run = resolve(to_score(config))
+    run = resolve(to_score(config), "cuda")
     short, whole = (trace_score(run, sources=2, shortened=shortened) for shortened in (True, False))
     assert parts(short) == parts(whole)
     assert short.load == whole.load

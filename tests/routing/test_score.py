@@ -203,10 +203,10 @@ def test_a_budget_takes_the_most_that_fits(part: str, small_model: Path, tmp_pat
             small_model, Path("unused"), Path("unused"), adapt=adapt | {"router": "none"}, train=SHORT
         )
 
-    budget = f"{predict(resolve(run(k=2)), gpu='44GiB').required}B"
+    budget = f"{predict(resolve(run(k=2), 'cuda'), gpu='44GiB').required}B"
     tried: list[tuple[int, bool]] = []
     found = within_budget(run(budget=budget), lambda k, fits: tried.append((k, fits)))
-    settled = resolve(found)
+    settled = resolve(found, "cuda")
     chosen = settled.selection.experts if part == "experts" else settled.selection.lora_experts
     assert chosen == {0: (1, 2), 1: (1, 2)}
     assert set(tried[-2:]) == {(2, True), (3, False)}  # traces, of the experts that are chosen

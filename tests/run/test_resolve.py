@@ -62,11 +62,11 @@ def test_a_training_start_resolves_once(
 
 
 def test_a_run_on_the_same_model_takes_it_over(small_model: Path) -> None:
-    first = resolve(config_of(small_model))
-    same = resolve(config_of(small_model, EVERYTHING), like=first)
+    first = resolve(config_of(small_model), "cuda")
+    same = resolve(config_of(small_model, EVERYTHING), "cuda", like=first)
     assert same.model.plain is first.model.plain
-    assert same.selection == resolve(config_of(small_model, EVERYTHING)).selection
-    other = resolve(config_of(small_model, model={"dtype": "fp32"}), like=first)
+    assert same.selection == resolve(config_of(small_model, EVERYTHING), "cuda").selection
+    other = resolve(config_of(small_model, model={"dtype": "fp32"}), "cuda", like=first)
     assert other.model.plain.dtype == torch.float32
 
 
@@ -84,10 +84,10 @@ def test_building_leaves_the_run_as_it_was(small_model: Path) -> None:
 
 
 def test_every_trained_parameter_has_a_part(small_model: Path) -> None:
-    run = resolve(config_of(small_model, EVERYTHING))
+    run = resolve(config_of(small_model, EVERYTHING), "cuda")
     trainable = build(run, "meta").trainable()
     assert run.parts.keys() == trainable.keys()
-    routers = {part.name for part in run.structure.parts_of("router")}
+    routers = {part.name for part in run.structure.parameters_of("router")}
     for name, part in run.parts.items():
         if part in ("router", "other"):
             assert (name in routers) == (part == "router")
@@ -102,7 +102,7 @@ def test_a_bias_beside_factors_is_no_factor(tmp_path: Path) -> None:
     """Parts follow from what was chosen, though PEFT moves the bias into a module of its own."""
     toy_config("qwen2_moe").save_pretrained(tmp_path)
     adapt = {"lora": {"rank": 2, "alpha": 2, "targets": ["q_proj"]}, "also": ["model.layers.0.self_attn.q_proj.bias"]}
-    run = resolve(config_of(tmp_path, adapt, model={"weights": "random"}))
+    run = resolve(config_of(tmp_path, adapt, model={"weights": "random"}), "cuda")
     name = "model.layers.0.self_attn.q_proj.base_layer.bias"
     assert run.parts[name] == "other"
     assert name in build(run, "meta").trainable()
@@ -117,18 +117,23 @@ def test_auto_has_one_rule(device: Any, dtype: str, small_model: Path) -> None:
 
 
 def test_optimizers_are_those_of_the_parts_that_train(small_model: Path) -> None:
-    assert resolve(config_of(small_model)).optimizers.keys() == {"router"}
-    assert resolve(config_of(small_model, EVERYTHING)).optimizers.keys() == {"router", "experts", "lora", "other"}
+    assert resolve(config_of(small_model), "cuda").optimizers.keys() == {"router"}
+    assert resolve(config_of(small_model, EVERYTHING), "cuda").optimizers.keys() == {
+        "router",
+        "experts",
+        "lora",
+        "other",
+    }
     both = {"router": {"name": "sgd"}, "lora": {"name": "adamw"}}
     adapt = {"router": "0", "lora": EVERYTHING["lora"]}
-    assert resolve(config_of(small_model, adapt, optimizer=both)).optimizers["router"].name == "sgd"
+    assert resolve(config_of(small_model, adapt, optimizer=both), "cuda").optimizers["router"].name == "sgd"
 
 
 def test_experts_are_placed(small_model: Path) -> None:
-    run = resolve(config_of(small_model, parallel={"fsdp": 2, "ep": 2}, hardware={"count": 2}))
+    run = resolve(config_of(small_model, parallel={"fsdp": 2, "ep": 2}, hardware={"count": 2}), "cuda")
     assert run.placement == dict.fromkeys((0, 1), ((0, 1), (2, 3)))
     assert run.placed_at(1).held(0, 4) == (2, 3)
-    assert resolve(config_of(small_model)).placed_at(0).held(0, 4) == (0, 1, 2, 3)
+    assert resolve(config_of(small_model), "cuda").placed_at(0).held(0, 4) == (0, 1, 2, 3)
 
 
 # --- Problems -----------------------------------------------------------------------------------------------------
@@ -144,7 +149,7 @@ def test_every_problem_is_told_at_once(small_model: Path) -> None:
         hardware={"count": 3},
     )
     with pytest.raises(UserError) as error:
-        resolve(config)
+        resolve(config, "cuda")
     problems = str(error.value).splitlines()
     beginnings = (
         "model.base: fp32",
@@ -154,7 +159,7 @@ def test_every_problem_is_told_at_once(small_model: Path) -> None:
     )
     assert len(problems) == len(beginnings)
     assert all(any(problem.startswith(beginning) for problem in problems) for beginning in beginnings)
-    assert list(examine(config).problems) == problems
+    assert list(examine(config, "cuda").problems) == problems
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -192,24 +197,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(case: str, small_model: Path) -> None:
     sections, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
-        resolve(config_of(small_model, **sections))
+        resolve(config_of(small_model, **sections), "cuda")
 
 
 def test_router_losses_of_a_dense_model(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(**sizes).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="'llama' is a dense model without routers"):
-        resolve(config_of(tmp_path, {"also": ["norm"]}, train={"router_z_loss": 0.1}))
+        resolve(config_of(tmp_path, {"also": ["norm"]}, train={"router_z_loss": 0.1}), "cuda")
 
 
 def test_a_base_is_kept_as_it_is_published_unless_another_is_asked_for() -> None:
     run: dict[str, Any] = {"model": {"path": "gpt-oss-20b", "attention": "eager"}, "adapt": {"router": "all"}}
-    kept = resolve(RunConfig.model_validate(run))
+    kept = resolve(RunConfig.model_validate(run), "cuda")
     assert kept.config.model.base == kept.model.config.base == "mxfp4"
-    assert RunConfig.model_validate(yaml.safe_load(kept.config.to_yaml())) == kept.config
+    assert RunConfig.model_validate(yaml.safe_load(kept.config.to_yaml())).to_yaml() == kept.config.to_yaml()
     for changes in ({"base": "nf4"}, {"weights": "random"}):
         run["model"] |= changes
-        other = resolve(RunConfig.model_validate(run), like=kept)
+        other = resolve(RunConfig.model_validate(run), "cuda", like=kept)
         assert other.model.plain is kept.model.plain
         assert other.config.model.base == "nf4"
 
@@ -218,11 +223,11 @@ def test_a_checkpoint_in_a_format_that_is_not_read_is_refused_unless_its_weights
     config = toy_config("mixtral").to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"already quantized \(gptq\).* or a bf16 checkpoint"):
-        resolve(config_of(tmp_path, {"router": "all"}))
-    drawn = resolve(config_of(tmp_path, {"router": "all"}, model={"weights": "random"}))
+        resolve(config_of(tmp_path, {"router": "all"}), "cuda")
+    drawn = resolve(config_of(tmp_path, {"router": "all"}, model={"weights": "random"}), "cuda")
     assert drawn.config.model.base == "nf4"
     with pytest.raises(UserError, match="already quantized"):
-        resolve(config_of(tmp_path, {"router": "all"}), like=drawn)
+        resolve(config_of(tmp_path, {"router": "all"}), "cuda", like=drawn)
 
 
 FLASH: dict[str, Any] = {"model": {"attention": "flash_attention_2"}}
@@ -246,10 +251,10 @@ def test_attention_without_its_package_is_refused_with_all_else(
     with pytest.raises(UserError, match="flash_attention_2 needs a CUDA GPU"):
         measure(run, "cpu", 1)
     monkeypatch.setattr(validation, "is_flash_attn_2_available", lambda: False)
-    (problem,) = validation.of_packages(run.config, "cuda")
+    (problem,) = validation.missing_packages(run.config, "cuda")
     assert "needs the package flash-attn, which is not installed" in problem
     monkeypatch.setattr(validation, "is_flash_attn_2_available", lambda: True)
-    assert not list(validation.of_packages(run.config, "cuda"))
+    assert not list(validation.missing_packages(run.config, "cuda"))
 
 
 def test_training_on_another_device_than_it_was_resolved_for(
@@ -260,4 +265,4 @@ def test_training_on_another_device_than_it_was_resolved_for(
         train(resolve(config, "cuda"), device="cpu")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="resolved for a GPU, and this machine has none; resolve it for cpu"):
-            train(resolve(config))
+            train(resolve(config, "cuda"))

@@ -14,6 +14,7 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.training.manifest import damage
 from moetune.training.run_folder import RunFolder
+from moetune.training.run_writer import RunWriter
 from tests import small
 from tests.processes import processes
 from tests.resolved import train
@@ -76,7 +77,7 @@ def test_of_two_that_race_one_trains(how: dict[str, Any], run: dict[str, Any], t
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "auto"}, {"resume": "PATH"}, {"dry_run": True}])
 def test_a_run_that_goes_on_is_left_alone(how: dict[str, Any], run: dict[str, Any]) -> None:
-    live = RunFolder(Path(run["output"]))
+    live = RunWriter(Path(run["output"]))
     live.lock()
     if "dry_run" in how:
         how = how | {"resume": "auto"}
@@ -90,7 +91,7 @@ def test_a_run_that_goes_on_is_left_alone(how: dict[str, Any], run: dict[str, An
 
 def test_readers_work_beside_a_live_run(run: dict[str, Any], tmp_path: Path) -> None:
     """And what is being read is not removed as an old checkpoint."""
-    live, reader = RunFolder(Path(run["output"])), RunFolder(Path(run["output"]))
+    live, reader = RunWriter(Path(run["output"])), RunFolder(Path(run["output"]))
     live.lock()
     assert export(run["output"], "delta", tmp_path / "out").step == 2
     assert reader.newest_whole(hold=True) is not None

@@ -33,18 +33,18 @@ Moment = tuple[str, int, str]
 """A function, the number of its call, and whether the process dies `before` it, `after` it, or `within` a write."""
 
 MOMENTS: dict[str, Moment] = {
-    "nothing but an empty folder": ("moetune.training.run_folder.write_whole", 1, "before"),
+    "nothing but an empty folder": ("moetune.training.run_writer.write_whole", 1, "before"),
     "run file not renamed": ("moetune.files.sync", 1, "after"),
-    "base not noted": ("moetune.training.run_folder.write_whole", 2, "before"),
-    "inputs not noted": ("moetune.training.run_folder.write_whole", 3, "before"),
-    "no metrics file": ("moetune.training.run_folder.write_whole", 4, "before"),
+    "base not noted": ("moetune.training.run_writer.write_whole", 2, "before"),
+    "inputs not noted": ("moetune.training.run_writer.write_whole", 3, "before"),
+    "no metrics file": ("moetune.training.run_writer.write_whole", 4, "before"),
     "before the first step": ("moetune.training.step.stepper.micro_step", 1, "before"),
     "before the first checkpoint": ("moetune.training.step.stepper.micro_step", 4, "before"),
     "within the first checkpoint": ("moetune.training.checkpoint.save_file", 1, "after"),
     "a checkpoint complete but for its name": ("pathlib.Path.rename", 5, "before"),
     "just after a checkpoint": ("pathlib.Path.rename", 5, "after"),
     "between checkpoints, mid-step": ("moetune.training.step.stepper.micro_step", 9, "before"),
-    "within a line of metrics": ("moetune.training.run_folder.RunFolder.append_metrics", 6, "within"),
+    "within a line of metrics": ("moetune.training.run_writer.RunWriter.append_metrics", 6, "within"),
     "within the second checkpoint": ("moetune.training.checkpoint.dcp.save", 2, "after"),
     "an old checkpoint half removed": ("pathlib.Path.rename", 7, "after"),
     "after the epoch's end": ("moetune.training.step.stepper.micro_step", 13, "before"),
@@ -317,14 +317,3 @@ def test_code_in_a_checkpoint_never_runs(
     with pytest.raises(UserError, match=rf"step-3.* is damaged: {reason}"):
         train(RunConfig.model_validate(run), resume="auto")
     assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize("name", [ONE_FILE, "optimizer.json", "trained.safetensors", "generators/0.safetensors"])
-def test_a_truncated_file_in_a_checkpoint(
-    name: str, at_step_3: Path, never_killed: dict[str, Any], tmp_path: Path
-) -> None:
-    run = elsewhere(never_killed, Path(shutil.copytree(at_step_3, tmp_path / "run")))
-    file = tmp_path / "run" / "checkpoints" / "step-3" / name
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} has 100 bytes, not"):
-        train(RunConfig.model_validate(run), resume="auto")

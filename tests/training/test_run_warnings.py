@@ -13,7 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from moetune.adapt.count import count_trainable
 from moetune.errors import UserError
 from moetune.training.run_warnings import RunWarnings
 from tests import small
@@ -123,3 +125,38 @@ def test_a_pad_token_without_an_embedding(packing: bool, small_model: Path, smal
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"pad_token": "<beyond>"}))
     with pytest.raises(UserError, match=r"pads with token \d+; the model has embeddings for \d+ only"):
         train(small.run_config(model, small_data, tmp_path / "run", "router", data={"packing": packing}))
+
+
+@pytest.fixture
+def watched(small_model: Path) -> tuple[RunWarnings, io.StringIO]:
+    """Experts 0 and 2 train whole in both layers, with the router of layer 1."""
+    adapted = build(small.run_config(small_model, Path("unused"), Path("unused"), "experts"), "cpu")
+    said = io.StringIO()
+    return RunWarnings(adapted, count_trainable(adapted)["total"], Console(file=said, width=1000)), said
+
+
+def layers(*load: list[int]) -> dict[int, Tensor]:
+    return {layer: torch.tensor(tokens, dtype=torch.float) for layer, tokens in enumerate(load)}
+
+
+def test_experts_without_tokens_are_named_once(watched: tuple[RunWarnings, io.StringIO]) -> None:
+    notices, said = watched
+    line = notices.about_step(1.0, True, {}, layers([10, 10, 0, 0], [5, 5, 5, 5]))
+    assert line["idle_experts"] == 1
+    assert "no token has reached" not in said.getvalue()  # too early to tell
+    notices.about_step(1.0, True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
+    each = notices.adapted.structure.moe_layers[0].shape.parameters_per_expert
+    share = f"{100 * each / notices.trained:.1f} % of what trains"
+    assert f"no token has reached 1 expert to be trained (layer:expert 0:2): {share}" in said.getvalue()
+    notices.at_end(layers([200, 200, 0, 0], [100, 100, 100, 100]))
+    assert said.getvalue().count("no token has reached") == 1
+
+
+def test_a_collapse_is_said_of_its_layer(watched: tuple[RunWarnings, io.StringIO]) -> None:
+    notices, said = watched
+    for load in ([[60, 40, 60, 40], [60, 40, 60, 40]], [[100, 1, 100, 1], [40, 50, 50, 50]]):
+        assert "collapsed" not in said.getvalue()
+        line = notices.about_step(1.0, False, layers(*load), {})
+    assert said.getvalue().count("collapsed") == 1
+    assert "routing of layer 0 has collapsed: of 4 experts 2.1 are in use" in said.getvalue()
+    assert line["notices"] == ["collapsed routers"]

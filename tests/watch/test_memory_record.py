@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from moetune.memory.predict import predict
+from moetune.models.catalog.gpus import find_gpu
+from moetune.parallel.ranks import SINGLE_RANK
+from moetune.run.resolve import resolve
+from moetune.training.metrics import Pace
 from moetune.watch import memory_record
 from moetune.watch.ending import ending
 from tests import small
+from tests.memory.models import toy_run, write_toy
 from tests.resolved import train
 
 Capture = pytest.CaptureFixture[str]
@@ -58,3 +64,13 @@ def test_a_prediction_does_not_change_what_training_draws(noisy_model: Path, sma
               predicts=predicts)  # fmt: skip
         losses.append([line["loss"] for line in small.read_metrics(output) if "loss" in line])
     assert losses[0] == losses[1]
+
+
+def test_operations_are_those_of_a_trace_and_the_limit_the_cards(tmp_path: Path) -> None:
+    config = toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=1), "mixtral", {"router": "all"})
+    card, time = find_gpu("h100"), predict(resolve(config, "cuda"), gpu="h100").time
+    assert card.bf16 is not None
+    assert time is not None
+    pace = memory_record.predicted(resolve(config, "cuda"), SINGLE_RANK, card).pace
+    assert pace == Pace(round(time.flops), card.bf16.value)
+    assert memory_record.predicted(resolve(config, "cpu")).pace == Pace()

@@ -218,7 +218,7 @@ class _Reading:
         here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
         if here is None or here.shape != tensor.shape:
             return ""
-        is_router = any(part.name == name for part in self.adapted.structure.parts_of("router"))
+        is_router = any(part.name == name for part in self.adapted.structure.parameters_of("router"))
         return f", with another value; set adapt.{'router' if is_router else 'also'} so that it trains"
 
 

@@ -17,6 +17,7 @@ from moetune.adapt.weights import quantized_base
 from moetune.adapt.weights.base import checkpoint_of, folder_of
 from moetune.adapt.weights.quantized_base import is_quantized_base
 from moetune.adapt.weights.quantizer import MoetuneConfig
+from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.files import WriterLock, expanded, refused
 from moetune.models.hub.fingerprint import taking_fingerprint
@@ -24,10 +25,12 @@ from moetune.models.hub.tensor_files import weight_files
 from moetune.models.selection import NOTHING
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.run.dtypes import this_device
-from moetune.run.resolve import ResolvedModel
+from moetune.run.resolve import ResolvedModel, resolve_model
 
 
-def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] | None = None) -> dict[str, Any]:
+def quantize(
+    model: ResolvedModel | Path | str, out: Path | str, on_read: Callable[[float], None] | None = None
+) -> dict[str, Any]:
     """Packs a checkpoint into the folder `out` as `model.config` says, layer by layer; layers that are there are not
     read again.
 
@@ -37,6 +40,8 @@ def quantize(model: ResolvedModel, out: Path, on_read: Callable[[float], None] |
     Raises:
         UserError: its weights cannot be read, or the folder cannot be written.
     """
+    if not isinstance(model, ResolvedModel):
+        model = resolve_model(ModelConfig(path=str(model), dtype="bf16", attention="eager"))
     path = model.config.path
     if folder_of(model.source) is None:
         raise UserError(f"model {path!r}: its weights are not on this machine; download it first, or give a folder")

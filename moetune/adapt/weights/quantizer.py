@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetune.adapt.pack import install_bank, keep_4bit, make_bank, make_expert_context, out_in, quantize_linear
 from moetune.adapt.weights.lazy_tensor import LazyTensor
 from moetune.compat.transformers import mark_initialized
-from moetune.config.schema import ModelConfig
+from moetune.config.schema import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ExpertContext
@@ -86,8 +86,14 @@ class MoetuneConfig(QuantizationConfigMixin):
         **kwargs: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        settings = {"path": "unread", "base": base, "double_quant": double_quant, "experts_on": experts_on}
-        self.model = ModelConfig.model_validate(settings)
+        settings = {
+            "path": "unread",
+            "base": base,
+            "double_quant": double_quant,
+            "experts_on": experts_on,
+            "dtype": "fp32",
+        }
+        self.model = ResolvedModelConfig.model_validate(settings)
         self.selection = selection or Selection(frozenset(), {}, {}, (), None)
         self.on_read, self.on_bank, self.done, self.placement = on_read, on_bank, done, placement
         self.structure, self.context = structure, context
@@ -124,9 +130,9 @@ class MoetuneQuantizer(HfQuantizer):
         device = torch.device((device_map or {}).get("", "cpu"))
         dtype = model.config.dtype
         self.structure: ModelStructure = self.quantization_config.structure or read_structure(model)
-        raise_problems(validation.of_experts(model, self.structure))
+        raise_problems(validation.unsupported_experts(model, self.structure))
         self.problems: list[str] = []
-        self._read, self._all = 0, sum(part.numel for part in self.structure.parts)
+        self._read, self._all = 0, sum(part.numel for part in self.structure.parameters)
         self._model, self.device, self.dtype = model, device, dtype
         self.linears = set(linears_to_quantize(model, self.structure, selection))
         self.layers = {layer.experts: layer for layer in self.structure.moe_layers}

@@ -1,11 +1,13 @@
-"""Launching a Triton kernel at a third of the host's time that Triton's own launch takes.
+"""Launch of a Triton kernel in a third of the host's time that Triton's own launch takes
+(docs/benchmarks/host_time.md).
 
-Imported where there is a GPU and Triton.
+Imported only with a GPU and Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -14,52 +16,50 @@ import torch
 import triton
 
 
-class Kernel:
-    """A Triton kernel with the same `kernel[grid](...)`.
+class QuickLaunch:
+    """A Triton kernel, launched likewise by `kernel[grid](...)`.
 
-    Triton looks at each argument of each launch for what has to be compiled anew: types, alignment, numbers that are 1
-    or multiples of 16. Here the numbers are the key as they are, but for those that a kernel does not specialize on,
-    which differ from launch to launch.
+    At each launch Triton examines each argument for what needs another compilation: types, alignment, numbers that are
+    1 or multiples of 16. Here the key of a compiled kernel is the numbers themselves, except those that it does not
+    specialize on.
 
-    Parameters must come in this order: tensors, numbers that are not specialized on, other numbers, constants; a call
-    gives constants by name, those that are options of Triton last. A parameter is always a float, or always an int:
-    1 and 1.0 are one key.
+    Parameters have this order: tensors, numbers that are not specialized on, other numbers, constants. A call gives
+    constants by name, then options of Triton. A parameter is always a float or always an int: 1 and 1.0 are one key.
     """
 
-    def __init__(self, jitted: Any) -> None:
-        self.jitted = jitted
+    def __init__(self, jitted: Any, function: Callable[..., None], varying: Sequence[str]) -> None:
+        self.jitted, self._varying = jitted, varying
+        self._names = list(inspect.signature(function).parameters)
         self._compiled: dict[tuple[object, ...], Any] = {}
-        self._tensors = self._varying = self._constants = -1
+        self._tensors = -1
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if self._tensors < 0:
-            self._look_at(args, constants)
+            self._check(args, constants)
         tensors = args[: self._tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
         aligned = reduce(or_, addresses) % 16 == 0 or tuple(address % 16 == 0 for address in addresses)
         key = (
-            tensors[0].get_device(), aligned, args[self._varying :], *constants.values(),
+            tensors[0].get_device(), aligned, args[self._tensors + len(self._varying) :], *constants.values(),
             *[tensor.dtype for tensor in tensors],
         )  # fmt: skip
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self.jitted[grid](*args, **constants)
             return
-        compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *list(constants.values())[: self._constants])
+        of_kernel = list(constants.values())[: len(self._names) - len(args)]
+        compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *of_kernel)
 
-    def _look_at(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Counts the parameters of each kind, at the first launch."""
-        parameters = self.jitted.params
+    def _check(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Check the order of the parameters, at the first launch."""
         self._tensors = sum(torch.is_tensor(arg) for arg in args)
-        varying = [p.num for p in parameters if p.do_not_specialize]
-        self._varying = self._tensors + len(varying)
-        self._constants = len(parameters) - len(args)
         assert all(torch.is_tensor(arg) for arg in args[: self._tensors])
-        assert varying == list(range(self._tensors, self._varying))
-        assert [p.name for p in parameters[len(args) :]] == list(constants)[: self._constants]
+        assert self._names[self._tensors :][: len(self._varying)] == list(self._varying)
+        of_kernel = self._names[len(args) :]
+        assert list(constants)[: len(of_kernel)] == of_kernel
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
@@ -67,6 +67,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
 
     def define(function: Callable[..., None]) -> Any:
         jitted = triton.jit(function, **options)
-        return Kernel(jitted) if isinstance(jitted, triton.JITFunction) else jitted
+        is_compiled = isinstance(jitted, triton.JITFunction)
+        return QuickLaunch(jitted, function, options.get("do_not_specialize", ())) if is_compiled else jitted
 
     return define

@@ -1,12 +1,12 @@
-"""Operators of an expert bank: a kernel each in Triton on a GPU (triton_kernels.py), torch's own operations elsewhere.
+"""Operators of the experts: a kernel each in Triton on a GPU (triton_kernels.py), torch's own operations elsewhere.
 
-They are operators of the dispatcher, so that a trace sees on fake tensors what a GPU is asked: one launch each, and no
-memory but what they return. Where Triton cannot compile, a GPU runs torch's operations too, and a warning says so.
+They are operators of the dispatcher, so that a trace counts on fake tensors what a GPU runs: one launch each, and no
+memory but the result. Where Triton cannot compile, a GPU runs torch's operations too, after a warning.
 
 Shapes: T tokens, K experts a token, N rows of a group of C experts, sorted by expert; p in and q out features, rank r.
 Low-rank factors of a projection come in P parts where gate and up have their own.
-`order` [N] are flat positions (token, choice) of the rows; `ends` [C] and `counts` are those of `Rows`, and one expert
-needs no ends. `weights` are all routing weights, flat [T·K].
+`order` [N] are flat positions (token, choice) of the rows; `ends` [C] and `counts` are those of `GroupedGemm`, and one
+expert needs no ends. `weights` are all routing weights, flat [T·K].
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu
 
-from moetune.experts import bitsandbytes_cpu  # noqa: F401  mends a kernel that is used below
+from moetune.compat.torch import is_observed
+from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.grouped import library, product_of_groups
 
 BLOCK = 64  # weights that share one NF4 scale
@@ -29,14 +30,13 @@ NESTED_BLOCK = 256  # scales that share one second-level scale, under double qua
 MX_BLOCK = 32  # weights that share one MXFP4 scale
 MXFP4_AT_ONCE = 1 << 24  # weights whose bytes are looked up at once: 32 MiB of indices
 INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once, to int8 or MXFP4: 16 MiB
-PER_STEP = 7.874015718698502e-3  # 1/127, as bitsandbytes writes it
-TWINS: dict[str, Callable[..., Any]] = {}
-"""By operator what computes the same with torch's operations."""
+REFERENCES: dict[str, Callable[..., Any]] = {}
+"""Operator -> the same with torch's operations."""
 
 
 @cache
 def on_gpu() -> ModuleType | None:
-    """The kernels in Triton, if they can be compiled here."""
+    """Return the kernels in Triton, if they can be compiled here."""
     try:
         from moetune.experts.kernels import triton_kernels
 
@@ -51,39 +51,33 @@ def on_gpu() -> ModuleType | None:
     return triton_kernels
 
 
-def _is_watched(tensor: Tensor) -> bool:
-    """Whether somebody wants to see operators: a trace, a profiler, a tensor with a class of its own. Else the
-    dispatcher, which takes as long as a launch, has nothing to add: autograd records nothing where kernels run."""
-    return (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd._profiler_enabled()
-    )
+def _operator(fake: Callable[..., Any] = lambda *_: None, *, mutates: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Define an operator by a function that computes with torch's operations. On a GPU the kernel of its name runs.
 
+    Args:
+        fake: what it returns, without values.
+        mutates: arguments that it writes to.
+    """
 
-def _operator(arguments: str, fake: Callable[..., Any] = lambda *_: None) -> Callable[[Any], Any]:
-    """Makes an operator of a function that computes with torch's; on a GPU the kernel of that name runs instead."""
-
-    def define(twin: Callable[..., Any]) -> Any:
-        name = twin.__name__
+    def define(reference: Callable[..., Any]) -> Any:
+        name = reference.__name__
 
         def run(*args: Any) -> Any:
             kernels = on_gpu() if args[0].is_cuda else None
-            return twin(*args) if kernels is None else getattr(kernels, name)(*args)
+            return reference(*args) if kernels is None else getattr(kernels, name)(*args)
 
-        library.define(name + arguments)
+        library.define(torch.library.infer_schema(reference, mutates_args=mutates, op_name=name))
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moetune::{name}", fake, lib=library)
         operator = getattr(torch.ops.moetune, name).default
-        TWINS[name] = twin
-        return lambda *args: (operator if _is_watched(args[0]) else run)(*args)
+        REFERENCES[name] = reference
+        # Unobserved, the dispatcher takes as long as a launch and adds nothing: autograd records nothing here.
+        return lambda *args: (operator if is_observed(args[0]) else run)(*args)
 
     return define
 
 
 @_operator(
-    "(Tensor data, Tensor absmax, Tensor? nested, Tensor? code, Tensor? offset, int weights, ScalarType dtype)"
-    " -> Tensor",
     lambda data, absmax, nested, code, offset, weights, dtype: data.new_empty((len(data), weights), dtype=dtype),
 )
 def dequantize_nf4(
@@ -95,8 +89,8 @@ def dequantize_nf4(
     weights: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Matrices of so many `weights` each, [n, weights], as bitsandbytes gives them one by one, bit for bit: together
-    where each is made of whole blocks, and so are their scales."""
+    """Dequantize matrices of `weights` elements each: [n, weights], bit for bit as bitsandbytes does one by one. They
+    are dequantized together if each consists of whole blocks, and so do their scales."""
     ops, count = torch.ops.bitsandbytes, len(data)
     if nested is not None and code is not None and offset is not None:
         together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
@@ -105,6 +99,7 @@ def dequantize_nf4(
             for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
         ).view(absmax.shape)
         absmax.add_(offset[:, None])
+    # A row that is no whole number of blocks is dequantized alone: docs/reference/upstream.md has bitsandbytes' bug.
     together = 1 if weights % BLOCK == 0 else count
     return _joined(
         ops.dequantize_4bit(packed.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(packed), weights), dtype)
@@ -118,39 +113,34 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
 
 
 def int8_slices(shape: Sequence[int]) -> list[slice]:
-    """Rows [R, C] of an int8 matrix that are scaled at once: at most `INT8_AT_ONCE` weights, one row at least."""
+    """Slices of the rows [R, C] of an int8 matrix that are scaled at once: at most `INT8_AT_ONCE` weights or one
+    row."""
     rows = max(1, INT8_AT_ONCE // shape[1])
     return [slice(first, first + rows) for first in range(0, shape[0], rows)]
 
 
-@_operator(
-    "(Tensor data, Tensor absmax, ScalarType dtype) -> Tensor",
-    lambda data, absmax, dtype: torch.empty_like(data, dtype=dtype),
-)
+@_operator(lambda data, absmax, dtype: torch.empty_like(data, dtype=dtype))
 def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n, C] with a scale each [n]: bitsandbytes' `int8_vectorwise_dequant` in `dtype`, bit for bit. With torch's
-    operations at most 16 MiB are beside the result; its own takes 8 bytes a weight."""
+    """Dequantize rows [n, C] with a scale each [n], bit for bit as bitsandbytes' `int8_vectorwise_dequant`. torch's
+    operations take at most 16 MiB beside the result, bitsandbytes' 8 bytes a weight."""
     out = torch.empty_like(data, dtype=dtype)
     if dtype == torch.float32:
-        return torch.mul(data, absmax[:, None], out=out).mul_(PER_STEP)
+        return torch.mul(data, absmax[:, None], out=out).mul_(INT8_STEP)
     slices = int8_slices(data.shape)
     wide = torch.empty_like(out[slices[0]], dtype=torch.float32)
     for rows in slices:
         part = out[rows]
-        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(PER_STEP))
+        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(INT8_STEP))
     return out
 
 
-@_operator(
-    "(Tensor data, Tensor scales, Tensor pairs, ScalarType dtype) -> Tensor",
-    lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype),
-)
+@_operator(lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype))
 def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Blocks of 32 weights, 16 bytes each, with the exponent of each block: [weights]. `pairs` [256, 2] are the two
-    values of each byte. transformers' `convert_moe_packed_tensors`, bit for bit, without its transposition.
+    """Dequantize blocks of 32 weights, 16 bytes each, with an exponent per block: [weights]. `pairs` [256, 2] are the
+    two values of each byte. Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition.
 
-    With torch's operations two weights are looked up at once, by their byte, and at most 2 bytes a weight of
-    `MXFP4_AT_ONCE` weights are beside the result."""
+    torch's operations look two weights up at once, by their byte, and take at most 2 bytes a weight of `MXFP4_AT_ONCE`
+    weights beside the result."""
     as_one = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
     pair = pairs.to(dtype).view(as_one).flatten()
     out = torch.empty(2 * len(data), dtype=dtype, device=data.device)
@@ -164,13 +154,10 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
     return out
 
 
-@_operator(
-    "(Tensor gate_up, bool interleaved, float alpha, float limit) -> Tensor",
-    lambda gate_up, *_: gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2)),
-)
+@_operator(lambda gate_up, *_: gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2)))
 def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
-    """silu(gate)·up of rows [N, 2I], whose gate and up lie one after the other or interleaved: [N, I]. With a `limit`
-    other than 0 as gpt-oss has it: both cut off there, up plus 1, and a sigmoid of alpha·gate."""
+    """SwiGLU of rows [N, 2I], gate and up concatenated or interleaved: silu(gate)·up, [N, I]. With a `limit` other than
+    0 that of gpt-oss: both clamped, up plus 1, and a sigmoid of alpha·gate."""
     gate, up = _halves(gate_up, interleaved)
     if not limit:
         return silu(gate).mul_(up)
@@ -178,10 +165,7 @@ def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Ten
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
 
 
-@_operator(
-    "(Tensor(a!) gate_up, Tensor(b!) dact, Tensor weights, Tensor order, Tensor(c!)? dweights, bool interleaved,"
-    " float alpha, float limit) -> ()"
-)
+@_operator(mutates=("gate_up", "dact", "dweights"))
 def gated_backward_(
     gate_up: Tensor,
     dact: Tensor,
@@ -192,8 +176,8 @@ def gated_backward_(
     alpha: float,
     limit: float,
 ) -> None:
-    """The way back in place. `dact` comes before it is weighted and becomes act; gate_up becomes its gradient,
-    weighted; `dweights` [T·K] gets ⟨dact, act⟩ of these rows."""
+    """Backward of `gated`, in place. `dact` is the gradient before weighting and becomes act; gate_up becomes its
+    weighted gradient; `dweights` [T·K] gets ⟨dact, act⟩ of these rows."""
     gate, up = _halves(gate_up, interleaved)
     act = gated(gate_up, interleaved, alpha, limit)
     if dweights is not None:
@@ -216,20 +200,17 @@ def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else (gate_up[:, :size], gate_up[:, size:])
 
 
-@_operator(
-    "(Tensor x, Tensor order, int top_k, Tensor(a!)? inverse) -> Tensor",
-    lambda x, order, *_: x.new_empty((len(order), x.shape[1])),
-)
+@_operator(lambda x, order, *_: x.new_empty((len(order), x.shape[1])), mutates=("inverse",))
 def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
-    """The tokens' rows [T, H] in this order: [N, H]. `inverse` [T·K] int32 is told where each position's row is."""
+    """Return the tokens' rows [T, H] in an order: [N, H]. Write the row of each position to `inverse` [T·K], int32."""
     if inverse is not None:
         inverse[order] = torch.arange(len(order), dtype=inverse.dtype, device=order.device)
     return x.index_select(0, order // top_k)
 
 
-@_operator("(Tensor(a!) out, Tensor rows, Tensor inverse, Tensor? weights) -> ()")
+@_operator(mutates=("out",))
 def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
-    """Each token's K rows, which are where `inverse` says, weighted and summed in their order: into out [T, H]."""
+    """Write the weighted sum of each token's K rows, found by `inverse` and summed in their order, to out [T, H]."""
     found = rows.index_select(0, inverse)
     if weights is not None:
         found.mul_(weights[:, None].to(found.dtype))
@@ -237,19 +218,15 @@ def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None
         torch.sum(found.view(len(out), -1, out.shape[1]), 1, out=out)
 
 
-@_operator("(Tensor(a!) out, Tensor(b!) rows, Tensor order, int top_k, Tensor? weights) -> ()")
+@_operator(mutates=("out", "rows"))
 def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
-    """Adds weighted rows, of which no token has two, to their tokens' in out [T, H]. Uses the rows up."""
+    """Add weighted rows, at most one of each token, to out [T, H]. Overwrites the rows."""
     if weights is not None:
         rows.mul_(weights[order, None].to(rows.dtype))
     out.index_add_(0, order // top_k, rows)
 
 
-@_operator(
-    "(Tensor x, Tensor first, Tensor? second, Tensor? base, Tensor(a!)? out, Tensor? ends, int[] counts, float scale)"
-    " -> Tensor",
-    lambda x, first, *_: x.new_empty((len(x), *first.shape[1:3])),
-)
+@_operator(lambda x, first, *_: x.new_empty((len(x), *first.shape[1:3])), mutates=("out",))
 def low_rank(
     x: Tensor,
     first: Tensor,
@@ -260,9 +237,9 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """x·firstᵀ with each row's expert's factor [C, P, r, p], in P parts: narrow rows [N, P, r]. x is [N, p], the same
+    """Return x·firstᵀ with the factor [C, P, r, p] of each row's expert, in P parts: [N, P, r]. x is [N, p], the same
     for all parts, or [N, P, p]. With a `second` [C, P, q, r], `out` becomes base + scale · narrow·secondᵀ: [N, P, q],
-    or [N, q], which gets the sum of the parts; it may be the base itself. Factors are rounded to x's dtype."""
+    or [N, q] with the sum of the parts; it may be the base itself. Factors are rounded to x's dtype."""
     parts, groups = range(first.shape[1]), (ends, counts)
     first = first.to(x.dtype)
     if x.dim() == 2:
@@ -290,10 +267,7 @@ def _add_product(
         torch.add(base, product_of_groups(rows, factors.mT, ends, counts), alpha=scale, out=out)
 
 
-@_operator(
-    "(Tensor narrow_out, Tensor x, Tensor narrow_in, Tensor dout, Tensor(a!) of_first, Tensor(b!) of_second,"
-    " Tensor? weights, Tensor? order, Tensor? ends, int[] counts, float scale) -> ()"
-)
+@_operator(mutates=("of_first", "of_second"))
 def low_rank_gradients_(
     narrow_out: Tensor,
     x: Tensor,
@@ -307,9 +281,9 @@ def low_rank_gradients_(
     counts: Sequence[int],
     scale: float,
 ) -> None:
-    """The gradients of factors [C, P, r, p] and [C, P, q, r]: scale · Σ w·narrow_outᵀ·x and scale · Σ w·doutᵀ·narrow_in
-    over each expert's rows; zeros for one without. `narrow_out` is dout·second, `narrow_in` x·firstᵀ, both [N, P, r],
-    and dout [N, P, q], or [N, q] of one part."""
+    """Write the gradients of factors [C, P, r, p] and [C, P, q, r]: scale · Σ w·narrow_outᵀ·x and
+    scale · Σ w·doutᵀ·narrow_in over each expert's rows; zeros for one without. `narrow_out` is dout·second, `narrow_in`
+    x·firstᵀ, both [N, P, r], and dout [N, P, q], or [N, q] of one part."""
     factor: Tensor | float = scale
     if weights is not None and order is not None:
         factor = weights[order, None, None].to(x.dtype) * scale

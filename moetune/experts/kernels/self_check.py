@@ -23,7 +23,7 @@ def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, toke
     found = []
     with torch.no_grad():
         for name, args in _calls(device, dtype, tokens):
-            one, other = (_results(run, args) for run in (getattr(module, name), kernels.TWINS[name]))
+            one, other = (_results(run, args) for run in (getattr(module, name), kernels.REFERENCES[name]))
             off = float(
                 torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max()
             )  # NaN, if one is

@@ -1,24 +1,21 @@
-"""The kernels of `kernels.py` on a GPU, in Triton. Each function here does what the operator of its name does there.
+"""The operators of operators.py in Triton. Each function without an underscore is the operator of that name, with its
+arguments.
 
-Imported where there is a GPU and Triton, never on a CPU. Sums run in float32 and in one order, so that two runs give
-the same bits. Programs of products find their tile by the ends of the experts' rows, which are on the device: the host
-need not know them.
+Imported only with a GPU and Triton. Sums run in float32 and in one order, so that two runs give the same bits. Programs
+of products find their tile by the ends of the experts' rows on the device, without the host.
 
-Not measured on a GPU: block sizes are those that 8.6's shared memory and registers have room for.
+Not measured on a GPU: block sizes are what fits into the shared memory and registers of compute capability 8.6.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.launch import kernel
-from moetune.experts.kernels.operators import PER_STEP
 
 BLOCKS_OF_64 = 64  # of NF4, a program
 COLUMNS = 1024
@@ -26,12 +23,12 @@ ROWS = 32  # of a product
 
 
 def _next(number: int) -> int:
-    """The power of two from there on. Triton's own functions, for kernels, take the host ten times as long."""
+    """The next power of two. Triton's own functions, for kernels, take the host ten times as long."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def _ratio(number: int, size: int) -> int:
-    """Rounded up."""
+    """The ratio, rounded up."""
     return -(-number // size)
 
 
@@ -40,7 +37,7 @@ def _ratio(number: int, size: int) -> int:
 
 @triton.jit
 def _level(code):
-    """Of 4 bits the NF4 level (bitsandbytes/functional.py: get_4bit_type), by selections: no table to look up."""
+    """NF4 level of 4 bits (bitsandbytes/functional.py: get_4bit_type), by selections instead of a table."""
     low = (code & 1) == 1
     a = tl.where(low, -0.6961928009986877, -1.0)
     b = tl.where(low, -0.39491748809814453, -0.5250730514526367)
@@ -74,20 +71,12 @@ def _dequantize_nf4(
     tl.store(out + piece * weights + at, value, mask=at < weights)
 
 
-def dequantize_nf4(
-    data: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    code: Tensor | None,
-    offset: Tensor | None,
-    weights: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     out = data.new_empty(data.shape[0], weights, dtype=dtype)
     blocks, nests = absmax.shape[1], 0 if nested is None else nested.shape[1]
     grid = (_ratio(blocks, BLOCKS_OF_64), data.shape[0])
     is_nested = nested is not None
-    of_nested: Any = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
+    of_nested = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
     # without fused multiplication and addition, a scale has the bits that bitsandbytes gives it
     _dequantize_nf4[grid](
         data, absmax, *of_nested, out, weights, data.shape[1], blocks, nests, NESTED=is_nested, BLOCKS=BLOCKS_OF_64,
@@ -109,12 +98,12 @@ def _dequantize_int8(data, absmax, out, size, per_step, COLUMNS: tl.constexpr):
     tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_int8(data, absmax, dtype):
     out = torch.empty_like(data, dtype=dtype)
     rows, size = data.shape
     columns = min(4 * COLUMNS, _next(size))
     if rows:
-        _dequantize_int8[(rows, _ratio(size, columns))](data, absmax, out, size, PER_STEP, COLUMNS=columns)
+        _dequantize_int8[(rows, _ratio(size, columns))](data, absmax, out, size, INT8_STEP, COLUMNS=columns)
     return out
 
 
@@ -126,7 +115,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _e2m1(code):
-    """Of 4 bits their value: a sign, two of exponent, one of mantissa (OCP Microscaling Formats 1.0, section 5.3.3)."""
+    """Value of 4 bits: sign, two of exponent, one of mantissa (OCP Microscaling Formats 1.0, section 5.3.3)."""
     exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
     value = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * _power_of_two(exponent - 1))
     return tl.where((code & 8) == 8, -value, value)
@@ -146,14 +135,14 @@ def _dequantize_mxfp4(data, scales, out, bytes_, BYTES: tl.constexpr):
     tl.store(out + at, value, mask=at < 2 * bytes_)
 
 
-def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_mxfp4(data, scales, pairs, dtype):
     out = data.new_empty(2 * len(data), dtype=dtype)
     if len(data):
         _dequantize_mxfp4[(_ratio(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
     return out
 
 
-# --- Gates --------------------------------------------------------------------------------------------------------
+# --- Activation --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -174,9 +163,7 @@ def _gate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 
 @kernel()
-def _gated(
-    gate_up, act, size, alpha, limit, STEP: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _gated(gate_up, act, size, alpha, limit, STEP: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size
@@ -187,21 +174,15 @@ def _gated(
     tl.store(act + row * size + column, value.to(act.dtype.element_ty), mask=inside)
 
 
-def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
+def gated(gate_up, interleaved, alpha, limit):
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     act = gate_up.new_empty(rows, size)
     columns = min(COLUMNS, _next(size))
     if rows:
         _gated[(rows, _ratio(size, columns))](
-            gate_up,
-            act,
-            size,
-            float(alpha),
-            float(limit),
-            STEP=2 if interleaved else 1,
-            CLAMPED=limit > 0,
+            gate_up, act, size, float(alpha), float(limit), STEP=2 if interleaved else 1, CLAMPED=limit > 0,
             COLUMNS=columns,
-        )
+        )  # fmt: skip
     return act
 
 
@@ -232,16 +213,7 @@ def _gated_backward(
         tl.store(dweights + flat, tl.sum(total, 0).to(dweights.dtype.element_ty))
 
 
-def gated_backward_(
-    gate_up: Tensor,
-    dact: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    dweights: Tensor | None,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
-) -> None:
+def gated_backward_(gate_up, dact, weights, order, dweights, interleaved, alpha, limit):
     rows, size = dact.shape
     if rows:
         _gated_backward[(rows,)](
@@ -265,7 +237,7 @@ def _gather_rows(x, order, inverse, rows, size, top_k, NOTED: tl.constexpr, COLU
         tl.store(inverse + flat, row.to(tl.int32))
 
 
-def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
+def gather_rows(x, order, top_k, inverse):
     size, columns = x.shape[1], min(COLUMNS, _next(x.shape[1]))
     rows = x.new_empty(order.shape[0], size)
     if order.shape[0]:
@@ -290,7 +262,7 @@ def _sum_rows(out, rows, inverse, weights, size, top_k, WEIGHTED: tl.constexpr, 
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
-def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
+def sum_rows_(out, rows, inverse, weights):
     (tokens, size), columns = out.shape, min(COLUMNS, _next(out.shape[1]))
     if tokens:
         _sum_rows[(tokens, _ratio(size, columns))](
@@ -312,7 +284,7 @@ def _add_rows(out, rows, order, weights, size, top_k, WEIGHTED: tl.constexpr, CO
     tl.store(sums, values.to(out.dtype.element_ty), mask=column < size)
 
 
-def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
+def add_rows_(out, rows, order, top_k, weights):
     size, columns = out.shape[1], min(COLUMNS, _next(out.shape[1]))
     if order.shape[0]:
         _add_rows[(order.shape[0], _ratio(size, columns))](
@@ -326,7 +298,7 @@ def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Ten
 
 @triton.jit
 def _tile(ends, tile, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, its tile's first row, its last row's successor); the expert is `count` for a tile too many."""
+    """(expert, first row of its tile, end of its rows); the expert is `count` for a tile that is not needed."""
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends + number, mask=number < count, other=0)
     start = tl.load(ends + number - 1, mask=(number > 0) & (number < count), other=0)
@@ -395,27 +367,18 @@ def _low_rank(
 
 
 def _tiles(rank: int) -> dict[str, int]:
-    """The rank as tiles have it, columns of a tile and loads under way: what has room in shared memory."""
+    """Padded rank, rows and columns of a tile, and pipeline stages: what fits into shared memory."""
     padded = max(16, _next(rank))
     stages = 3 if padded <= 64 else 2 if padded <= 256 else 1
     return {"RANK": padded, "ROWS": ROWS, "WIDE": max(16, min(64, 4096 // padded)), "num_stages": stages}
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
-    """Of rows [N, P, p], or of [N, p], which are the same for all parts: from row to row, part, column."""
+    """Strides of row, part and column, of [N, P, p] or of [N, p], which is the same for all parts."""
     return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
 
 
-def low_rank(
-    x: Tensor,
-    first: Tensor,
-    second: Tensor | None,
-    base: Tensor | None,
-    out: Tensor | None,
-    ends: Tensor | None,
-    counts: Sequence[int],
-    scale: float,
-) -> Tensor:
+def low_rank(x, first, second, base, out, ends, counts, scale):
     rows, (experts, parts, rank) = x.shape[0], first.shape[:3]
     narrow = x.new_empty(rows, parts, rank)
     if not rows:
@@ -496,19 +459,7 @@ def _low_rank_gradients(
         )  # fmt: skip
 
 
-def low_rank_gradients_(
-    narrow_out: Tensor,
-    x: Tensor,
-    narrow_in: Tensor,
-    dout: Tensor,
-    of_first: Tensor,
-    of_second: Tensor,
-    weights: Tensor | None,
-    order: Tensor | None,
-    ends: Tensor | None,
-    counts: Sequence[int],
-    scale: float,
-) -> None:
+def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
     experts, parts, rank = of_first.shape[:3]
     tile = _tiles(rank)
     tiles = sum(_ratio(wide.shape[-1], tile["WIDE"]) for wide in (x, dout))

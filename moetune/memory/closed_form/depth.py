@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from moetune.memory.closed_form.form import ClosedForm, Evaluated, kind_of
-from moetune.memory.report import LoadPeaks, PartName
+from moetune.memory.closed_form.form import ClosedForm, kind_of
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace.tracing import can_be_shortened
+from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 
 _WHERE = ("targets", "layers", "ids")
 """Of `adapt.lora` what the layers' kinds tell."""
-_STAYS: tuple[PartName, ...] = ("frozen_weights", "trainable_weights")
 
 
 @dataclass
@@ -29,23 +28,21 @@ class Depths:
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
 
-    def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: Routing = BALANCED) -> Evaluated:
-        """Evaluates a run.
+    def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: Routing = BALANCED) -> Trace:
+        """Evaluate a run.
 
         Raises:
             NoClosedForm: as `ClosedForm.at`.
         """
-        form, config = ClosedForm(run, rank, gpu), run.config
-        if config.model.weights != "pretrained" or not can_be_shortened(config):
-            return form.at(config, routing)
-        known = self._known.setdefault(_kind_of_shortened(form), form)
-        found = known.at(config, routing)
-        if form.short.units == known.short.units:
-            return found
-        form.recorded = known.recorded
-        deeper = form.at(config, routing)
-        more = {on_host: _resident(deeper, on_host) - _resident(found, on_host) for on_host in (False, True)}
-        return replace(deeper, load=LoadPeaks(host=found.load.host + more[True], gpu=found.load.gpu + more[False]))
+        form = ClosedForm(run, rank, gpu)
+        if can_be_shortened(run.config):
+            known = self._known.setdefault(_kind_of_shortened(form), form)
+            if form.short.units == known.short.units:
+                return known.at(run.config, routing)
+            if known.recorded is None:
+                known.at(run.config, routing)
+            form.recorded = known.recorded
+        return form.at(run.config, routing)
 
 
 def _kind_of_shortened(form: ClosedForm) -> Hashable:
@@ -53,7 +50,7 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
     starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}
-    outside = {part.name for part in run.structure.parts if part.layer is None}
+    outside = {part.name for part in run.structure.parameters if part.layer is None}
     linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
     lora = kind.pop("adapt")["lora"]
     return (
@@ -64,8 +61,3 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
         frozenset(linears.intersection(run.selection.lora_linears)),
         tuple((form.kinds[layer], starts.get(layer, 0)) for layer in form.short.kept),
     )
-
-
-def _resident(found: Evaluated, on_host: bool) -> int:
-    """Bytes of weights, which are there from loading on."""
-    return found.bytes_of(lambda b: b.part in _STAYS and b.on_host == on_host and b.phase == "load")

@@ -6,9 +6,9 @@ many tokens each expert receives, and what no tensor depends on (steps, learning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -19,27 +19,28 @@ from transformers import PreTrainedModel
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form import store
-from moetune.memory.closed_form.formula import Peak, evaluate, parts_of
-from moetune.memory.closed_form.record import NoClosedForm, Record, Rows, exchanged, record
+from moetune.memory.closed_form.record import NoClosedForm, record
 from moetune.memory.closed_form.sizes import (
     CHUNK_NAMES,
     HELD_OUT_NAMES,
+    ExpertRows,
     Shape,
     Sizes,
     alignment,
+    exchanged,
     lengths,
     rows_and_cu_seqlens,
     sizes_of_chunks,
 )
-from moetune.memory.closed_form.store import KnownTail, Recorded
+from moetune.memory.closed_form.store import KnownHead, Recorded
 from moetune.memory.ranks import by_kind
-from moetune.memory.report import LoadPeaks, Parts
 from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace.alike import Shortened, groups, kinds_of, unshortened
-from moetune.memory.trace.log import Block
+from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
-from moetune.memory.trace.tracing import NotTraceable, can_be_shortened, faked, peaks_of_loading
+from moetune.memory.trace.tracing import NotTraceable, can_be_shortened, faked
 from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.moe import MoeLayer
 from moetune.models.stack import decoder_stack
@@ -50,42 +51,17 @@ from moetune.training.step.loss import Chunks
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """A run at its peak, by closed form.
-
-    Attributes:
-        sizes: what was put in.
-    """
-
-    record: Record
-    peak: Peak
-    parts: Parts
-    sizes: Sizes
-    load: LoadPeaks
-
-    @property
-    def managed(self) -> int:
-        """The bytes of memory that the driver may have on either side."""
-        return self.bytes_of(lambda block: block.managed)
-
-    def bytes_of(self, which: Callable[[Block], bool]) -> int:
-        """Of the storages that are alive, those which are like such a block of the record."""
-        counts = np.array([which(block) for block in self.record.log.blocks], dtype=bool)
-        return int(self.peak.values[counts[self.peak.blocks]].sum())
-
-
-@dataclass(frozen=True)
 class _Size:
     """What a run of a kind is evaluated at.
 
     Attributes:
-        rows: what experts receive, by decoder layer.
+        rows: of each expert, by decoder layer.
         batch, held_out: how the loss divides the tokens of a batch, and of a held-out one that counts.
     """
 
     shape: Shape
     sizes: Sizes
-    rows: dict[int, Rows]
+    rows: dict[int, ExpertRows]
     batch: Chunks
     held_out: Chunks | None
 
@@ -129,13 +105,13 @@ class ClosedForm:
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
-    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: Literal[True] = ...) -> Evaluated: ...
+    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: Literal[True] = ...) -> Trace: ...
 
     @overload
-    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: bool) -> Evaluated | None: ...
+    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: bool) -> Trace | None: ...
 
-    def at(self, config: RunConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Evaluated | None:
-        """Evaluates a run of this kind.
+    def at(self, config: RunConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Trace | None:
+        """Evaluate a run of this kind: its last step, in which only bytes are by formula.
 
         Args:
             may_record: whether to record a step that was not recorded before; else there may be no answer.
@@ -148,33 +124,39 @@ class ClosedForm:
         if known is None or self._size(config, routing).shape not in known.records:
             if not may_record:
                 return None
-            with self._steps() as (steps, short):
+            with self._steps() as steps:
                 if known is None:
-                    load = peaks_of_loading(steps.adapted, self.run, short)
-                    known = self.recorded = Recorded(_tail_of(steps), load)
+                    known = self.recorded = Recorded(_head_of(steps))
                 shape = self._size(config, routing).shape
                 known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
             store.write(self.key, known)
         size = self._size(config, routing)
-        of_shape = known.records[size.shape]
-        unlike = list(dict.fromkeys(size.rows.values())) or [Rows((size.batch.tokens,))]
+        recorded = known.records[size.shape]
+        events, layers = known.events(size.shape, self.short)
+        unlike = list(dict.fromkeys(size.rows.values())) or [ExpertRows((size.batch.tokens,))]
         sizes = [size.sizes | exchanged(self.run, rows) for rows in unlike]
-        of_layer = {layer: unlike.index(rows) for layer, rows in size.rows.items()}
-        events = known.events(size.shape, self.short)
-        peak = evaluate(of_shape, events, sizes, unlike, of_layer, size.batch, size.held_out)
-        return Evaluated(of_shape, peak, parts_of(of_shape, peak), sizes[0], known.load)
+        table = np.stack(
+            [recorded.bytes_at(*both, size.batch, size.held_out) for both in zip(sizes, unlike, strict=True)]
+        )
+        if ((table != table[0]).any(0) & (recorded.layers < 0)).any():
+            raise NoClosedForm("layers whose experts receive unlike numbers of tokens have a tensor together")
+        of_layer = np.zeros(max([*size.rows, *layers.tolist()], default=0) + 2, dtype=np.int64)
+        of_layer[list(size.rows)] = [unlike.index(rows) for rows in size.rows.values()]
+        values = table[of_layer[layers], events.like]
+        found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
+        return replace(found, load=load_peaks(self.run, found))
 
     def _size(self, config: RunConfig, routing: Routing) -> _Size:
         assert self.recorded is not None
-        tail, train, length = self.recorded.tail, config.train, config.train.sequence_length
-        batch = Chunks.of(train.loss_bytes, tail, train.micro_batch * length)
+        head, train, length = self.recorded.head, config.train, config.train.sequence_length
+        batch = Chunks.of(train.loss_bytes, head, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
-        held_out = Chunks.of(train.loss_bytes, tail, more * length) if more else None
+        held_out = Chunks.of(train.loss_bytes, head, more * length) if more else None
         rows = self._rows(batch.tokens, held_out.tokens if held_out else 0, routing)
         idle = {one.idle for one in rows.values()} or {((), ())}
         if len(idle) > 1:
             raise NoClosedForm("layers differ in which experts receive no token; use --method trace")
-        is_alone = tail.trains and batch.size >= batch.tokens
+        is_alone = head.trains and batch.size >= batch.tokens
         one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
         longer = tuple(sorted(limit for limit in self.limits if limit > length))
         shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
@@ -187,35 +169,34 @@ class ClosedForm:
             sizes |= {**rows_and_cu_seqlens(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
         return _Size(shape, sizes, rows, batch, held_out)
 
-    def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, Rows]:
+    def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, ExpertRows]:
         """By layer, the rows of each expert, of so many tokens."""
-        tp, known = self.run.config.parallel.tp, dict[Hashable, Rows]()
+        tp, known = self.run.config.parallel.tp, dict[Hashable, ExpertRows]()
 
-        def of(layer: MoeLayer) -> Rows:
+        def of(layer: MoeLayer) -> ExpertRows:
             key = layer.top_k, layer.shape.num_experts, layer.index if routing.load else None
             if key not in known:
                 counts = (
                     routing.rows(layer.index, tokens // tp, layer.top_k, layer.shape.num_experts) if tokens else ()
                     for tokens in (trained, held_out)
                 )
-                known[key] = Rows(*map(tuple, counts))
+                known[key] = ExpertRows(*map(tuple, counts))
             return known[key]
 
         return {layer.index: of(layer) for layer in self.run.structure.moe_layers}
 
     @contextmanager
-    def _steps(self) -> Iterator[tuple[Steps, Shortened]]:
+    def _steps(self) -> Iterator[Steps]:
         """A shortened model on fake tensors, its optimizer's states made."""
         if self.run.config.parallel.engine == "deepspeed":
             raise NoClosedForm("DeepSpeed has no closed form: it joins all that trains; use --method trace")
         try:
-            with faked(self.run, self.rank, self.gpu, shortened=True) as (adapted, shortened, mode):
+            with faked(self.run, self.rank, self.gpu, shortened=True) as (adapted, _, mode):
                 adapted.model.train()
-                short = shortened or unshortened(self.run)
                 steps = Steps(adapted, batches_of(adapted), gpu=self.gpu)
                 with mode:
                     steps.make_states()
-                    yield steps, short
+                    yield steps
         except NotTraceable as error:
             raise NoClosedForm(str(error)) from None
 
@@ -268,23 +249,23 @@ def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
 
 
 _PROBED = (256, 768)
-"""Tokens, with the same alignment and none of it a telling size."""
+"""Tokens, with the same alignment and no probe size among them."""
 
 
-def _tail_of(steps: Steps) -> KnownTail:
+def _head_of(steps: Steps) -> KnownHead:
     """A forward pass tells; and a longer one, whether the model's code is as long.
 
     Raises:
         NoClosedForm: it loops over the sequence.
     """
     adapted, lengths = steps.adapted, []
-    trains = _tail_trains(adapted.model)
+    trains = _head_trains(adapted.model)
     for length in (_PROBED[0], *_PROBED):  # FSDP2 makes in its first pass what it keeps
         batch = batches_of(adapted, length)(1)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
-            known = KnownTail(tail.vocabulary, tail.width, tail.row_bytes, trains)
+            known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
     if lengths[1] != lengths[2]:
         raise NoClosedForm(
@@ -294,7 +275,7 @@ def _tail_of(steps: Steps) -> KnownTail:
     return known
 
 
-def _tail_trains(model: PreTrainedModel) -> bool:
+def _head_trains(model: PreTrainedModel) -> bool:
     """Whether anything outside of the decoder stack trains, or a head that is tied to what is inside."""
     inside = f"{next(path for path, module in model.named_modules() if module is decoder_stack(model))}."
     named = model.named_parameters(remove_duplicate=False)

@@ -10,8 +10,7 @@
 | c, c′ | tokens of a chunk of the loss, and of the last one; of an evaluation d, d′ |
 | b′, b″ | tokens of the last float32 block of a chunk, and of the last chunk; b of the others |
 
-A record is made at sizes that are large primes (times what alignment asks for): the bytes of a tensor then say which
-sizes they are a product of, because nothing else in a model is divisible by these.
+A record is made at sizes that can be told apart in numbers of bytes (probe.py).
 """
 
 from __future__ import annotations
@@ -25,13 +24,16 @@ from operator import itemgetter
 
 import numpy as np
 
+from moetune.memory.trace.log import Block
+from moetune.run.resolve import ResolvedRun
 from moetune.training.step.loss import Chunks
 
 Sizes = dict[str, int]
 Powers = tuple[tuple[str, int], ...]
 """A monomial: each size and its exponent, sorted."""
 
-_ALIGNED = 64
+MOST_ALIGNED = 64
+"""What a length is aligned to at most."""
 _ROUNDED = (8, 16, 32, 64, 128)
 
 
@@ -110,7 +112,7 @@ class NotedChunks(Chunks):
 
 
 def alignment(length: int) -> int:
-    return gcd(length, _ALIGNED)
+    return gcd(length, MOST_ALIGNED)
 
 
 def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
@@ -140,62 +142,46 @@ def lengths(sequence: int) -> Sizes:
     return {"S": sequence, **near, **{f"S↑{n}": -(-sequence // n) * n for n in _ROUNDED}}
 
 
-# --- Sizes that can be told apart ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows of each expert, of a batch and of a held-out one."""
+
+    trained: tuple[int, ...]
+    held_out: tuple[int, ...] = ()
+
+    @property
+    def idle(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The experts that receive none, of each."""
+        of_batch, of_held_out = (
+            tuple(expert for expert, count in enumerate(counts) if not count)
+            for counts in (self.trained, self.held_out)
+        )
+        return of_batch, of_held_out
+
+    def of(self, block: Block) -> int:
+        """The rows of the experts that a block was made for; 0 if it was for none."""
+        counts = self.held_out if block.phase == "evaluation" else self.trained
+        return sum(counts[expert] for expert in block.experts)
 
 
-def primes(start: int) -> Iterator[int]:
-    """The primes from a number on."""
-    number = start | 1
-    while True:
-        if all(number % divisor for divisor in range(3, int(number**0.5) + 1, 2)):
-            yield number
-        number += 2
-
-
-def telling_chunks(tokens: int, *, alone: bool = False) -> Chunks:
-    """A division of `tokens` with every place, or into one chunk, whose sizes can be told apart."""
-    size = last = tokens
-    if not alone:
-        size = next(p for p in primes(int(tokens * 0.36)) if _is_large_prime_or_twice(tokens - 2 * p))
-        last = tokens - 2 * size
-    blocks = primes((size // 2 + last) // 2 + 1)
-    block = next(p for p in blocks if _has_large_prime(size - p) and _has_large_prime(last - p))
-    return Chunks(tokens, size, block)
-
-
-def _is_large_prime_or_twice(number: int) -> bool:
-    while number % 2 == 0:
-        number //= 2
-    return number > 1000 and next(primes(number)) == number
-
-
-def _has_large_prime(number: int) -> bool:
-    rest = number
-    for divisor in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31):
-        while rest % divisor == 0:
-            rest //= divisor
-    return rest > 1000
-
-
-def telling_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
-    """Numbers of rows that sum to `total`: the same prime for all, the rest for the last; 0 for experts that are
-    idle."""
-    busy = [expert for expert in range(experts) if expert not in idle]
-    each = min(next(primes(total * 9 // (10 * len(busy)))), total // len(busy)) if len(busy) > 1 else 0
-    rows = dict.fromkeys(idle, 0) | dict.fromkeys(busy, each)
-    rows[busy[-1]] = total - each * (len(busy) - 1)
-    assert rows[busy[-1]] > 0, "too few rows for so many experts"
-    return [rows[expert] for expert in range(experts)]
-
-
-# --- Monomials ----------------------------------------------------------------------------------------------------
+def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
+    """The rows that go to each of the ranks which share the experts."""
+    if not run.placement:
+        return {}
+    placed = next(iter(run.placement.values()))
+    return {
+        f"{name}{rank}": sum(counts[expert] for expert in held)
+        for name, counts in (("r", rows.trained), ("q", rows.held_out))
+        for rank, held in enumerate(placed)
+        if counts
+    }
 
 
 class Monomials:
     """Finds products of sizes in numbers of bytes.
 
     Args:
-        sizes: those of the record, told apart by primes.
+        sizes: probe sizes.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -206,14 +192,14 @@ class Monomials:
         self.values = sorted(((value, name) for value, name in first.items()), reverse=True)
 
     def of(self, nbytes: int, rows: int = 0) -> tuple[int, bool, Powers]:
-        """(coefficient, whether the number goes with the rows of experts, monomial of all else).
+        """(coefficient, whether it grows with the rows of experts, monomial of all else).
 
         Args:
             rows: of the experts at work; 0 if there are none.
         """
         powers: dict[str, int] = {}
-        rest, goes_with_rows = nbytes, bool(rows and nbytes and nbytes % rows == 0)
-        if goes_with_rows:
+        rest, grows = nbytes, bool(rows and nbytes and nbytes % rows == 0)
+        if grows:
             rest //= rows
         for value, name in self.values:
             if value > rest:
@@ -221,7 +207,7 @@ class Monomials:
             while rest and rest % value == 0:
                 rest //= value
                 powers[name] = powers.get(name, 0) + 1
-        return rest, goes_with_rows, tuple(sorted(powers.items()))
+        return rest, grows, tuple(sorted(powers.items()))
 
 
 def value_of(powers: Powers, sizes: Mapping[str, int]) -> int:

@@ -24,19 +24,18 @@ import numpy as np
 from moetune.documents import parse_json
 from moetune.errors import UserError
 from moetune.files import check_path, write_whole
-from moetune.memory.closed_form.formula import Events
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
-from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Cut, Log, Mark
+from moetune.memory.trace.repeat import Events
 
 _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 
 @dataclass(frozen=True)
-class KnownTail:
-    """Of a model's tail what decides how the loss divides its tokens, as `Tail` has it, and whether it trains."""
+class KnownHead:
+    """Of a model's LM head what decides how the loss divides its tokens, and whether it trains."""
 
     vocabulary: int
     width: int
@@ -46,18 +45,18 @@ class KnownTail:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of one rank of a kind of run: the model's tail, the peaks before the first step, and steps by their shapes."""
+    """Of one rank of a kind of run: the model's LM head, and steps by their shapes."""
 
-    tail: KnownTail
-    load: LoadPeaks
+    head: KnownHead
     records: dict[Shape, Record] = field(default_factory=dict)
-    _events: dict[Hashable, Events] = field(default_factory=dict)
+    _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
-    def events(self, shape: Shape, short: Shortened) -> Events:
-        """Of the record of that shape, repeated for these layers."""
+    def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
+        """Of the record of that shape the events of these layers, and [storages] the decoder layer at work when each
+        storage is born; -1 outside of layers."""
         key = shape, short.kept, short.units
         if key not in self._events:
-            self._events[key] = Events.of(self.records[shape], short)
+            self._events[key] = self.records[shape].repeated(short)
         return self._events[key]
 
 
@@ -100,14 +99,14 @@ def read(key: str) -> Recorded | None:
             _shape(one["shape"]): _record(one, {n[len(p) :]: a for n, a in arrays.items() if n.startswith(p)})
             for p, one in said["records"].items()
         }
-        return Recorded(KnownTail(**said["tail"]), LoadPeaks(**said["load"]), records)
+        return Recorded(KnownHead(**said["head"]), records)
     except Exception:  # whatever is wrong with it: it is made again
         return None
 
 
 def write(key: str, recorded: Recorded) -> None:
     """Keeps it all under that name, whole or not at all."""
-    said: dict[str, Any] = {"key": key, "tail": asdict(recorded.tail), "load": asdict(recorded.load), "records": {}}
+    said: dict[str, Any] = {"key": key, "head": asdict(recorded.head), "records": {}}
     arrays: dict[str, np.ndarray] = {}
     for number, (shape, record) in enumerate(recorded.records.items()):
         prefix = f"{number}."
@@ -143,19 +142,21 @@ _NONE = -2
 """In place of a layer's number: none; -1 is `log.OUTSIDE`."""
 
 
+_KIND = ("part", "phase", "module", "op", "on_host", "fetched", "managed", "in_bank")
+
+
 def _kind(block: Block) -> tuple[Any, ...]:
     """All but the bytes, the place and the layer."""
-    return block.part, block.phase, block.module, block.op, block.on_host, block.fetched, block.managed
+    return tuple(getattr(block, name) for name in _KIND)
 
 
 def _record(said: dict[str, Any], arrays: dict[str, np.ndarray]) -> Record:
     lists = {name: arrays[name].tolist() for name in ("bytes", "owners", "kinds", "entries", "cuts")}
-    blocks = []
-    for size, owner, kind in zip(lists["bytes"], lists["owners"], lists["kinds"], strict=True):
-        part, phase, module, op, on_host, fetched, managed = said["named"][kind]
-        layer = None if owner == _NONE else owner
-        more = {"on_host": on_host, "fetched": fetched, "managed": managed, "layer": layer}
-        blocks.append(Block(size, part, phase, module, op, 0, **more))
+    kinds = [dict(zip(_KIND, kind, strict=True)) for kind in said["named"]]
+    blocks = [
+        Block(bytes=size, layer=None if owner == _NONE else owner, born=0, **kinds[kind])
+        for size, owner, kind in zip(lists["bytes"], lists["owners"], lists["kinds"], strict=True)
+    ]
     for at, entry in enumerate(lists["entries"]):
         if entry >= 0:
             blocks[entry].born = at

@@ -9,8 +9,8 @@ Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
@@ -20,35 +20,18 @@ from torch import Tensor
 from moetune.adapt.attention import Capability, has_little_shared_memory
 from moetune.experts.kernels.grouped import runs_as_one
 
-if TYPE_CHECKING:
-    from moetune.memory.trace.tracker import Tracker
-
 aten = torch.ops.aten
 FLOAT = 4
 
 
-class Workspace:
-    """Notes in a tracker's log what kernels take inside themselves, beside their outputs."""
+def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
+    """Bytes that an operation takes before its outputs."""
+    return _FIRST[func](capability, *args, **kwargs) if func in _FIRST else ()
 
-    def __init__(self, capability: Capability, tracker: Tracker) -> None:
-        self.capability, self.tracker = capability, tracker
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> list[int]:
-        """Notes what an operation takes before its outputs; returns the blocks, which are alive until `after`."""
-        taken = _FIRST.get(func)
-        return [] if taken is None else self._births(func, taken(self.capability, *args, **kwargs))
-
-    def after(self, func: Any, args: Any, out: Any, alive: list[int]) -> None:
-        """Notes what it takes beside its outputs, that all is gone, and which of its outputs are on the host."""
-        if (taken := _TAKEN.get(func)) is not None:
-            alive = alive + self._births(func, taken(self.capability, *args))
-        for block in reversed(alive):
-            self.tracker.death(block)
-        for number in _ON_HOST.get(func, ()):
-            self.tracker.moved_to_host(out[number])
-
-    def _births(self, func: Any, sizes: Iterator[int]) -> list[int]:
-        return [self.tracker.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]
+def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
+    """Bytes that an operation takes once its outputs are there."""
+    return _TAKEN[func](capability, *args) if func in _TAKEN else ()
 
 
 def _ceil(number: int, multiple: int) -> int:
@@ -239,7 +222,7 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
         yield 132 * 4 * 128
 
 
-_ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
+HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 """By operation, which of its outputs are on the host: the seed and the offset of dropout (cuda/attention.cu:
 _efficient_attention_forward)."""
 _FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}

@@ -74,11 +74,13 @@ class Counter:
         self.done.append(Done(where.place(), where.step, None if once else where.micro_step, part, work, block))
 
 
-def parts_of(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
+def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
     """Module path -> its part, by what its parameters are; of what holds several, by the first of these that it holds:
     attention, experts, a plain MLP. A decoder layer itself adds residuals, and what stands outside of all is the
     loss."""
-    components: dict[str, str] = {part.name.rpartition(".")[0]: part.component for part in adapted.run.structure.parts}
+    components: dict[str, str] = {
+        part.name.rpartition(".")[0]: part.component for part in adapted.run.structure.parameters
+    }
     components |= {layer.experts: "experts" for layer in adapted.structure.moe_layers}
     parts: dict[str, WorkPart] = {"": "head_and_loss"}
     head = adapted.model.get_output_embeddings()

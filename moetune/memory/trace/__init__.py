@@ -1,17 +1,8 @@
 """The trainer's own steps, watched: births and deaths of storages, on fake tensors or on real ones."""
 
-from moetune.memory.trace.log import Trace
 from moetune.memory.trace.steps import Steps, batches_of, vocabulary_of
-from moetune.memory.trace.tracing import NotTraceable, peaks_of_loading, trace
+from moetune.memory.trace.tracing import NotTraceable, trace
+from moetune.memory.trace.views import Trace
 from moetune.memory.trace.watched import named_modules
 
-__all__ = [
-    "NotTraceable",
-    "Steps",
-    "Trace",
-    "batches_of",
-    "named_modules",
-    "peaks_of_loading",
-    "trace",
-    "vocabulary_of",
-]
+__all__ = ["NotTraceable", "Steps", "Trace", "batches_of", "named_modules", "trace", "vocabulary_of"]

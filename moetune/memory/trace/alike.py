@@ -94,7 +94,7 @@ def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
 def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     """By decoder layer, what its memory depends on, on one of the `ep` ranks."""
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
-    outside = {part.name for part in run.structure.parts if part.layer is None}
+    outside = {part.name for part in run.structure.parameters if part.layer is None}
     checkpointing = run.config.train.checkpointing
     # Whether gradients have to go through the layer, whatever trains in it; under checkpointing they always do.
     arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)

@@ -1,32 +1,36 @@
-"""The log of a shortened model becomes that of the whole one.
+"""The events of a whole model, from the log of one with fewer layers.
 
 Of a group of layers that stands for others (alike.py) the log has one stretch in every forward and one in every
-backward pass, between the places where the layer before it and its own last layer end. Each stretch is written down
-once for each group, and so is what belongs to the group's layers but is born outside of its stretches: weights,
+backward pass, between the places where the layer before it and its own last layer end. Each stretch happens once for
+each group, and so do the births and deaths of what belongs to the group's layers outside of its stretches: weights,
 optimizer states.
 
-What dies in another stretch than it was born in is found by whose it is:
+Which copy of a storage dies in another stretch than the one it was born in follows from whose it is:
 
     born and dies in stretches of the group         the same group's
     of a neighbour, dies in the group (its input)   that of the group's own neighbour
     of the group, dies in a neighbour               that of the group next to that neighbour
     of the group, dies elsewhere                    all groups' (gradients, when they are dropped)
 
-Copies of what waits on the host are fetched a layer ahead and let go a layer later: of those that are alike the oldest
-goes first.
+Copies of host memory are fetched a layer ahead and freed a layer later: of those of one size the oldest dies first.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
+import numpy as np
+
+from moetune.memory.report import PART_NAMES
 from moetune.memory.trace.alike import Shortened, Unit
-from moetune.memory.trace.log import OUTSIDE, Log, Mark, Sent
+from moetune.memory.trace.log import OUTSIDE, Block, Log, Mark
+
+_NO_LAYER = -1
 
 
 @dataclass(frozen=True)
@@ -40,35 +44,35 @@ class Stretch:
 
     start: int
     stop: int
-    layer: int | None = None
+    layer: int = _NO_LAYER
     unit: Unit | None = None
     backward: bool = False
 
 
-def stretches(log: Log, short: Shortened) -> list[Stretch]:
-    """All of the log, in order."""
-    ends = {unit.layers[-1]: unit for unit in short.units}
-    inside = {layer for unit in short.units for layer in unit.layers[:-1]}
-    before = {unit.layers[-1]: short.kept[short.kept.index(unit.layers[0]) - 1] for unit in short.units}
+def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stretch]:
+    """All of the log of a model of these layers, in order."""
+    ends = {unit.layers[-1]: unit for unit in units}
+    inside = {layer for unit in units for layer in unit.layers[:-1]}
+    before = {unit.layers[-1]: kept[kept.index(unit.layers[0]) - 1] for unit in units}
     found: list[Stretch] = []
     at = 0
 
-    def close(stop: int, layer: int | None = None, unit: Unit | None = None, backward: bool = False) -> None:
+    def close(stop: int, layer: int = _NO_LAYER, unit: Unit | None = None, backward: bool = False) -> None:
         nonlocal at
         if stop > at:
             found.append(Stretch(at, stop, layer, unit, backward))
         at = stop
 
     entered: int | None = None  # the layer whose backward has begun
-    for cut in log.cuts:
+    for cut in log.cuts if kept else ():
         if cut.layer in inside:
             continue
         if cut.layer == OUTSIDE:
-            close(cut.at, entered, backward=entered is not None)
+            close(cut.at, _NO_LAYER if entered is None else entered, backward=entered is not None)
             entered = None
         elif not cut.backward:
             stop = cut.at
-            if cut.layer == short.kept[-1]:  # the model lets go of the last layer's input after that layer has ended
+            if cut.layer == kept[-1]:  # the model frees the last layer's input after that layer has ended
                 while log.entries[stop] < 0:
                     stop += 1
             close(stop, cut.layer, ends.get(cut.layer))
@@ -82,35 +86,133 @@ def stretches(log: Log, short: Shortened) -> list[Stretch]:
     return found
 
 
-def repeat(log: Log, short: Shortened) -> Log:
-    """The log with every group that stands for others written down as often as it stands for."""
-    if not short.units:
-        return log
-    order = Order.of(log, short)
-    owners, out = order.owners, Log(entries=order.entries)
-    for number, copy in zip(order.blocks, order.copies, strict=True):
-        block = log.blocks[number]
-        out.blocks.append(replace(block, died=None, module=_named(block.module, owners.unit_of(number), copy)))
-    for at, entry in enumerate(out.entries):
-        if entry >= 0:
-            out.blocks[entry].born = at
-        else:
-            out.blocks[~entry].died = at
-    out.marks = [replace(mark, at=at, module=_named(mark.module, unit, copy)) for mark, at, unit, copy in order.marks]
-    out.sent = [sent._replace(at=at) for sent, at in order.sent]
-    starts = [stretch.start for stretch in owners.stretches]
-    for done in log.done:
-        # In a group's stretches: once for each group that it stands for. Elsewhere: as its tensors, as by optimizers.
-        stretch = owners.stretches[bisect_right(starts, done.at) - 1]
+class Owners:
+    """The layer of each block, and the group that stands for others that the layer is in.
+
+    Attributes:
+        born: [blocks] the layer in whose stretch it is born; -1 outside of layers.
+        of: [blocks] the layer that it belongs to: as it was noted, or else `born`.
+    """
+
+    def __init__(self, log: Log, kept: Sequence[int], units: Sequence[Unit] = ()) -> None:
+        self.log, self.stretches = log, stretches(log, kept, units)
+        self.units = {layer: unit for unit in units for layer in unit.layers}
+        ends = {layer: unit.layers[-1] for layer, unit in self.units.items()}
+        self.stretch_at = np.repeat(np.arange(len(self.stretches)), [one.stop - one.start for one in self.stretches])
+        layers = np.array([one.layer for one in self.stretches], dtype=np.int64)[self.stretch_at]
+        self.born = layers[[block.born for block in log.blocks]]
+        self.of = np.array(
+            [
+                born if block.layer is None else ends.get(block.layer, block.layer)
+                for born, block in zip(self.born.tolist(), log.blocks, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        self.died = [_NO_LAYER if block.died is None else int(layers[block.died]) for block in log.blocks]
+
+    def unit_of(self, block: int) -> Unit | None:
+        """The group that stands for others which a block is of."""
+        return self.units.get(int(self.of[block]))
+
+    @cached_property
+    def matches(self) -> dict[tuple[int, int], int]:
+        """(a neighbour's block, the last layer of a group) -> the block of the group that is to the next one what this
+        is to the group: made in the same way, and freed in a neighbour's stretch."""
+        left: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
+        groups = {unit.layers[-1] for unit in self.units.values()}
+        for number, (layer, end) in enumerate(zip(self.of.tolist(), self.died, strict=True)):
+            if layer != end and _NO_LAYER not in (layer, end) and (layer in groups or end in groups):
+                block = self.log.blocks[number]
+                start = self.stretches[self.stretch_at[block.born]]
+                left[layer][start.backward, block.bytes, block.on_host, block.fetched, end > layer].append(number)
+        found: dict[tuple[int, int], int] = {}
+        for group in groups:
+            for layer, kinds in list(left.items()):
+                for key, blocks in kinds.items():
+                    others = [number for number in blocks if self.died[number] == group]
+                    if layer != group:
+                        found |= {(other, group): own for own, other in zip(left[group][key], others, strict=False)}
+        return found
+
+
+@dataclass(frozen=True)
+class Events:
+    """Births and deaths in the whole model, in terms of the blocks of a log. They are the same whatever the bytes.
+
+    Attributes:
+        like: [storages] the block that each storage is like, in order of birth.
+        copies: [storages] the number of its group among those that the block's group stands for.
+        storages: [events] the storage that is born or dies.
+        signs: [events] 1 or -1.
+        born, died: [storages] its events; `died` is the number of all events if it outlives them.
+        marks: each as often as it happens: the event at which it does, and the group and copy that it is of.
+    """
+
+    owners: Owners
+    like: np.ndarray
+    copies: np.ndarray
+    storages: np.ndarray
+    signs: np.ndarray
+    born: np.ndarray
+    died: np.ndarray
+    marks: list[tuple[int, Mark, Unit | None, int]]
+
+    @classmethod
+    def of(cls, log: Log, short: Shortened | None = None) -> Events:
+        """The events of a model whose layers those of the log stand for; by default those of the log."""
+        units = () if short is None else short.units
+        return _Expansion(log, Owners(log, short.kept if short and units else (), units)).events()
+
+    def _of_blocks(self, of: Callable[[Block], Any], dtype: type = bool) -> np.ndarray:
+        return np.array([of(block) for block in self.owners.log.blocks], dtype=dtype)[self.like]
+
+    @cached_property
+    def on_host(self) -> np.ndarray:
+        """[storages]"""
+        return self._of_blocks(lambda block: block.on_host)
+
+    @cached_property
+    def managed(self) -> np.ndarray:
+        """[storages]"""
+        return self._of_blocks(lambda block: block.managed)
+
+    @cached_property
+    def in_bank(self) -> np.ndarray:
+        """[storages]"""
+        return self._of_blocks(lambda block: block.in_bank)
+
+    @cached_property
+    def loaded(self) -> np.ndarray:
+        """[storages] whether it is a weight, there from loading on."""
+        return self._of_blocks(
+            lambda block: block.phase == "load" and block.part in ("frozen_weights", "trainable_weights")
+        )
+
+    @cached_property
+    def parts(self) -> np.ndarray:
+        """[storages] numbers into `PART_NAMES`."""
+        return self._of_blocks(lambda block: PART_NAMES.index(block.part), int)
+
+    def times(self, at: int, block: int | None) -> int:
+        """How often something happens that is noted at a place of the log: in a group's stretch once for each group
+        that it stands for; elsewhere as often as its block."""
+        owners = self.owners
+        if not owners.units:
+            return 1
+        stretch = owners.stretches[owners.stretch_at[min(at, len(owners.stretch_at) - 1)]]
         unit = stretch.unit
-        if stretch.layer is None and done.block is not None:
-            unit = owners.unit_of(done.block)
-        out.done.append(done if unit is None else done._replace(times=len(unit.copies)))
-    return out
+        if stretch.layer == _NO_LAYER and block is not None:
+            unit = owners.unit_of(block)
+        return 1 if unit is None else len(unit.copies)
+
+    def module(self, storage: int) -> str:
+        """The path of the module that made a storage."""
+        block = int(self.like[storage])
+        return named(self.owners.log.blocks[block].module, self.owners.unit_of(block), int(self.copies[storage]))
 
 
 @cache
-def _named(module: str, unit: Unit | None, copy: int) -> str:
+def named(module: str, unit: Unit | None, copy: int) -> str:
     """A module's path with the number of the layer that it stands for."""
     if unit is None or copy == 0 or not module:
         return module
@@ -118,175 +220,116 @@ def _named(module: str, unit: Unit | None, copy: int) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", lambda m: numbers.get(m[0], m[0]), module, count=1)
 
 
-class Owners:
-    """Whose a block is: of which layer, and if that one's group stands for others, of which group.
+class _Expansion:
+    """Repeats the stretches of a log. A storage is a pair of a block and a copy.
 
     Attributes:
-        born: the layer in whose stretch it is born; None outside of layers.
-        of: the layer that it belongs to: one that it was said to be of, or that in whose stretch it is born.
+        turns: of each stretch as often as it happens: its unit and copy.
+        rows: for each turn, [events] the number of the turn, the place in the log, the block and the copy.
     """
 
-    def __init__(self, log: Log, short: Shortened) -> None:
-        self.stretches = stretches(log, short)
-        self.units = {layer: unit for unit in short.units for layer in unit.layers}
-        ends = {layer: unit.layers[-1] for unit in short.units for layer in unit.layers}
-        self.born: list[int | None] = [None] * len(log.blocks)
-        births = [block.born for block in log.blocks]
-        for stretch in self.stretches:
-            if stretch.layer is None:
-                continue
-            for number in range(bisect_left(births, stretch.start), bisect_left(births, stretch.stop)):
-                self.born[number] = stretch.layer
-        self.of = [
-            born if block.layer is None else ends.get(block.layer, block.layer)
-            for born, block in zip(self.born, log.blocks, strict=True)
-        ]
+    def __init__(self, log: Log, owners: Owners) -> None:
+        self.log, self.owners = log, owners
+        entries = np.array(log.entries, dtype=np.int64)
+        self.births = entries >= 0
+        self.blocks = np.where(self.births, entries, ~entries)
+        self.counts = np.ones(len(log.blocks), dtype=np.int64)
+        for unit in owners.units.values():
+            self.counts[owners.of == unit.layers[-1]] = len(unit.copies)
+        self.fetched = np.array([block.fetched for block in log.blocks], dtype=bool)
+        self.turns: list[tuple[Stretch, int]] = []
+        self.rows: list[tuple[np.ndarray, ...]] = [(np.arange(0),) * 4]
 
-    def matches(self, log: Log) -> dict[tuple[int, int], int]:
-        """(a neighbour's block, the last layer of a group) -> the block of the group that is to the next one what this
-        is to the group: made in the same way, and gone in a neighbour's stretch."""
-        left: dict[int, dict[tuple, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        places = [stretch.start for stretch in self.stretches]
-        for number, block in enumerate(log.blocks):
-            layer = self.of[number]
-            if layer is None or block.died is None:
-                continue
-            end = self.stretches[bisect_left(places, block.died + 1) - 1].layer
-            if end is not None and end != layer:
-                start = self.stretches[bisect_left(places, block.born + 1) - 1]
-                key = (start.backward, block.bytes, block.on_host, block.fetched, end > layer)
-                left[layer][key].append((number, end))
-        found: dict[tuple[int, int], int] = {}
-        for group in {unit.layers[-1] for unit in self.units.values()}:
-            for layer, kinds in list(left.items()):
-                for key, blocks in kinds.items():
-                    others = [number for number, end in blocks if end == group]
-                    if layer != group:
-                        found |= {
-                            (other, group): own for (own, _), other in zip(left[group][key], others, strict=False)
-                        }
-        return found
-
-    def unit_of(self, number: int) -> Unit | None:
-        """The group that stands for others which a block is of."""
-        layer = self.of[number]
-        return None if layer is None else self.units.get(layer)
-
-
-@dataclass
-class Order:
-    """What happens in the whole model, in terms of the shortened model's log. It is the same whatever the bytes.
-
-    Attributes:
-        blocks, copies: of each storage the block that it is like, and the number of its group among those that the
-            block's stands for.
-        entries: births and deaths of these, as in `Log`.
-        marks, sent: each as often as it happens, and where in `entries`.
-    """
-
-    owners: Owners
-    blocks: list[int] = field(default_factory=list)
-    copies: list[int] = field(default_factory=list)
-    entries: list[int] = field(default_factory=list)
-    marks: list[tuple[Mark, int, Unit | None, int]] = field(default_factory=list)
-    sent: list[tuple[Sent, int]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, log: Log, short: Shortened) -> Order:
-        """The order of a log; that of a model with all its layers is the log's own."""
-        return _Writer(log, short).write()
-
-
-class _Writer:
-    def __init__(self, log: Log, short: Shortened) -> None:
-        self.log, self.owners = log, Owners(log, short)
-        self.match = self.owners.matches(log)
-        self.passed_on = set(self.match.values())
-        self.out = Order(self.owners)
-        self.numbers: list[dict[int, int]] = [{} for _ in log.blocks]  # of each block: copy -> number of the storage
-        self.fetched: dict[int, deque[int]] = defaultdict(deque)  # by bytes, the copies from the host that are there
-
-    def write(self) -> Order:
+    def events(self) -> Events:
         for stretch in self.owners.stretches:
             if stretch.unit is None:
                 self._outside(stretch)
             else:
-                copies = range(len(stretch.unit.copies))
-                for copy in reversed(copies) if stretch.backward else copies:
-                    self._copy(stretch, stretch.unit, copy)
-        return self.out
+                self._copied(stretch, stretch.unit)
+        turn, place, block, copy = (np.concatenate(column) for column in zip(*self.rows, strict=True))
+        births = self.births[place]
+        most = int(copy.max(initial=0)) + 1
+        pair = block * most + copy
+        # Storages are numbered by their births.
+        number = np.full(len(self.log.blocks) * most, -1, dtype=np.int64)
+        number[pair[births]] = np.arange(int(births.sum()))
+        storages = number[pair]
+        self._free_the_oldest(storages, births, block)
+        events = np.arange(len(storages))
+        first = np.full(int(births.sum()) + 1, len(storages), dtype=np.int64)  # the last one: never born
+        first[storages[births]] = events[births]
+        # A death counts if it is the first one after the birth.
+        deaths = events[~births & (first[storages] < events)]
+        _, kept = np.unique(storages[deaths], return_index=True)
+        keep = births.copy()
+        keep[deaths[kept]] = True
+        marks = self._marks(turn[keep], place[keep])
+        storages, births, events = storages[keep], births[keep], np.arange(int(keep.sum()))
+        born, died = (np.full(len(first) - 1, len(events), dtype=np.int64) for _ in range(2))
+        born[storages[births]], died[storages[~births]] = events[births], events[~births]
+        like = self.blocks[place[keep]][births]
+        return Events(self.owners, like, copy[keep][births], storages, np.where(births, 1, -1), born, died, marks)
+
+    def _add(self, turn: int | np.ndarray, place: np.ndarray, block: np.ndarray, copy: np.ndarray) -> None:
+        self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:
-        log, out = self.log, self.out
-        marks = iter(self._marks(stretch))
-        mark = next(marks, None)
-        for at in range(stretch.start, stretch.stop):
-            while mark is not None and mark.at == at:
-                out.marks.append((mark, len(out.entries), None, 0))
-                mark = next(marks, None)
-            entry = log.entries[at]
-            number = entry if entry >= 0 else ~entry
-            if entry < 0 and log.blocks[number].fetched:
-                self._let_go(number)
-                continue
-            unit = self.owners.unit_of(number)
-            copies: Sequence[int] = range(1 if unit is None else len(unit.copies))
-            if unit is not None and entry < 0 and stretch.layer is not None and number in self.passed_on:
-                # a neighbour is through with it
-                copies = copies[-1:] if stretch.layer > unit.layers[-1] else copies[:1]
-            for copy in copies:
-                self._birth(number, copy) if entry >= 0 else self._death(number, copy)
-        for sent in self._sent(stretch):
-            unit = None if sent.block is None else self.owners.unit_of(sent.block)
-            out.sent += [(sent, len(out.entries))] * (1 if unit is None else len(unit.copies))
+        place = np.arange(stretch.start, stretch.stop)
+        block, births = self.blocks[place], self.births[place]
+        count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
+        once = ~births & self.fetched[block]
+        if stretch.layer != _NO_LAYER:  # a neighbour frees what its own group has passed on to it
+            passed = ~births & ~once & (count > 1) & np.isin(block, list(self.owners.matches.values()))
+            later = passed & (stretch.layer > self.owners.of[block])
+            first[later] = count[later] - 1
+            once |= passed
+        count = np.where(once, 1, count)
+        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        self._add(len(self.turns), np.repeat(place, count), np.repeat(block, count), np.repeat(first, count) + within)
+        self.turns.append((stretch, 0))
 
-    def _copy(self, stretch: Stretch, unit: Unit, copy: int) -> None:
-        log, out, own = self.log, self.out, unit.layers[-1]
-        begin, last = len(out.entries), len(unit.copies) - 1
-        is_last = copy == (0 if stretch.backward else last)
-        marks = self._marks(stretch)
-        next_mark = 0
-        for at in range(stretch.start, stretch.stop):
-            while next_mark < len(marks) and marks[next_mark].at <= at:
-                out.marks.append((marks[next_mark], len(out.entries), unit, copy))
-                next_mark += 1
-            entry = log.entries[at]
-            if entry >= 0:
-                self._birth(entry, copy)
-                continue
-            number = ~entry
-            owner = self.owners.of[number]
-            if log.blocks[number].fetched:
-                self._let_go(number)
-            elif owner == own:
-                self._death(number, copy)
-            elif owner is None or (same := self.match.get((number, own))) is None:
-                if is_last:  # of all layers: it is gone when the last one is through
-                    self._death(number, 0)
-            else:  # the neighbour's, or that of the copy which stands there
-                beside = copy - 1 if owner < own else copy + 1
-                self._death(same, beside) if 0 <= beside <= last else self._death(number, 0)
-        out.sent += [(sent, begin) for sent in self._sent(stretch)]
+    def _copied(self, stretch: Stretch, unit: Unit) -> None:
+        own, last = unit.layers[-1], len(unit.copies) - 1
+        place = np.arange(stretch.start, stretch.stop)
+        block, births = self.blocks[place], self.births[place]
+        of = self.owners.of[block]
+        target, beside = block.copy(), np.zeros(len(place), dtype=np.int64)
+        of_all = np.zeros(len(place), dtype=bool)  # it dies when the last one is through
+        for at in np.flatnonzero(~births & ~self.fetched[block] & (of != own)).tolist():
+            same = None if of[at] == _NO_LAYER else self.owners.matches.get((int(block[at]), own))
+            if same is None:
+                of_all[at] = True
+            else:
+                target[at], beside[at] = same, -1 if of[at] < own else 1
+        for copy in range(last, -1, -1) if stretch.backward else range(last + 1):
+            copies = copy + beside
+            neighbours = (copies < 0) | (copies > last)
+            is_last = copy == (0 if stretch.backward else last)
+            keep = ~of_all | is_last
+            blocks = np.where(neighbours, block, target)
+            self._add(len(self.turns), place[keep], blocks[keep], np.where(neighbours | of_all, 0, copies)[keep])
+            self.turns.append((stretch, copy))
 
-    def _birth(self, number: int, copy: int) -> None:
-        block, out = self.log.blocks[number], self.out
-        if block.fetched:
-            self.fetched[block.bytes].append(len(out.blocks))
-        else:
-            self.numbers[number][copy] = len(out.blocks)
-        out.entries.append(len(out.blocks))
-        out.blocks.append(number)
-        out.copies.append(copy)
+    def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
+        """Lets each death of a copy of host memory be that of the oldest one of its size."""
+        fetched = np.flatnonzero(self.fetched[block])
+        sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
+        for size in np.unique(sizes):
+            there = fetched[sizes == size]
+            deaths = there[~births[there]]
+            storages[deaths] = storages[there[births[there]]][: len(deaths)]
 
-    def _death(self, number: int, copy: int) -> None:
-        if (new := self.numbers[number].pop(copy, None)) is not None:
-            self.out.entries.append(~new)
-
-    def _let_go(self, number: int) -> None:
-        self.out.entries.append(~self.fetched[self.log.blocks[number].bytes].popleft())
-
-    def _marks(self, stretch: Stretch) -> list[Mark]:
-        return [mark for mark in self.log.marks if stretch.start <= mark.at < stretch.stop]
-
-    def _sent(self, stretch: Stretch) -> Iterator[Sent]:
-        return (sent for sent in self.log.sent if stretch.start <= sent.at < stretch.stop)
+    def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, Unit | None, int]]:
+        length, of_stretch = len(self.log.entries), defaultdict[int, list[Mark]](list)
+        for mark in self.log.marks:
+            if mark.at < length:
+                of_stretch[self.owners.stretch_at[mark.at]].append(mark)
+        numbers = {stretch.start: number for number, stretch in enumerate(self.owners.stretches)}
+        found = [
+            (happens * length + mark.at, mark, stretch.unit, copy)
+            for happens, (stretch, copy) in enumerate(self.turns)
+            for mark in of_stretch.get(numbers[stretch.start], ())
+        ]
+        found += [(len(self.turns) * length, mark, None, 0) for mark in self.log.marks if mark.at >= length]
+        events = np.searchsorted(turn * length + place, [one[0] for one in found]).tolist()
+        return [(event, *one[1:]) for event, one in zip(events, found, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,11 @@ from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
 from moetune.experts.context import CountRows
 from moetune.memory.routing import Routing
-from moetune.memory.time.counter import Counter, parts_of
 from moetune.memory.time.work import COUNTING, READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
-from moetune.memory.trace.log import OUTSIDE, Log, Trace
-from moetune.memory.trace.repeat import repeat
+from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.views import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.distribute import reshard
@@ -153,7 +152,7 @@ class Steps(Watched):
             tracking: without it only phases and modules are noted.
             short: what the layers of a shortened model stand for.
         """
-        with self._following(tracker, tracking), self._counting_work(tracker):
+        with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
                 tracker.step = step
                 self._step(tracker, self.feed, first if first and step == 0 else micro_steps)
@@ -161,12 +160,9 @@ class Steps(Watched):
             self._evaluate(tracker, self.feed)
         self.watch.remove()
         tracker.stop()
-        left_out = self.config.train.accumulate - micro_steps
-        log = tracker.log if short is None else repeat(tracker.log, short)
-        begin = 0
-        if first:  # it takes no more than the last one, which has more micro-steps, and states beside it
-            begin = next(mark.at for mark in log.marks if mark.step == steps - 1)
-        return Trace.of(log, begin, self.adapted.ranks.axis_of, left_out)
+        # A first step of fewer micro-steps takes no more than the last one, which has states beside it.
+        left_out, axis_of = self.config.train.accumulate - micro_steps, self.adapted.ranks.axis_of
+        return Trace.of(tracker.log, axis_of, short=short, left_out=left_out, last_step=bool(first))
 
     def one(self, tracker: Tracker, micro_steps: int) -> None:
         """One step, of which phases and modules are noted."""
@@ -203,23 +199,18 @@ class Steps(Watched):
         count_rows = routing.count_rows if isinstance(routing, Routing) else routing
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
-    @contextmanager
-    def _counting_work(self, tracker: Tracker) -> Iterator[None]:
-        """Inside, what operations do on the GPU is counted, and what a trace assumes instead of asking for it."""
-        if self.gpu is None:
-            yield
-            return
-        parts, hooks = parts_of(self.adapted, self.named), self.adapted.expert_context.hooks
-        counter = tracker.counter = Counter(self.gpu.capability, tracker, parts, tracker.log.done)
+    def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
+        """Inside, the counting of experts' rows is work too, which a trace assumes instead of doing it."""
+        counter, hooks = tracker.counter, self.adapted.expert_context.hooks
+        if counter is None:
+            return nullcontext()
         assumed = hooks.count_rows
 
         def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
             counter.note(COUNTING)
             return assumed(layer, ids, num_experts)
 
-        with hooks.using(count_rows=count_rows):
-            yield
-        tracker.counter = None
+        return hooks.using(count_rows=count_rows)
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:

@@ -10,10 +10,9 @@ tensor. The log has what happens without the mode.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,39 +21,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moetune.compat.torch import noting_resizes, unguarded
+from moetune.adapt.attention import Capability
+from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
-from moetune.memory.kernels.workspace import Workspace
+from moetune.memory.kernels import workspace
 from moetune.memory.report import PartName, Phase
 from moetune.memory.time.counter import Counter
+from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, message
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
-
 _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten.copy_.default
 _ADD = torch.ops.aten.add.Tensor
-_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
-"""Functions between an operation and who asked for it, under one mode or several."""
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """A gradient that autograd has just added up.
-
-    Attributes:
-        block: its number.
-        storage: the id of its storage.
-        onto: the block of the gradient that it was added onto.
-    """
+    """A gradient that autograd has just added up: its block and the id of its storage, and the block of the gradient
+    that it was added onto."""
 
     block: int
     storage: int
@@ -69,14 +61,6 @@ def _is_whole(tensor: Tensor) -> bool:
     return all(stride for _, stride in sizes) and tensor.numel() == 1 + sum((n - 1) * stride for n, stride in sizes)
 
 
-def _asked_by_autograd() -> bool:
-    """Whether an operation under a dispatch mode was asked for by autograd's engine, not by Python code."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
-        frame = frame.f_back
-    return frame.f_code is _engine_run_backward.__code__
-
-
 @unguarded
 class Tracker(TorchDispatchMode):
     """Follows every storage between `with tracker:` and its end.
@@ -85,15 +69,23 @@ class Tracker(TorchDispatchMode):
         modules: module -> path, of the modules that a moment is named by; deeper ones count as part of these.
         limit: bytes of the device, as if it had no more; None for any. An operation whose result is beyond them raises
             torch's own `OutOfMemoryError`.
+        capability: of the GPU whose kernels' workspaces are noted; None for the CPU's.
+        parts: module path -> part of a step, to count the work of that GPU.
 
     Attributes:
         log: all that was noted.
-        workspace: notes what a GPU's kernels take inside themselves.
-        counter: notes what they do.
+        counter: counts the GPU's work, if there are `parts`.
         refused: the place in the log at which the last result was beyond the limit, and its bytes.
     """
 
-    def __init__(self, modules: dict[nn.Module, str], limit: int | None = None) -> None:
+    def __init__(
+        self,
+        modules: dict[nn.Module, str],
+        limit: int | None = None,
+        *,
+        capability: Capability | None = None,
+        parts: Mapping[str, WorkPart] | None = None,
+    ) -> None:
         super().__init__()
         self.limit, self.refused = limit, (0, 0)
         self._bytes = 0  # that are alive on the device
@@ -108,8 +100,8 @@ class Tracker(TorchDispatchMode):
         self._knows_host = False  # whether any block is the host's
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
-        self.workspace: Workspace | None = None
-        self.counter: Counter | None = None
+        self._capability = capability
+        self.counter = None if capability is None or parts is None else Counter(capability, self, parts, self.log.done)
 
     # --- What is alive ------------------------------------------------------------------------------------------
 
@@ -194,11 +186,11 @@ class Tracker(TorchDispatchMode):
                 self.log.blocks[number].part = part
                 self.read_marks(tensor)
 
-    def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None) -> None:
-        """Says of which decoder layer a tensor is, whenever it was born, and what it is called."""
+    def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None, *, in_bank: bool = False) -> None:
+        """Notes the decoder layer of a tensor, whenever it was born, and its label."""
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
-            block.layer = layer
+            block.layer, block.in_bank = layer, block.in_bank or in_bank
             if label is not None:
                 block.module, block.op = "", label
 
@@ -218,7 +210,7 @@ class Tracker(TorchDispatchMode):
         return self._alive.get(id(tensor.untyped_storage()))
 
     def place(self) -> int:
-        """Where the log is."""
+        """The length of the log."""
         return len(self.log.entries)
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -262,13 +254,13 @@ class Tracker(TorchDispatchMode):
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
-        kwargs, workspace = kwargs or {}, self.workspace
-        inside = [] if workspace is None else workspace.before(func, args, kwargs)
+        kwargs, capability = kwargs or {}, self._capability
+        inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
         out = func(*args, **kwargs)
         born = len(self.log.blocks)
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)
-            if func is _ADD and self.phase == "backward" and _is_whole(args[0]) and _asked_by_autograd():
+            if func is _ADD and self.phase == "backward" and _is_whole(args[0]) and called_by_autograd():
                 onto = self.block_of(args[0])
                 self._sum = None if onto is None else _Sum(born, id(out.untyped_storage()), onto)
         elif out is not None:
@@ -283,9 +275,16 @@ class Tracker(TorchDispatchMode):
                 block.on_host = True
         if self.counter is not None:
             self.counter.count(func, args, kwargs, out)
-        if workspace is not None:
-            workspace.after(func, args, out, inside)
+        if capability is not None:
+            for number in reversed([*inside, *self._births(func, workspace.after(func, capability, args))]):
+                self.death(number)
+            for output in workspace.HOST_OUTPUTS.get(func, ()):
+                self.moved_to_host(out[output])
         return out
+
+    def _births(self, func: Any, sizes: Iterable[int]) -> list[int]:
+        """Notes what a kernel takes inside itself."""
+        return [self.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]
 
     def _on_host(self, args: Any, kwargs: Any) -> bool:
         """Whether an operation's tensors are all the host's: it runs there, then, and its results are there."""

@@ -1,4 +1,4 @@
-"""A model under a tracker: what it holds, where its layers begin and end, and the kernels of its card."""
+"""A model under a tracker: what it holds, and where its layers begin and end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
+from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
-from moetune.memory.kernels import kernels_of
+from moetune.memory.kernels.attention import attention_of
+from moetune.memory.time.counter import work_parts
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
@@ -37,36 +39,47 @@ class Watched:
         gpu: Gpu | None = None,
         shards: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        shards = shards or {}
         self.adapted, self.gpu = adapted, gpu
+        self.capability = None if gpu is None else gpu.capability
+        self.shards = shards or {}
         layers = decoder_layers(adapted.model)
         self.layers = dict(zip(range(len(layers)) if kept is None else kept, layers.values(), strict=True))
-        self.held = [*tensors_of(adapted.model), *shards.values()]
-        trained = adapted.trainable().values()
-        self.trained_storages = {id(local_tensor(shards.get(p, p)).untyped_storage()) for p in trained}
         self.named = named_modules(adapted)
 
+    def tracker(self, *, counts: bool = False) -> Tracker:
+        """A tracker of this model.
+
+        Args:
+            counts: count the work of the card, if there is one.
+        """
+        parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
+        return Tracker(self.named, capability=self.capability, parts=parts)
+
     def add_to(self, tracker: Tracker) -> None:
-        """Says what there is before anything runs."""
-        labels = labels_of(self.adapted)
-        for tensor in self.held:
-            trains = id(tensor.untyped_storage()) in self.trained_storages
-            label = labels.get(id(tensor.untyped_storage()), "other")
-            tracker.add(tensor, "trainable_weights" if trains else "frozen_weights", label)
+        """Adds what there is before anything runs."""
+        labels, shards, model = labels_of(self.adapted), self.shards, self.adapted.model
+        trained = self.adapted.trainable().values()
+        trained_storages = {id(local_tensor(shards.get(p, p)).untyped_storage()) for p in trained}
+        for tensor in (*tensors_of(model), *shards.values()):
+            storage = id(tensor.untyped_storage())
+            part = "trainable_weights" if storage in trained_storages else "frozen_weights"
+            tracker.add(tensor, part, labels.get(storage, "other"))  # type: ignore[arg-type]
+        banks = (module for module in model.modules() if isinstance(module, ExpertBank))
+        in_banks = {id(tensor.untyped_storage()) for bank in banks for tensor in tensors_of(bank)}
         for number, layer in self.layers.items():
             for tensor in tensors_of(layer):
-                tracker.belongs(tensor, number)
+                tracker.belongs(tensor, number, in_bank=id(tensor.untyped_storage()) in in_banks)
 
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Inside, what the model does is followed.
+        """Follows the model inside.
 
         Args:
             tracking: without it only layers and experts are noted.
         """
         watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
-        tracked = tracker if tracking else nullcontext()
-        with self._cutting(tracker), watching, tracked, kernels_of(self.gpu, tracker):
+        attention = nullcontext() if self.capability is None else attention_of(self.capability)
+        with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
             yield
 
     @contextmanager
@@ -83,8 +96,8 @@ class Watched:
             if layer == numbers[-1]:
                 tracker.cut(layer, backward=False)
 
-        # A layer ends where the next one begins: by then the model has let go of its input. FSDP2's own hooks come
-        # after the first of these and after the gradient's.
+        # A layer ends where the next one begins: by then the model has freed its input. FSDP2's own hooks come after
+        # the first of these and after the gradient's.
         numbers, hooks = list(self.layers), []
         for before, (number, layer) in zip([OUTSIDE, *numbers], self.layers.items(), strict=False):
             hooks.append(layer.register_forward_pre_hook(partial(begin, before=before), prepend=True))
@@ -97,10 +110,10 @@ class Watched:
 
 
 def labels_of(adapted: Adapted) -> dict[int, str]:
-    """By the id of a storage, what a report calls its tensor: its component, and how it is stored if it is packed."""
+    """By the id of a storage, the label of its tensor in a report: its component, and how it is quantized."""
     run, model = adapted.run, adapted.run.config.model
     stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
-    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parts}
+    components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}
     for path, module in adapted.model.named_modules():
@@ -108,10 +121,10 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
         own = next((components[p] for p in (plain, plain.rpartition(".")[0]) if p in components), None)
         if isinstance(module, QuantizedExperts):
             own = "experts"
-        packed = isinstance(module, (QuantizedExperts, QuantizedLinear, Linear4bit))
+        quantized = isinstance(module, (QuantizedExperts, QuantizedLinear, Linear4bit))
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             label = own or "buffers"
-            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if packed else label
+            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if quantized else label
         if isinstance(module, Linear4bit):
             for tensor in tensors_of(module):
                 labels[id(tensor.untyped_storage())] = f"{own}, {stored}"
@@ -122,7 +135,7 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
-    """The modules that a report names: decoder layers, what they are made of, and what stands outside of them."""
+    """The modules that a report names: decoder layers, what they are made of, and what is outside of them."""
     layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
     experts = tuple(f"{layer.experts}." for layer in adapted.structure.moe_layers)
     named = {}

@@ -1,1 +1,1 @@
-"""From files to rows of tokens: sources, records, chat templates, packing, and a look at what comes out."""
+"""From files to rows of tokens."""

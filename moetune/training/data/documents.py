@@ -1,7 +1,6 @@
-"""Documents, and rows of them, on disk: written once, in order, then mapped into memory, which they may exceed.
+"""Documents, and rows of them, in files that are mapped into memory, so that a data set may be larger than it.
 
-Files have no name. The system removes them with the process, however that ends: nothing is left to clean up, to be
-found half written, or to be taken for other data.
+The files have no name: the system removes them with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from moetune.errors import UserError
 from moetune.training.step.loss import IGNORED
 
 Block = Mapping[str, np.ndarray | Sequence[np.ndarray]]
-"""Some rows: each column's values, an array a row."""
+"""Rows: the values of each column, an array for each row."""
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One record as tokens: `ids` and `labels`, int32 [length], at least 2 long.
+    """A document as `ids` and `labels`, int32 [length], with at least 2 tokens.
 
-    The first label is always `IGNORED`: a first token is predicted from nothing. A `divisible` document may
-    be cut into several sequences; a prompt must stay with its completion.
+    The first label is `IGNORED`, because nothing predicts a first token. A `divisible` document may be cut into several
+    sequences; others, such as a prompt and its completion, may not.
     """
 
     ids: np.ndarray
@@ -44,20 +43,20 @@ class Document:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def piece(self, start: int, stop: int) -> Document:
-        """Tokens `start` to `stop`, the first of them as context only."""
+    def segment(self, start: int, stop: int) -> Document:
+        """Return the tokens from `start` to `stop`, the first of them as context without a loss."""
         labels = self.labels[start:stop].copy()
         labels[0] = IGNORED
         return Document(self.ids[start:stop], labels, self.divisible)
 
     def shortened(self, longest: int) -> tuple[Document, bool]:
-        """Its first tokens, to the end of the last whole stretch that trains, and whether there was one."""
+        """Return its first tokens up to the end of the last whole stretch that trains, and whether there is one."""
         ends = np.flatnonzero((self.labels[:longest] != IGNORED) & (self.labels[1 : longest + 1] == IGNORED)) + 1
-        return (self.piece(0, int(ends[-1])), True) if len(ends) else (self.piece(0, longest), False)
+        return (self.segment(0, int(ends[-1])), True) if len(ends) else (self.segment(0, longest), False)
 
 
 class Documents:
-    """Documents in the order in which they were added; once one is read, no more are. Memory has 17 bytes of each."""
+    """Documents in the order of addition, 17 bytes of each in memory. None is added after the first read."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -65,8 +64,8 @@ class Documents:
         self._divisible = bytearray()
 
     def add(self, document: Document) -> None:
-        """Raises `UserError` if the disk is full."""
-        with _said():
+        """Append a document; raise `UserError` if the disk is full."""
+        with _naming_the_disk():
             self._file = self._file or _temporary()
             self._file.write(np.concatenate([document.ids, document.labels]).tobytes())
         self._lengths.append(len(document))
@@ -92,13 +91,13 @@ class Documents:
     @cached_property
     def _tokens(self) -> np.ndarray:
         assert self._file is not None
-        with _said():
+        with _naming_the_disk():
             return np.frombuffer(_mapped(self._file), np.int32)
 
 
 @dataclass(frozen=True)
 class Chosen(Sequence[Document]):
-    """Some documents, by their numbers; one may be there several times."""
+    """A choice of documents, by their numbers; one may occur several times."""
 
     documents: Documents
     numbers: np.ndarray
@@ -111,23 +110,19 @@ class Chosen(Sequence[Document]):
 
 
 def rows_on_disk(names: Sequence[str], blocks: Iterable[Block]) -> datasets.Dataset:
-    """Rows of int32 lists, which stay on disk.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    """Write rows of int32 lists to disk and return them; raise `UserError` if the disk is full."""
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
-    with _said():
+    with _naming_the_disk():
         file = _temporary()
         with pa.ipc.new_stream(file, schema) as writer:
             for block in blocks:
                 writer.write_batch(pa.record_batch([_list_array(block[name]) for name in names], schema=schema))
         table = pa.ipc.open_stream(pa.py_buffer(_mapped(file))).read_all()
-    return datasets.Dataset(table, fingerprint=secrets.token_hex(8))  # without one it is hashed, whole and in memory
+    return datasets.Dataset(table, fingerprint=secrets.token_hex(8))  # without one all of it is hashed, in memory
 
 
 def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
-    """All values of a column, those of some rows at a time."""
+    """Yield the values of a column, some rows at a time."""
     for chunk in rows.data.column(name).chunks:
         yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
 
@@ -139,7 +134,7 @@ def _list_array(rows: np.ndarray | Sequence[np.ndarray]) -> pa.ListArray:
 
 
 def _folder() -> str:
-    """Where temporary files go. /tmp is in memory on many machines, and /var/tmp is not."""
+    """Return the folder for temporary files: not /tmp, which is in memory on many machines."""
     return os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir())
 
 
@@ -153,7 +148,7 @@ def _mapped(file: IO[bytes]) -> mmap.mmap:
 
 
 @contextmanager
-def _said() -> Iterator[None]:
+def _naming_the_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:

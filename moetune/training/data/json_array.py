@@ -1,4 +1,4 @@
-"""A JSON array in a file, value by value: Alpaca and ShareGPT sets are published so, and may be larger than memory."""
+"""A JSON array in a file, value by value: the file may be larger than memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import IO, Any
 from moetune.errors import UserError
 
 _BYTES = 2**16
-_MARGIN = 16  # what a word, a number or an escape may still need to be whole
+_MARGIN = 16  # characters that a word, a number or an escape may still need to be whole
 _WHITE = re.compile(r"[ \t\n\r]*")
 
 
+class DuplicateKeyError(UserError):
+    """A JSON object has a key more than once; Python would keep the last value and lose the others."""
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse an object that has a key twice: Python would keep the last value and lose the others."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -25,15 +28,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class DuplicateKeyError(UserError):
-    """A JSON object has a key more than once."""
-
-
 DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 class JsonArray:
-    """Iterates over the values, one at a time in memory. Errors are those of `json.loads`; `where` says where."""
+    """Iterates over the values, one at a time in memory. Errors are those of `json.loads`; `where` locates them."""
 
     def __init__(self, handle: IO[bytes]) -> None:
         self._file = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
@@ -41,23 +40,23 @@ class JsonArray:
         self._lines = self._column = 0  # before the text
 
     def __iter__(self) -> Iterator[Any]:
-        self._next()  # the bracket
+        self._skip()  # to the bracket
         self._at += 1
-        mark = self._next()
+        mark = self._skip()
         while mark != "]":
             yield self._value()
-            mark = self._next()
-            if mark not in ("]", ","):
-                raise json.JSONDecodeError("Expecting ',' delimiter", self._text, self._at)
+            mark = self._skip()
             if mark == ",":
                 self._at += 1
-                self._next()
+                self._skip()
+            elif mark != "]":
+                raise json.JSONDecodeError("Expecting ',' delimiter", self._text, self._at)
         self._at += 1
-        if self._next():
+        if self._skip():
             raise json.JSONDecodeError("Extra data", self._text, self._at)
 
     def where(self, error: json.JSONDecodeError) -> tuple[int, int]:
-        """Line and column in the file, from 1."""
+        """Return line and column in the file, from 1."""
         return error.lineno + self._lines, error.colno + (self._column if error.lineno == 1 else 0)
 
     def _value(self) -> Any:
@@ -73,18 +72,16 @@ class JsonArray:
                     raise
             self._more()
 
-    def _next(self) -> str:
-        """The next character that is not white; nothing at the end."""
-        while True:
-            white = _WHITE.match(self._text, self._at)
-            assert white is not None
+    def _skip(self) -> str:
+        """Go to the next character that is not white space and return it; nothing at the end."""
+        while (white := _WHITE.match(self._text, self._at)) and white.end() == len(self._text) and not self._ended:
             self._at = white.end()
-            if self._at < len(self._text) or self._ended:
-                return self._text[self._at : self._at + 1]
             self._more()
+        self._at = white.end() if white else self._at
+        return self._text[self._at : self._at + 1]
 
     def _more(self) -> None:
-        """Lets go of what was read, and doubles the rest, so that a long value is looked at a few times only."""
+        """Drop what was read, and read as much as is left, so that a long value is parsed a few times only."""
         lines = self._text.count("\n", 0, self._at)
         self._column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + (0 if lines else self._column)
         self._lines += lines

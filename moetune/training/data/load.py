@@ -1,24 +1,19 @@
-"""The `data:` section of a run file, read, checked, tokenized and laid into sequences.
+"""The `data:` section of a run file, read, checked, tokenized and put into sequences, before any weight is loaded.
 
-Everything that can be wrong with the data is found here, before any weight is loaded. The steps have a file
-each: `sources` (where records come from), `records` (what they mean), `packing` (how they fill sequences).
+sources.py opens files, records.py reads them, encoder.py tokenizes records, packing.py fills sequences.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, TrainConfig, WeightedData
@@ -26,29 +21,28 @@ from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import find_model_source
+from moetune.training.data.chat_template import Marking
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
-from moetune.training.data.records import Reading, Strategy, read_documents
+from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds
-_MOST_GROWTH = 1000  # of a text, by a tokenizer's replacements; a space becomes three bytes
 
 
 @dataclass(frozen=True)
 class DataCounts:
-    """What became of the records of a data set.
+    """The contents of a data set.
 
     Attributes:
         lengths: tokens of each document, int32.
-        records: of which they were made.
-        dropped, cut, unended: documents that were too long; the last ended in the middle of what trains.
-        chats: by how the assistant's tokens were found (`records.Strategy`), of all that were read.
+        records: how many the documents are made of.
+        dropped, cut, unended, chats: as in `Reading`.
         sequences: rows to train on.
-        tokens: in these, padding left out; of a document that was cut into several, the context counts again.
+        tokens: in the sequences, padding left out; repeated context counts again.
         loss_tokens: those of them that are predicted.
-        padding: tokens that fill sequences; without packing, batches are padded, and it is 0.
+        padding: tokens that fill packed sequences.
     """
 
     lengths: np.ndarray
@@ -56,7 +50,7 @@ class DataCounts:
     dropped: int
     cut: int
     unended: int
-    chats: Mapping[Strategy, int]
+    chats: Mapping[Marking, int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -65,7 +59,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Tokenized sequences, on disk, in the order of the records. Shuffling is the trainer's."""
+    """Tokenized sequences, on disk, in the order of the records; the loop shuffles them."""
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
@@ -74,10 +68,10 @@ class Datasets:
 
 
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: TrainConfig) -> Datasets:
-    """Reads both data sets. The same files and tokenizer give the same sequences, byte for byte.
+    """Read both data sets. The same files and tokenizer give the same sequences, byte for byte.
 
     Raises:
-        UserError: what is wrong with either of them, all of it together.
+        UserError: all problems of both.
     """
     problems: dict[str, None] = {}
     documents = Documents()
@@ -118,47 +112,17 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
 
 
 def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """Return the tokenizer in a model's folder; raise `UserError` if it cannot be loaded."""
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
         on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
-        if tokenizer.is_fast:
-            _refuse_growth(tokenizer.backend_tokenizer)
-        return tokenizer
-
-
-def _refuse_growth(backend: Tokenizer) -> None:
-    """Refuse a tokenizer whose replacements multiply a text: it would not end, and nothing can stop it."""
-    empty = Tokenizer(BPE())
-    empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
-    said = json.loads(empty.to_str())
-
-    def growth(step: dict[str, Any] | None) -> float:
-        if step is None or step["type"] not in ("Sequence", "Replace"):
-            return 1.0
-        if step["type"] == "Sequence":
-            steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
-            return float(np.prod([growth(one) for one in steps]))
-        pattern = step["pattern"].get("String")
-        return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
-
-    for part in ("normalizer", "decoder"):
-        if (times := growth(said[part])) > _MOST_GROWTH:
-            raise UserError(
-                f"the {part} in tokenizer.json may make a text {times:.3g} times as long, and {_MOST_GROWTH} is the "
-                "most; take the original tokenizer of the model"
-            )
+        return AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
 
 
 def chat_template(spec: str) -> str:
-    """The template that `data.chat_template` names: a file, or a model whose tokenizer has one.
+    """Return the template that `data.chat_template` names: a file, or a model whose tokenizer has one.
 
     Raises:
-        UserError: there is no such file or model, or it has none.
+        UserError: there is no such file or model, or the model has none.
     """
     file = expanded(spec)
     if file.is_file():
@@ -174,7 +138,7 @@ def chat_template(spec: str) -> str:
 
 
 def _announced(source: Source) -> Iterator[Row]:
-    """Its rows. Where reading takes long, stderr hears how far it is, at ever longer intervals."""
+    """Yield the rows of a source; report progress on stderr after 10, 20, 40 … seconds."""
     begun, wait = time.monotonic(), _PATIENCE
     for count, row in enumerate(source.rows):
         if time.monotonic() - begun > wait:
@@ -184,7 +148,7 @@ def _announced(source: Source) -> Iterator[Row]:
 
 
 def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
-    """What a key of the run file names, and how often each of its records is taken."""
+    """Return what a key of the run file names, each with its weight."""
     specs = [] if part is None else [part] if isinstance(part, str) else part
     return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in specs]
 
@@ -201,7 +165,7 @@ def _joined(parts: Sequence[Reading]) -> Reading:
 
 
 def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
-    """Every record `weight` times, and of what is left over a share that is drawn."""
+    """Return every record as often as the integer part of `weight`, and a drawn share of them for the fraction."""
     whole, rest = divmod(weight, 1)
     records = np.unique(read.records)
     drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
@@ -210,7 +174,7 @@ def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
 
 
 def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
-    """The training and the held-out part of records, none of which is in both."""
+    """Return the training and the held-out part; no record is in both."""
     _, firsts = np.unique(read.records, return_index=True)  # weights have some more than once
     records = read.records[np.sort(firsts)]
     count = max(1, round(share * len(records)))
@@ -227,7 +191,7 @@ def _taken(read: Reading, at: np.ndarray) -> Reading:
 
 
 def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
-    """Documents in sequences, packed if there is a token to fill them with, and what there is of everything."""
+    """Return documents in sequences, packed if there is a `padding` token, and their counts."""
     chosen = Chosen(documents, read.documents)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
     there = sum(map(len, values(rows, "input_ids")))
@@ -264,11 +228,7 @@ def refuse_unknown_tokens(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that fills what is left of a sequence: the padding token, or else the end-of-sequence token.
-
-    Raises:
-        UserError: it has neither.
-    """
+    """Return the padding token, or else the end-of-sequence token; raise `UserError` if there is neither."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return token_id

@@ -1,4 +1,4 @@
-"""What a run's data become: the first records as tokens, lengths, and how many steps an epoch has."""
+"""A preview of a run's data: the first records as tokens, lengths, and the steps of an epoch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
+from moetune.training.data.chat_template import MARKINGS
 from moetune.training.data.load import (
     DataCounts,
     Datasets,
@@ -21,7 +22,6 @@ from moetune.training.data.load import (
     refuse_unknown_tokens,
     tokenizer_of,
 )
-from moetune.training.data.records import WAYS
 from moetune.training.step.loss import IGNORED
 
 BINS = 12
@@ -31,11 +31,11 @@ SHOWN_TOKENS = 400
 
 @dataclass(frozen=True)
 class Preview:
-    """What a run's data become.
+    """The data of a run.
 
     Attributes:
-        first: records as (text of a token, whether it carries loss), of a long one the beginning.
-        counts: of what trains; `held_out` of what does not.
+        first: the beginnings of some records, as (text of a token, whether it carries loss).
+        counts: of the training data; `held_out` of the held-out data.
         steps_an_epoch: updates that see every sequence once.
     """
 
@@ -61,11 +61,7 @@ class Preview:
 
 
 def preview(config: RunConfig, records: int = 3) -> Preview:
-    """Reads a run's data as training does; no weights.
-
-    Raises:
-        UserError: the run file names none, or they cannot be used.
-    """
+    """Read a run's data as training does; raise `UserError` if there are none, or they cannot be used."""
     if config.data is None:
         raise UserError("moetune data needs data: in the run file")
     source = find_model_source(config.model.path)
@@ -84,18 +80,18 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
 
 
 def sequences_a_step(config: RunConfig) -> int:
-    """Rows that one update sees, of all ranks."""
+    """Return the rows of an update, over all ranks."""
     return config.train.micro_batch * config.train.accumulate * data_ranks(config.parallel)
 
 
 def steps_an_epoch(sequences: int, config: RunConfig) -> int:
-    """Updates of an epoch. The last one takes what is left."""
+    """Return the updates of an epoch; the last one takes what is left."""
     micro_batches = ceil(ceil(sequences / config.train.micro_batch) / data_ranks(config.parallel))
     return ceil(micro_batches / config.train.accumulate)
 
 
 def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
-    """(shortest, longest, how many) of documents by length, in equal steps."""
+    """Return (shortest, longest, how many) of documents by length, in equal steps."""
     longest = int(counts.lengths.max())
     width = ceil((longest + 1) / min(BINS, longest))
     found = np.bincount(counts.lengths // width)
@@ -103,8 +99,8 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 
 def notes(counts: DataCounts) -> list[str]:
-    """How the assistant's tokens were found, in words."""
-    return [f"{count:,} chats: {WAYS[way]}" for way, count in counts.chats.items()]
+    """Return sentences on how the assistant's tokens were found."""
+    return [f"{count:,} chats: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
 
 
 def counts_json(counts: DataCounts) -> dict[str, Any]:
@@ -146,7 +142,7 @@ def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> 
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """What each token adds to the text of those before; of a character of several tokens, the last one has it."""
+    """Return what each token adds to the text; a character of several tokens is the last one's."""
     texts, before = [], ""
     for count in range(1, len(ids) + 1):
         text: Any = tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)

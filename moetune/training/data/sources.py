@@ -1,4 +1,4 @@
-"""Where records come from: local files, catalog and hub data sets. What a record means is for `records`.
+"""Where records come from: local files, catalog and hub data sets.
 
 spec                         -> rows
 notes.txt (.text .md .rst)      one record, {"text": the whole file}
@@ -36,17 +36,7 @@ CSV_SUFFIXES = {".csv": ",", ".tsv": "\t"}
 RECORD_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, ".parquet")
 READABLE_SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
 # A spec that ends like this was meant to be a file, whether it exists or not; hub names may hold other dots.
-FILE_SUFFIXES = (
-    *READABLE_SUFFIXES,
-    ".gz",
-    ".zst",
-    ".zip",
-    ".xml",
-    ".html",
-    ".yaml",
-    ".yml",
-    ".py",
-)
+FILE_SUFFIXES = (*READABLE_SUFFIXES, ".gz", ".zst", ".zip", ".xml", ".html", ".yaml", ".yml", ".py")
 UTF8_MARK = b"\xef\xbb\xbf"
 _SOME_BYTES = 2**16
 _ROWS = 32  # of a Parquet file, in memory at once
@@ -54,7 +44,7 @@ _ROWS = 32  # of a Parquet file, in memory at once
 
 @dataclass(frozen=True)
 class Row:
-    """One record as it was read, or the reason why it could not be. `number` counts from 1."""
+    """A record, or the reason why it could not be read. `number` counts from 1."""
 
     number: int
     value: Any = None
@@ -63,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows to read once, with what an error calls them: `data.jsonl`, `line 3`."""
+    """Rows to read once, and what messages call them: `data.jsonl`, `line 3`."""
 
     name: str
     unit: Literal["line", "row", "record"]
@@ -71,11 +61,10 @@ class Source:
 
 
 def open_sources(spec: str) -> list[Source]:
-    """Finds what a spec names: several of a folder, else one. What exists on disk wins over a catalog name, and that
-    over the hub.
+    """Return the sources that a spec names, several for a folder: on disk, else in the catalog, else on the hub.
 
     Raises:
-        UserError: nothing of that name exists, or it cannot be read; the message names the nearest that does.
+        UserError: nothing of that name exists, or it cannot be read; the message suggests the nearest name.
     """
     path = expanded(spec)
     if path.is_file():
@@ -98,7 +87,7 @@ def open_sources(spec: str) -> list[Source]:
 
 
 def _files_in(spec: str, folder: Path) -> list[Path]:
-    """The files with records in a folder, in the order of their names; those of plain text if there are no others."""
+    """Return a folder's files of records, in the order of their names; those of plain text if there are no others."""
     files = sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith("."))
     for suffixes in (RECORD_SUFFIXES, TEXT_SUFFIXES):
         if found := [file for file in files if file.suffix.lower() in suffixes]:
@@ -107,7 +96,7 @@ def _files_in(spec: str, folder: Path) -> list[Path]:
 
 
 def catalog_names() -> list[str]:
-    """The data sets that ship with moetune, sorted."""
+    """Return the names of the data sets that ship with moetune, sorted."""
     root = _catalog_root()
     return sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
 
@@ -117,6 +106,7 @@ def _catalog_root() -> Traversable:
 
 
 def looks_like_a_file(spec: str) -> bool:
+    """Return whether a spec is meant to be a path, whether or not it exists."""
     name = spec.partition(":")[0]
     return (
         PurePath(name).suffix.lower() in FILE_SUFFIXES
@@ -127,7 +117,7 @@ def looks_like_a_file(spec: str) -> bool:
 
 
 def _nearest(path: Path) -> str:
-    """` Did you mean …?` with the nearest name beside `path` or in the catalog, or nothing."""
+    """Return ` Did you mean …?` with the nearest name beside `path` or in the catalog, or nothing."""
     return suggest(path.name.partition(":")[0], [*names_in(path.parent), *catalog_names()])
 
 
@@ -203,7 +193,7 @@ def _begins_an_array(handle: IO[bytes]) -> bool:
 
 
 def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
-    """What is wrong with the file is said of its first record that is not whole."""
+    """Yield the values; an error of the file is that of the first record that is not whole."""
     number = 0
     with handle:
         array = JsonArray(handle)
@@ -218,7 +208,7 @@ def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Each row under the names in the first one; an empty field is no value."""
+    """Yield each row as an object with the names of the first one; an empty field is null."""
     csv.field_size_limit(2**31 - 1)  # else 131,072 characters
     with path.open(encoding="utf-8-sig", newline="") as handle:
         reader = csv.DictReader(handle, delimiter=delimiter, strict=True)
@@ -239,7 +229,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
-    """Splits at line feeds alone: JSON strings may hold U+2028 and others that `splitlines` cuts at."""
+    """Yield a record for each line; lines end with a line feed only, because JSON strings may hold U+2028."""
     with handle:
         for number, raw in enumerate(handle, 1):
             line = raw.removeprefix(UTF8_MARK).strip() if number == 1 else raw.strip()
@@ -281,7 +271,7 @@ def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
 
 
 def _without_dates(type: pa.DataType) -> pa.DataType:
-    """Moments and durations as integers: no record needs them, and Python cannot hold all of them."""
+    """Return the type with times and durations as integers: Python cannot represent all of them."""
     if pa.types.is_temporal(type):
         return pa.int64() if type.bit_width == 64 else pa.int32()
     if pa.types.is_list(type):

@@ -1,1 +1,1 @@
-"""Optimizers: which, where their states are, and updates inside the backward pass."""
+"""Optimizers, the precision and place of their states, and the learning rate schedule."""

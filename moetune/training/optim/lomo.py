@@ -1,12 +1,11 @@
-"""LOMO, AdaLomo, Adafactor: updates so small in memory that they can run inside the backward pass.
+"""LOMO, AdaLomo and Adafactor: updates that take so little memory that they can run in the backward pass.
 
     LOMO     w ← (1 - η·λ)·w - η·g                                         arXiv 2306.09782, algorithm 1
     AdaLomo  û = g / √v, v factored by rows and columns                    arXiv 2310.10195, algorithm 1
              w ← (1 - η'·λ)·w - η'·û / max(1, RMS(û) / d),   η' = η · max(ε, RMS(w))
     Adafactor the same with min(η, 1/√t) for η                             arXiv 1804.04235, algorithm 4
 
-They compute in float32, whatever the weights are, and round once. What is fused here is the arithmetic: float32 copies
-exist for a block of a matrix at a time. When they run is the business of training/step/fused.py.
+All compute in float32 and round once, whatever the weights are; float32 copies exist for a block of a matrix at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
 
 
 class ScalingOptimizer(torch.optim.Optimizer, ABC):
-    """One whose `step` multiplies gradients itself, in float32."""
+    """An optimizer whose `step` multiplies gradients by a scale, in float32."""
 
     @abstractmethod
     def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        """One update with gradients times `scale`."""
+        """Update with gradients times `scale`."""
 
 
 class Lomo(ScalingOptimizer):
@@ -53,10 +52,10 @@ class Lomo(ScalingOptimizer):
 
 
 class AdaLomo(ScalingOptimizer):
-    """Each matrix has its own step size, from the mean squares of its gradient's rows and columns.
+    """Scales each element's update by mean squares of its gradient's row and column.
 
-    A tensor of more dimensions is a stack of matrices, each by itself. State of a matrix [R, C]: R + C float32 numbers;
-    of a vector one for each element.
+    A tensor of more than two dimensions is a stack of matrices, each updated by itself. State of a matrix [R, C]:
+    R + C float32 numbers; of a vector one for each element.
 
     Args:
         decay_rate: v's decay at step t is 1 - t^-decay_rate.
@@ -130,7 +129,7 @@ class AdaLomo(ScalingOptimizer):
             _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
-        """η of a step."""
+        """Return η of a step."""
         return group["lr"]
 
 
@@ -146,7 +145,7 @@ def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -
 
 
 def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, group: dict[str, Any]) -> None:
-    """Grouped update normalization and the step, block by block; `update` gives û of some rows, as often as asked."""
+    """Normalize the update by its RMS and take the step, block by block; `update` returns û of some rows."""
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
     of_weight = torch.stack([weight[where].float().square().sum() for where in blocks]).sum()
@@ -160,6 +159,6 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Slices of the first axis with at most `BLOCK` elements each, but one row at least."""
+    """Return slices of the first axis, each of at most `BLOCK` elements but of at least one row."""
     rows = max(1, BLOCK * len(weight) // max(1, weight.numel()))
     return (slice(start, start + rows) for start in range(0, len(weight), rows))

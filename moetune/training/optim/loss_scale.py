@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: float16 gradients below 6e-8 are zero, so the loss is multiplied by what keeps them above."""
+"""Dynamic loss scaling: float16 rounds gradients below 6e-8 to zero, so the loss is multiplied by a large number."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from moetune.errors import UserError
 
@@ -19,7 +19,7 @@ class LossScale:
     interval: int = 2000
 
     def overflowed(self) -> None:
-        """Raises `UserError` once it cannot be lower: the gradients are not finite at any scale."""
+        """Halve the scale; raise `UserError` where gradients are not finite at any scale."""
         self.value, self.good_steps = self.value / 2, 0
         if self.value < 1:
             raise UserError(
@@ -27,12 +27,7 @@ class LossScale:
             )
 
     def went_well(self) -> None:
+        """Double the scale where enough steps have gone well."""
         self.good_steps += 1
         if self.good_steps == self.interval:
             self.value, self.good_steps = self.value * 2, 0
-
-    def state_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

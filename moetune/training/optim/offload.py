@@ -1,16 +1,17 @@
-"""Updates that run on the host: ZeRO-Offload's split (arXiv 2101.06840, section 4).
+"""Updates on the host: ZeRO-Offload's split (arXiv 2101.06840, section 4).
 
     GPU    weights in compute precision; forward and backward
     host   float32 weights, optimizer states, float32 gradients; the update
 
-A gradient leaves the GPU when it is complete, beside the backward pass that goes on, and micro-steps add up on the
-host; so of all gradients at most two are on the GPU: the one that leaves and the one that is made. After the update of
-one parameter its new weights go back while the host updates the next. Bytes over the bus a step of a micro-steps, for n
-weights of b bytes: a·b·n out and b·n back.
+A complete gradient is copied to the host while the backward pass goes on, and micro-steps are summed there. So at most
+two gradients are on the GPU: one being copied, one being computed. After a parameter's update its new weights are
+copied back while the host updates the next. Bytes over the bus in a step of a micro-steps, for n weights of b bytes:
+a·b·n out and b·n back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,14 +25,14 @@ from moetune.training.optim.values import bound_
 
 
 class HostCopies:
-    """The copies to the host and back, each on a stream that all parameters of a device share."""
+    """Copies to the host and back, each direction on one stream for all parameters of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyStream(device), CopyStream(device)
         self._leaving: tuple[Tensor, AsyncCopy] | None = None
 
     def send(self, tensor: Tensor, target: Tensor) -> AsyncCopy:
-        """Copies to the host. What was sent before is freed."""
+        """Copy to the host; free what was sent before."""
         copy = self.out.copy(tensor, target)
         if self._leaving is not None:
             self._leaving[1].wait()
@@ -39,23 +40,23 @@ class HostCopies:
         return copy
 
     def finish(self) -> None:
-        """Frees what was sent last."""
+        """Free what was sent last."""
         if self._leaving is not None:
             self._leaving[1].wait()
             self._leaving = None
 
 
 class HostUpdater(Updater):
-    """One parameter whose float32 weights, gradient and states are on the host.
+    """Updates one parameter, whose float32 weights, gradient and states are on the host.
 
     Attributes:
-        wire: [shape of the parameter], in its dtype: what arrives from the GPU, and what goes back there.
+        wire: buffer for copies from and to the GPU; shape and dtype of the parameter.
     """
 
     on_host = True
 
-    def __init__(self, key: str, parameter: nn.Parameter, make: MakeOptimizer, copies: HostCopies) -> None:
-        self.key, self.parameters, self.fused, self.masters = key, [parameter], False, "fp32"
+    def __init__(self, parameter: nn.Parameter, make: MakeOptimizer, copies: HostCopies) -> None:
+        self.parameters, self.fused, self.masters = [parameter], False, "fp32"
         self.shards, self.host_copies = {parameter: parameter}, copies
         self._arriving: AsyncCopy | None = None
         self._has_gradient = False
@@ -71,25 +72,25 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Sends a gradient to the host, to be added to what is there of this step."""
+        """Copy the parameter's gradient to the host, where it is added to this step's."""
         assert parameter.grad is not None
         self._receive()
         self._arriving = self.host_copies.send(parameter.grad, self.wire)
         parameter.grad = None
 
     def norm(self) -> Tensor | None:
-        """The norm of this step's gradient, a tensor on the host; None if there is none."""
+        """Return the norm of this step's gradient, on the host; None without one."""
         self._receive()
         return torch.linalg.vector_norm(self.gradient) if self._has_gradient else None
 
     def bound(self, value: float) -> None:
-        """Clips every element of this step's gradient."""
+        """Clip every element of this step's gradient to ±value."""
         self._receive()
         if self._has_gradient:
             bound_(self.gradient, value)
 
     def drop(self) -> None:
-        """Forgets this step's gradient."""
+        """Discard this step's gradient."""
         self._receive()
         self._has_gradient = False
 
@@ -119,8 +120,8 @@ class HostUpdater(Updater):
         self._has_gradient = True
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        super().restore(states)
         (parameter,), (master,) = self.parameters, self.copies.values()
         parameter.copy_(master)
         self._mark_states()

@@ -1,4 +1,4 @@
-"""Optimizers by name and by part, as one optimizer for a trainer to hold."""
+"""The optimizers of a run, by name and by part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.config.schema import OptimizerConfig, Part
+from moetune.config.schema import OptimizerConfig
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.names import is_second_factor
 from moetune.training.optim.lomo import Adafactor, AdaLomo, Lomo
@@ -23,117 +23,105 @@ _8BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "lion8bi
          "ademamix8bit": "AdEMAMix8bit", "paged_adamw": "PagedAdamW32bit"}  # fmt: skip
 
 
-class CombinedOptimizer(torch.optim.Optimizer):
-    """Several updaters as one optimizer; schedulers and checkpoints see a single one.
+class CombinedOptimizer:
+    """The optimizers of a run as one.
 
     Attributes:
-        loss_scale: of a run in float16; saved with the rest.
+        loss_scale: of a run in float16.
     """
 
     def __init__(self, updaters: list[Updater], loss_scale: LossScale | None = None) -> None:
-        # the base class would hold parameters of its own
-        self.updaters, self.defaults, self.loss_scale = updaters, {}, loss_scale
+        self.updaters, self.loss_scale = updaters, loss_scale
+        for group in self.param_groups:
+            group["initial_lr"] = group["lr"]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers; `initial_lr` is the rate that a schedule multiplies."""
         return [group for updater in self.updaters for group in updater.optimizer.param_groups]
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Optimizer states by what is updated: a parameter, or a float32 copy."""
         return dict(chain.from_iterable(updater.optimizer.state.items() for updater in self.updaters))
 
-    @torch.no_grad()
-    def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        """One update of what is not fused into backward, with gradients times `scale`."""
+    def step(self, scale: float = 1.0) -> None:
+        """Update what was not updated in the backward pass, with gradients times `scale`."""
         for updater in self.updaters:
             if not updater.fused:
                 updater.step(scale)
 
     def on_host(self) -> list[HostUpdater]:
-        """The updaters that work on the host."""
+        """Return the updaters that work on the host."""
         return [updater for updater in self.updaters if isinstance(updater, HostUpdater)]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
+        """Free all gradients."""
         for parameter in self.parameters():
             parameter.grad = None
         for updater in self.on_host():
             updater.drop()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Everything that trains."""
+        """Yield everything that trains."""
         return (parameter for updater in self.updaters for parameter in updater.parameters)
 
     def states(self) -> Iterator[Tensor]:
-        """The tensors of optimizer states, but master weights."""
+        """Yield the tensors of optimizer states, master weights left out."""
         values = chain.from_iterable(state.values() for state in self.state.values())
         return (value for value in values if isinstance(value, Tensor))
 
     def masters(self) -> Iterator[Tensor]:
-        """The master weights."""
+        """Yield the master weights."""
         return chain.from_iterable(updater.masters_kept() for updater in self.updaters)
-
-    def state_dict(self) -> dict[str, Any]:
-        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"loss_scale": scale, "updaters": {updater.key: updater.state_dict() for updater in self.updaters}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["updaters"]
-        if saved.keys() != {updater.key for updater in self.updaters}:
-            raise ValueError("these are the states of another optimizer")
-        for updater in self.updaters:
-            updater.load_state_dict(saved[updater.key])
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
 
 def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
-    """The optimizers of a run. Where gradients are used one by one, each parameter has an updater of its own."""
-    config, loss_scale = adapted.run.config, LossScale() if adapted.model.dtype == torch.float16 else None
-    parts: dict[Part, dict[str, nn.Parameter]] = {}
-    for name, parameter in adapted.trainable().items():
-        parts.setdefault(adapted.part_of(name), {})[name] = parameter
+    """Return the optimizers of a run.
+
+    Parameters of equal settings share an optimizer, unless they are updated one by one: each in the backward pass, on
+    the host, or by a float32 copy.
+    """
+    config, trained = adapted.run.config, adapted.trainable()
+    loss_scale = LossScale() if adapted.model.dtype == torch.float16 else None
     if not adapted.ranks.is_single and config.parallel.engine == "deepspeed":
         (one,) = set(config.optimizers.values())
-        trained = [*adapted.trainable().values()]
-        settings = deepspeed_json(config, sum(parameter.numel() for parameter in trained))
-        return CombinedOptimizer(
-            [ZeroUpdater(adapted.model, trained, _maker(one), settings, adapted.ranks)], loss_scale
-        )
-    by_config: dict[OptimizerConfig, dict[str, nn.Parameter]] = {}
-    for part, parameters in parts.items():
-        for name, parameter in parameters.items():
-            optimizer, lora = adapted.run.optimizers[part], config.adapt.lora
-            if part == "lora" and lora is not None and is_second_factor(name):
-                optimizer = optimizer.model_copy(update={"lr": optimizer.lr * lora.lr_ratio})
-            by_config.setdefault(optimizer, {})[name] = parameter
+        settings = deepspeed_json(config, sum(parameter.numel() for parameter in trained.values()))
+        updater = ZeroUpdater(adapted.model, [*trained.values()], _maker(one), settings, adapted.ranks)
+        return CombinedOptimizer([updater], loss_scale)
+    parts = {name: adapted.part_of(name) for name in trained}
+    order, lora = list(dict.fromkeys(parts.values())), config.adapt.lora
+    by_config: dict[OptimizerConfig, list[nn.Parameter]] = {}
+    for name in sorted(trained, key=lambda name: order.index(parts[name])):
+        optimizer = adapted.run.optimizers[parts[name]]
+        if parts[name] == "lora" and lora is not None and is_second_factor(name):
+            optimizer = optimizer.but(lr=optimizer.lr * lora.lr_ratio)
+        by_config.setdefault(optimizer, []).append(trained[name])
     updaters: list[Updater] = []
     copies = HostCopies(adapted.model.device)
-    for number, (optimizer, named) in enumerate(by_config.items()):
+    for optimizer, parameters in by_config.items():
         make = _maker(optimizer)
         if optimizer.offload:
-            updaters += [HostUpdater(name, parameter, make, copies) for name, parameter in named.items()]
+            updaters += [HostUpdater(parameter, make, copies) for parameter in parameters]
             continue
         alone = optimizer.fused_backward or optimizer.master_weights != "none"
-        groups = (
-            {name: [p] for name, p in named.items()} if alone else {f"{optimizer.name}.{number}": [*named.values()]}
-        )
         updaters += [
-            Updater(key, parameters, make, optimizer.master_weights, optimizer.fused_backward)
-            for key, parameters in groups.items()
+            Updater(group, make, optimizer.master_weights, optimizer.fused_backward)
+            for group in ([[parameter] for parameter in parameters] if alone else [parameters])
         ]
     return CombinedOptimizer(updaters, loss_scale)
 
 
 def optimizer_over(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The library's optimizer of that name over some parameters, by itself."""
+    """Return the library's optimizer of that name over some parameters."""
     return _maker(config)(parameters)
 
 
 def _maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """How to make an optimizer over some parameters.
+    """Return a function that makes the optimizer of a configuration over some parameters.
 
-    Weight decay goes to matrices only; biases and norms have none. Implementations are named, not left to torch, which
-    chooses differently on a CPU and on a GPU: `fused` keeps no parameter-sized temporary.
+    Only matrices have weight decay; biases and norms have none. Implementations are named, because torch's default
+    differs between CPU and GPU: `fused` keeps no temporary of a parameter's size.
     """
     tables: dict[str, Tensor] = {}
 

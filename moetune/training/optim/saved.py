@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps of a tensor, and that a checkpoint has of it, before there is either."""
+"""Bytes of optimizer states and of checkpoints, from shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SMALLEST_8BIT = 4096  # elements; smaller tensors keep float32 states
 
 
 def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
-    """Bytes that an optimizer keeps of a tensor of so many bytes an element, which it updates."""
+    """Return the bytes of an optimizer's states for a tensor of `width` bytes an element."""
     numel = math.prod(shape)
     if optimizer.name in _MOMENTS_8BIT:
         moments = _MOMENTS_8BIT[optimizer.name]
@@ -30,7 +30,7 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
 
 
 def saved_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
-    """Bytes of a parameter in a checkpoint: itself, its float32 copy if one is kept, and its states."""
+    """Return the bytes of a parameter in a checkpoint: itself, its float32 copy if one is kept, and its states."""
     in_float32 = optimizer.offload or (optimizer.master_weights != "none" and width < 4)
     kept = optimizer.offload or (optimizer.master_weights == "fp32" and width < 4)
     numel = math.prod(shape)

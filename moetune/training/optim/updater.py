@@ -1,19 +1,19 @@
-"""One optimizer and the weights that it updates, of whatever precision.
+"""An optimizer and the weights that it updates, in any precision.
 
-Weights of 16 bits have 8 (bfloat16) or 11 significant bits: an update below 2^-9 of a weight rounds to nothing. Three
-ways (`optimizer.master_weights`):
+Weights of 16 bits have 8 (bfloat16) or 11 (float16) significant bits, so an update below 2^-9 of a weight rounds to
+nothing. `optimizer.master_weights` chooses what the optimizer updates:
 
-    none        the optimizer works on the weights themselves
-    fp32        on a float32 copy, which is kept; the weights are that copy rounded
-    stochastic  on a float32 copy made for the update and dropped after it; the weights are that copy rounded up or down
-                with the probability that makes the rounded value right on average
+    none        the weights themselves
+    fp32        a float32 copy, which is kept; the weights are that copy, rounded to nearest
+    stochastic  a float32 copy made for the update and freed after it; the weights are that copy, rounded up or down
+                with the probability that makes the result right on average
 
-Where a weight is float32 already the three are the same.
+For float32 weights all three are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -33,23 +33,24 @@ class Updater:
     """An optimizer over some parameters.
 
     Args:
-        key: names it in a checkpoint.
-        parameters: what trains.
-        make: gives the optimizer over what it will update: parameters, or float32 copies of them.
-        fused: whether it runs as each gradient comes (training/step/fused.py), not when all have come.
+        make: the constructor of the optimizer, called with what it updates: parameters, or float32 copies of them.
+        fused: update in the backward pass, as each gradient is complete (step/fused.py).
+
+    Attributes:
+        shards: this rank's part of each parameter.
+        copies: float32 copies by parameter; without elements between updates if rounding is stochastic.
     """
 
     on_host = False
 
     def __init__(
         self,
-        key: str,
         parameters: list[nn.Parameter],
         make: MakeOptimizer,
         masters: MasterWeights = "none",
         fused: bool = False,
     ) -> None:
-        self.key, self.parameters, self.fused, self.masters = key, parameters, fused, masters
+        self.parameters, self.fused, self.masters = parameters, fused, masters
         self.shards = {parameter: shard_of(parameter) for parameter in parameters}
         self.copies = {
             parameter: nn.Parameter(shard.detach().float()) if masters == "fp32" else _nothing(shard)
@@ -60,7 +61,7 @@ class Updater:
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
-        """One update with gradients times `scale`; parameters without a gradient stay as they are."""
+        """Update with gradients times `scale`. Parameters without a gradient stay as they are."""
         scaling = self.optimizer if isinstance(self.optimizer, ScalingOptimizer) else None
         for parameter, shard in self.shards.items():
             if parameter.grad is None or not shard.numel():
@@ -94,52 +95,55 @@ class Updater:
                 copy.data = _nothing(shard).data
 
     def updates(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter, and what the optimizer updates of it: a float32 copy, or this rank's part."""
+        """Yield each parameter with what the optimizer updates of it: a float32 copy, or this rank's part."""
         return ((parameter, self.copies.get(parameter, shard)) for parameter, shard in self.shards.items())
 
-    def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
-        """What a checkpoint has of each parameter here: its values; its states and, of a float32 copy, `master`."""
-        for parameter, shard in self.shards.items():
-            states = dict(self.optimizer.state.get(self.copies.get(parameter, shard), {}))
-            if parameter in self.copies and self.masters == "fp32":
-                states["master"] = self.copies[parameter].detach()
-            yield parameter, shard.detach(), states
-
     def masters_kept(self) -> Iterator[Tensor]:
-        """The float32 copies that stay from step to step."""
+        """Yield the float32 copies that stay from step to step."""
         return iter(self.copies.values()) if self.masters == "fp32" else iter(())
 
-    def state_dict(self) -> dict[str, Any]:
-        kept = [copy.detach() for copy in self.masters_kept()]
-        return {"optimizer": self.optimizer.state_dict(), "masters": kept}
+    def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
+        """Yield each parameter with its values and its optimizer states, `master` among them if a copy is kept."""
+        for parameter, updated in self.updates():
+            states = dict(self.optimizer.state.get(updated, {}))
+            if parameter in self.copies and self.masters == "fp32":
+                states["master"] = updated.detach()
+            yield parameter, self.shards[parameter].detach(), states
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if getattr(self.optimizer, "is_paged", False):
-            load_paged(self.optimizer, state["optimizer"])
-        else:
-            self.optimizer.load_state_dict(state["optimizer"])
-        for copy, saved in zip(self.masters_kept(), state["masters"], strict=True):
-            copy.copy_(saved)
+    def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Load the states that `saved` gave of each parameter."""
+        owners = {updated: parameter for parameter, updated in self.updates()}
+        groups = self.optimizer.state_dict()["param_groups"]
+        ordered = [updated for group in self.optimizer.param_groups for updated in group["params"]]
+        by_number = {}
+        for number, updated in enumerate(ordered):
+            values = dict(states[owners[updated]])
+            if owners[updated] in self.copies and self.masters == "fp32":
+                updated.copy_(values.pop("master"))
+            if values:
+                by_number[number] = values
+        load = load_paged if getattr(self.optimizer, "is_paged", False) else type(self.optimizer).load_state_dict
+        load(self.optimizer, {"state": by_number, "param_groups": groups})
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """What this rank updates of a parameter: all of it, or its own part as a parameter of the same storage."""
+    """Return what this rank updates of a parameter: itself, or the rank's part as a parameter of the same storage."""
     part = local_tensor(parameter)
     return parameter if part is parameter else nn.Parameter(part.detach(), parameter.requires_grad)
 
 
 def _nothing(parameter: nn.Parameter) -> nn.Parameter:
-    """No elements, but as many dimensions, by which weight decay goes."""
+    """Return a float32 parameter without elements. Its dimensions decide on weight decay, so they stay as many."""
     return nn.Parameter(parameter.detach().new_empty(0, *parameter.shape[1:], dtype=torch.float32))
 
 
 @torch.no_grad()
 def round_stochastically_(weight: Tensor, value: Tensor) -> None:
-    """Rounds float32 `value` into 16-bit `weight`, up with a probability equal to the share of the gap that is passed.
+    """Round float32 `value` into 16-bit `weight`: up with a probability equal to the fraction of the gap below `value`.
 
-    A bfloat16 is the upper half of a float32: adding 16 random bits to the lower half and cutting it off carries into
-    the upper with just that probability. float16 has 13 bits less than float32 in its normal range.
+    A bfloat16 is the upper half of a float32. Random bits added to the lower half carry into the upper with just that
+    probability; then the lower half is cut off. float16 has 13 bits less than float32 in its normal range.
     """
     dropped = {torch.bfloat16: 16, torch.float16: 13}[weight.dtype]
     flat, exact = weight.view(-1), value.view(-1)

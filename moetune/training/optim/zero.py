@@ -1,8 +1,8 @@
-"""Updates by DeepSpeed, which shares gradients, states and weights over the ranks (parallel/deepspeed.py)."""
+"""Updates by DeepSpeed's ZeRO, which shards gradients, states and weights over the ranks (parallel/deepspeed.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from moetune.training.optim.updater import MakeOptimizer, Updater
 
 
 class ZeroUpdater(Updater):
-    """All that trains, updated by DeepSpeed's engine, which clips too.
+    """Updates everything that trains by DeepSpeed's engine, which clips too.
 
     Args:
         settings: DeepSpeed's configuration (`deepspeed_json`).
@@ -28,20 +28,20 @@ class ZeroUpdater(Updater):
         settings: dict[str, Any],
         ranks: Ranks,
     ) -> None:
-        self.key, self.parameters, self.fused, self.masters = "deepspeed", parameters, False, "fp32"
+        self.parameters, self.fused, self.masters = parameters, False, "fp32"
         self.shards, self.copies, self.ranks = {parameter: parameter for parameter in parameters}, {}, ranks
         self.optimizer = make(parameters)
         self.engine = Engine(model, self.optimizer, settings)
 
     def step(self, scale: float = 1.0) -> None:
-        """One update. `scale` is not used: the engine finds its own, from the same norm."""
+        """Update. `scale` is ignored: the engine computes its own from the same norm."""
         self.engine.step()
 
     def masters_kept(self) -> Iterator[Tensor]:
         return iter(self.engine.masters)
 
     def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
-        """Whole tensors, on the host; of every so many-th parameter, so that no rank holds, or writes, all of them."""
+        """Yield whole tensors, on the host. Each rank yields every n-th parameter, so that none holds or writes all."""
         self.engine.link_states()
         for number, parameter in enumerate(self.parameters):
             with self.engine.gathered(parameter):
@@ -51,6 +51,7 @@ class ZeroUpdater(Updater):
                     yield parameter, parameter.detach().to("cpu", copy=True), on_host
 
     @torch.no_grad()
-    def restore(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
-        """Takes over the states that a checkpoint has of a parameter."""
-        self.engine.put(parameter, states)
+    def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Load the states of some parameters, which are gathered."""
+        for parameter, values in states.items():
+            self.engine.put(parameter, values)

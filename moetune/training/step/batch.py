@@ -1,4 +1,4 @@
-"""Rows of tokens become a batch: the same for data and for rows that are made up to be traced or measured."""
+"""Batches from rows of tokens, of data or random ones to be traced or measured."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ Batch = Mapping[str, Tensor]
 """`input_ids` and `labels` [B, S], and either `attention_mask` or `position_ids` and `is_token`, [B, S] too."""
 
 Row = Mapping[str, ArrayLike]
-"""`input_ids` and `labels`, and of one with several documents `position_ids` and `is_token`; all equally long."""
+"""`input_ids` and `labels`, and for several documents `position_ids` and `is_token`; all equally long."""
 
 
 def collate(
     rows: Sequence[Row], pad_token_id: int, *, at_least: int = 0, documents_by_cu_seqlens: bool = False
 ) -> dict[str, Any]:
-    """One micro-batch of B rows, int64 [B, S].
+    """Return a micro-batch of B rows, int64 [B, S].
 
-    Packed rows give `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding; not for the model), and no
-    `attention_mask`: transformers keeps documents apart only without one, and only when the model is called with
-    `use_cache=False`. `isolation` checks that a model does. A model whose attention makes no mask is told by cu_seqlens
-    (adapt/attention.py) instead. All are equally long then: no further padding.
-    Other rows are padded on the right to the longest of the batch, or to `at_least` so many tokens, and get an
-    `attention_mask`.
+    Packed rows, equally long, give `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding; not for the
+    model), and no `attention_mask`: without one, and with `use_cache=False`, transformers keeps documents apart.
+    Attention without a mask needs `cu_seqlens` instead (adapt/attention.py). Other rows are padded on the right to the
+    longest, or to `at_least` so many tokens, and get an `attention_mask`.
     """
     columns = {name: [np.asarray(row[name], np.int64) for row in rows] for name in rows[0]}
     if "position_ids" in columns:
@@ -54,19 +52,19 @@ def collate(
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch as one whose tokens give no loss and no expert load."""
+    """Return the batch with tokens that give neither loss nor expert load."""
     labels = batch["labels"]
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
 
 def _lengths(positions: np.ndarray) -> list[int]:
-    """Of the documents of a row, whose positions begin at 0."""
+    """Return the lengths of a row's documents, whose positions begin at 0."""
     return np.diff(np.flatnonzero(positions == 0), append=len(positions)).tolist()
 
 
 def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> list[Row]:
-    """Rows as a data set gives them, of random tokens: two documents each if packed, else the first one a token shorter
-    than `length`, so that a batch needs padding and attention a mask."""
+    """Return rows of random tokens as of a data set: of two documents each if packed; else the first is a token shorter
+    than `length`, so that there are padding and an attention mask."""
     ids = [*np.random.default_rng(random.getrandbits(64)).integers(vocabulary, size=(count, length))]
     if not packing:
         ids[0] = ids[0][:-1]

@@ -1,8 +1,8 @@
-"""Gradients that are freed as they come: each parameter is updated in the backward pass, and its gradient freed.
-Or it leaves for the host, where the update is (offload.py).
+"""Updates fused into backward: each parameter is updated as soon as its gradient is complete, which is then freed.
+Or the gradient is sent to the host, and the update runs there (optim/offload.py).
 
-Of all gradients the largest one is alive, not their sum (LOMO, arXiv 2306.09782, section 3.1). An expert bank gives its
-experts' gradients to an eager hook, one matrix at a time, so that a layer's experts do not count as one.
+So the largest gradient is alive at once, not the sum of all (LOMO, arXiv 2306.09782, section 3.1). Expert banks call
+the post-accumulate-gradient hook themselves, one matrix at a time, so that a layer's experts do not count as one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moetune.training.step.observer import StepObserver
 
 
 class Measured:
-    """The gradients of one backward pass, measured as they came."""
+    """Norms of the gradients of a backward pass."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self._names = names
@@ -31,20 +31,20 @@ class Measured:
         self._came: list[nn.Parameter] = []
 
     def add(self, parameter: nn.Parameter) -> Tensor:
-        """Measures a parameter's gradient; returns the square of its norm."""
+        """Measure a parameter's gradient; return the square of its norm."""
         assert parameter.grad is not None
         self._came.append(parameter)
         self._squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square_())
         return self._squares[-1]
 
     def norm(self) -> Tensor | None:
-        """The norm of all together; None if there are none."""
+        """Return the norm of all together; None without any."""
         return torch.stack(self._squares).sum().sqrt() if self._squares else None
 
     def broken(self) -> list[str]:
-        """Names of parameters whose gradients were not finite, as they came: the first is nearest to the loss."""
+        """Return the names of parameters whose gradients were not finite, the nearest to the loss first."""
         if not self._squares or math.isfinite(as_float(torch.stack(self._squares).sum())):
-            return []  # one look for all: each waits for the device
+            return []  # one check for all: each waits for the device
         return [
             self._names[parameter]
             for parameter, square in zip(self._came, self._squares, strict=True)
@@ -53,14 +53,14 @@ class Measured:
 
 
 class FusedBackward:
-    """Hooks on everything that trains. Outside of `measuring` and `updating` gradients stay where they are."""
+    """Post-accumulate-gradient hooks on everything that trains, which act inside `measuring` and `updating` only."""
 
     def __init__(self, adapted: Adapted, optimizer: CombinedOptimizer, observer: StepObserver) -> None:
         self.names = {parameter: name for name, parameter in adapted.trainable().items()}
         self.updaters = {u.parameters[0]: u for u in optimizer.updaters if u.fused or u.on_host}
         self.observer = observer
         self._use: Callable[[nn.Parameter], None] | None = None
-        arrived = weakref.WeakMethod(self._arrived)  # a hook that held this would hold the parameters, and they it
+        arrived = weakref.WeakMethod(self._arrived)  # a strong reference would be a cycle
 
         def hook(parameter: nn.Parameter) -> None:
             if (method := arrived()) is not None:
@@ -72,10 +72,10 @@ class FusedBackward:
 
     @contextmanager
     def measuring(self, max_value: float = 0.0) -> Iterator[Measured]:
-        """Inside, every gradient is measured and freed; no weight changes.
+        """Measure and free every gradient inside; no weight changes.
 
         Args:
-            max_value: bound of every element of a gradient; 0 is none.
+            max_value: bound of every element of a gradient; 0 for none.
         """
         measured = Measured(self.names)
 
@@ -88,12 +88,12 @@ class FusedBackward:
 
     @contextmanager
     def updating(self, scale: float, max_value: float = 0.0, *, checked: bool) -> Iterator[Measured]:
-        """Inside, gradients of fused parameters update them, times `scale`; the others stay.
+        """Update fused parameters inside, with gradients times `scale`; other gradients stay.
 
         Args:
-            max_value: as for `measuring`.
-            checked: they are known to be finite. Else each is looked at, and from the first that is not on none is
-                used any more.
+            max_value: as in `measuring`.
+            checked: gradients are known to be finite. Else each is checked, and none is used after the first that is
+                not.
         """
         measured, is_broken = Measured(self.names), False
 
@@ -132,11 +132,11 @@ class FusedBackward:
             self._use = None
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if self._use is not None and parameter.grad is not None:  # autograd calls hooks for what a bank gave away too
+        if self._use is not None and parameter.grad is not None:  # a bank may have freed it
             self._use(parameter)
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """As if the gradient had come to the parameter by itself."""
+        """Accumulate a gradient that an expert bank computed, and call the hook."""
         self.observer.eager_gradient(gradient)
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._arrived(parameter)

@@ -1,8 +1,7 @@
-"""A causal language model in two parts: the decoder stack, and the tail that turns its hidden states into logits.
+"""A causal language model in two parts: the decoder stack, and the LM head that turns hidden states into logits.
 
-The tail is whatever the model's own forward pass does after its stack: the head, a bias, a scale, soft-capping, LoRA.
-It is run by calling the model while its stack answers with hidden states that it is given, so that every architecture
-has the tail that its authors wrote.
+The LM head is whatever the model's own forward pass does after its stack: a linear map, a bias, a scale, soft-capping,
+LoRA. It runs by calling the model with a stack that returns given hidden states, so it is right for every architecture.
 
 Shapes: B sequences of S tokens, H hidden size, V vocabulary; n tokens of a chunk.
 """
@@ -20,8 +19,8 @@ from transformers import PreTrainedModel
 from moetune.models.stack import decoder_stack
 
 
-class TailSizes(Protocol):
-    """What decides how the loss divides its tokens."""
+class HeadSizes(Protocol):
+    """Sizes of an LM head, which decide how the loss is chunked."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -33,15 +32,15 @@ class TailSizes(Protocol):
     def row_bytes(self) -> int: ...
 
 
-class Tail:
-    """What stands after the decoder stack. Works inside `split` only.
+class LMHead:
+    """Maps hidden states to logits, inside `split` only.
 
     Attributes:
-        trained: the parameters that train in it; none where gradients are off.
+        trained: its parameters that train; none where gradients are off.
         vocabulary: V.
-        width: bytes of one logit.
-        row_bytes: of the tensors [n, V] that it makes, for one token, all together: V·width if it is a plain head, more
-            if logits are scaled, capped or cast. Its backward has no more of them at once.
+        width: bytes of a logit.
+        row_bytes: bytes, for a token, of all tensors [n, V] that it makes: V·width for a linear map, more if logits are
+            scaled, capped or cast. Its backward has no more of them at once.
     """
 
     def __init__(self, logits_of: Callable[[Tensor], Tensor], empty_BoH: Tensor) -> None:
@@ -53,15 +52,15 @@ class Tail:
         self.trained = _leaves(logits_BoV)
 
     def __call__(self, hidden_nH: Tensor) -> Tensor:
-        """Hidden states [n, H] -> logits [n, V]."""
+        """Return the logits [n, V] of hidden states [n, H]."""
         return self._logits_of(hidden_nH[None]).flatten(0, 1)
 
 
 @contextmanager
-def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tail]]:
-    """Runs the decoder stack once, on `inputs`, and yields its hidden states [B, S, H] and the tail.
+def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[Tensor, LMHead]]:
+    """Run the decoder stack once, on `inputs`; yield its hidden states [B, S, H] and the LM head.
 
-    While a tail runs, no module of the stack does, and no hook on it.
+    The LM head runs no module of the stack, and no hook on one.
     """
     stack = decoder_stack(model)
     path = next(path for path, module in model.named_modules() if module is stack)
@@ -85,13 +84,13 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
         answering.answer = run
         model(**inputs, use_cache=False)
         hidden_BSH = seen.pop()
-        yield hidden_BSH, Tail(logits_of, hidden_BSH[:, :0].detach())
+        yield hidden_BSH, LMHead(logits_of, hidden_BSH[:, :0].detach())
     finally:
         model.set_submodule(path, stack)
 
 
 class _Answering(nn.Module):
-    """In place of the stack; anything that a model asks of the stack but to run is answered by the stack itself."""
+    """Replaces the stack: calls go to `answer`, attributes are the stack's own."""
 
     answer: Callable[..., Any]
 
@@ -107,7 +106,7 @@ class _Answering(nn.Module):
 
 
 def _answer_like(output: Any) -> Callable[[Tensor], Any]:
-    """What wraps hidden states as `output` does, without anything else of it."""
+    """Return a function that wraps hidden states in the type of `output`, with nothing else in it."""
     if isinstance(output, tuple):
         rest = (None,) * (len(output) - 1)
         return lambda hidden: (hidden, *rest)
@@ -116,7 +115,7 @@ def _answer_like(output: Any) -> Callable[[Tensor], Any]:
 
 
 class _EmptyTensors(TorchDispatchMode):
-    """Collects the tensors without elements that operations make, those of one storage once."""
+    """Collects the tensors without elements that operations make, one of each storage."""
 
     def __enter__(self) -> list[Tensor]:
         self.made: list[Tensor] = []
@@ -133,7 +132,7 @@ class _EmptyTensors(TorchDispatchMode):
 
 
 def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The parameters that a tensor was computed of and that need a gradient."""
+    """Return the parameters that need a gradient and that a tensor was computed from."""
     found: dict[int, Tensor] = {}
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:

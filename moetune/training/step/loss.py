@@ -1,16 +1,15 @@
-"""Cross-entropy that never holds all logits: chunk by chunk they are made, turned into their gradient, and freed.
+"""Cross-entropy without all logits at once: chunk by chunk they are computed, turned into their gradient, and freed.
 
 For a token with logits z [V] and target t, and the tokens D of a whole step,
 
     loss = (logsumexp(z) - z_t) / D            ∂loss/∂z = (softmax(z) - onehot(t)) / D
 
-A chunk's logits come from the model's own tail (tail.py). Float32 exists for a block of them at a time; their gradient
-is written over them, rounded once, and at once goes back through the tail. What is left of a chunk is the gradient of
-its hidden states and that of what trains in the tail, so forward does all the work: backward scales these in place and
-passes them on. So the gradient of a head, 1 GiB for some models, exists once, and a loss goes backward once.
+Forward does all the work. A chunk's logits come from the model's LM head (lm_head.py), and a block of them at a time is
+in float32. Their gradient overwrites them, rounded once, and goes back through the LM head; what is left of a chunk is
+the gradient of its hidden states and of the LM head's parameters. Backward scales these in place and returns them. So
+the gradient of an LM head, 1 GiB for some models, exists once, and backward can run once.
 
-Every token is computed, also those without a loss: which these are is known on the GPU alone, so leaving them out
-would make the host wait, and the memory unpredictable.
+Tokens without a loss are computed too: leaving them out would make the host wait for the GPU, and memory unpredictable.
 
 Shapes: N tokens of a batch, n of a chunk or block; H hidden size, V vocabulary.
 """
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from moetune.training.step.lm_head import Tail, TailSizes
+from moetune.training.step.lm_head import HeadSizes, LMHead
 
 IGNORED = -100
 """The label of a token that carries no loss."""
@@ -37,38 +36,37 @@ BLOCK_ELEMENTS = 2**23
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the loss divides its tokens: chunks of `size`, whose logits are in float32 `block` at a time."""
+    """Chunks of `size` tokens, and within them blocks of `block` tokens, whose logits are in float32 at once."""
 
     tokens: int
     size: int
     block: int
 
     @classmethod
-    def of(cls, memory: int | None, tail: TailSizes, tokens: int) -> Chunks:
-        """As many a chunk as `memory` bytes hold, at least one; None: all."""
-        size = chunk_tokens(memory, tail.vocabulary, tail.width, tail.row_bytes, tokens)
-        return cls(tokens, size, size if tail.width == 4 else min(size, block_tokens(tail.vocabulary)))
+    def of(cls, memory: int | None, head: HeadSizes, tokens: int) -> Chunks:
+        """Return chunks of as many tokens as `memory` bytes hold, at least one; all of them for None."""
+        size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
+        return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(head.vocabulary)))
 
     def slices(self) -> Iterator[slice]:
-        """The tokens of each chunk. Nothing of one is left when the next is asked for, but its loss and gradients."""
+        """Yield the tokens of each chunk."""
         for start in range(0, self.tokens, self.size):
             yield slice(start, start + self.size)
 
     def blocks(self, tokens: int) -> Iterator[slice]:
-        """Of a chunk of so many tokens, those of each block; likewise."""
+        """Yield the tokens of each block, in a chunk of so many."""
         for start in range(0, tokens, self.block):
             yield slice(start, start + self.block)
 
 
 def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int, tokens: int) -> int:
-    """n, the tokens of a chunk: as many as `memory` bytes hold, at least one, and at most all `tokens`.
+    """Return n, the tokens of a chunk: as many as `memory` bytes hold, at least one, and at most all `tokens`.
 
     A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·min(n, 2²³/V) for a block.
 
     Args:
         memory: None if all tokens are one chunk.
-        width: bytes of a logit.
-        row_bytes: of one token in the tail, as `Tail.row_bytes`.
+        width, row_bytes: as in `LMHead`.
     """
     if memory is None:
         return tokens
@@ -80,26 +78,26 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
 
 
 def block_tokens(vocabulary: int) -> int:
-    """Tokens whose logits are in float32 at once."""
+    """Return how many tokens' logits are in float32 at once."""
     return max(1, BLOCK_ELEMENTS // vocabulary)
 
 
 def summed_cross_entropy(
-    tail: Tail, hidden_NH: Tensor, targets_N: Tensor, *, divisor: Tensor | float = 1, memory: int | Chunks | None
+    head: LMHead, hidden_NH: Tensor, targets_N: Tensor, *, divisor: Tensor | float = 1, memory: int | Chunks | None
 ) -> Tensor:
-    """The sum over tokens, float32, of the cross-entropy of each whose target is not `IGNORED`, over `divisor`.
+    """Return the summed cross-entropy of the tokens whose target is not `IGNORED`, over `divisor`, in float32.
 
-    Gradients are made in forward, before backward says what the result is multiplied by: give a step's tokens as the
-    `divisor` here. A power of two, such as float16's loss scale, may come later: it costs nothing, in any dtype.
+    Gradients are rounded in forward, so divide by a step's tokens here, and not afterwards. Multiplying by a power of
+    two, such as float16's loss scale, is exact later too.
 
     Args:
-        memory: bytes that a chunk's logits may take, None computes all of them at once; or the chunks themselves.
+        memory: bytes that a chunk's logits may take (None: all at once), or the chunks themselves.
     """
-    chunks = memory if isinstance(memory, Chunks) else Chunks.of(memory, tail, len(hidden_NH))
-    if torch.is_grad_enabled() and (hidden_NH.requires_grad or tail.trained):
-        return _CrossEntropy.apply(tail, targets_N, divisor, chunks, hidden_NH, *tail.trained)
+    chunks = memory if isinstance(memory, Chunks) else Chunks.of(memory, head, len(hidden_NH))
+    if torch.is_grad_enabled() and (hidden_NH.requires_grad or head.trained):
+        return _CrossEntropy.apply(head, targets_N, divisor, chunks, hidden_NH, *head.trained)
     with torch.no_grad():
-        losses = [_loss_of_chunk(tail(hidden_NH[rows]), targets_N[rows], chunks) for rows in chunks.slices()]
+        losses = [_loss_of_chunk(head(hidden_NH[rows]), targets_N[rows], chunks) for rows in chunks.slices()]
         return torch.stack(losses).sum() / divisor
 
 
@@ -107,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tail: Tail,
+        head: LMHead,
         targets_N: Tensor,
         divisor: Tensor | float,
         chunks: Chunks,
@@ -115,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
         *trained: Tensor,
     ) -> Tensor:
         needs_hidden, wanted = hidden_NH.requires_grad, list(trained)
-        # divisor = fraction·2^exponent: over a fraction in [½, 1) float16 has room for the gradients, at any length.
+        # divisor = fraction·2^exponent; divided by a fraction in [½, 1), gradients do not underflow in float16.
         fraction, exponent = torch.frexp(torch.as_tensor(divisor, dtype=torch.float32, device=hidden_NH.device))
         gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         gradients: list[Tensor] = []
@@ -123,8 +121,8 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in chunks.slices():
             with torch.enable_grad():
                 hidden_nH = hidden_NH[rows].detach().requires_grad_(needs_hidden)
-                logits_nV = tail(hidden_nH)
-            edge = get_gradient_edge(logits_nV)  # as they were made: torch would look at overwritten ones anew
+                logits_nV = head(hidden_nH)
+            edge = get_gradient_edge(logits_nV)  # taken before the logits are overwritten
             gradient_nV = logits_nV.detach()
             del logits_nV
             losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], chunks, fraction))
@@ -136,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
             del found
         gradients = [gradient.to(parameter.dtype) for gradient, parameter in zip(gradients, trained, strict=True)]
         ctx.save_for_backward(exponent)
-        ctx.made = [gradient_NH, *_each_in_its_own_memory(gradients)]  # no input nor output is among them
+        ctx.made = [gradient_NH, *_each_in_its_own_memory(gradients)]  # neither inputs nor outputs
         return torch.stack(losses).sum() / divisor
 
     @staticmethod
@@ -151,10 +149,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of those that are expanded, or that share memory: they are written on.
+    """Return gradients that can be scaled in place: copies of those that are expanded or share memory.
 
-    None is a view: its base would hold on to the memory too, and autograd, which adds what a tied embedding gives in
-    place if nobody else does, would make the sum beside it.
+    None is a view. A view's base would keep the memory alive, and for a tied embedding autograd would not add in place.
     """
     own: list[Tensor] = []
     bases: list[Tensor] = []
@@ -167,14 +164,14 @@ def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _added(sums: list[Tensor], more: Sequence[Tensor], *, alone: bool) -> list[Tensor]:
-    """Sums of what the chunks give, in float32, so that many chunks round no more often than one does."""
+    """Add a chunk's gradients to sums in float32, so that many chunks round no more often than one does."""
     if not sums:
         return list(more) if alone else [gradient.float() for gradient in more]
     return [total.add_(gradient) for total, gradient in zip(sums, more, strict=True)]
 
 
 def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, chunks: Chunks, divisor: Tensor | None = None) -> Tensor:
-    """The summed loss. The logits are used up: with a `divisor`, they become the gradient of the loss over it."""
+    """Return the summed loss. The logits are overwritten: with a `divisor`, by the gradient of the loss over it."""
     blocks = chunks.blocks(len(logits_nV))
     return torch.stack([_loss_of_block(logits_nV[rows], targets_n[rows], divisor) for rows in blocks]).sum()
 

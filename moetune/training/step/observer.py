@@ -1,4 +1,4 @@
-"""Who watches a step: whatever counts its memory, or says where it is."""
+"""Observers of a step: of its memory, or of where it is."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from torch import Tensor
 
 
 class StepObserver:
-    """Is told what a `Stepper` does. By itself it does nothing."""
+    """Called by a `Stepper`. This one does nothing."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Entered for each backward pass."""
+        """Enter for each backward pass."""
         return nullcontext()
 
     def eager_gradient(self, gradient: Tensor) -> None:
-        """Is given each gradient that an expert bank gives away by itself, which no hook on a parameter sees."""
+        """Called with each gradient that an expert bank computes outside of autograd, so that no hook sees it."""
 
 
 @dataclass
 class Where(StepObserver):
-    """Where a run is. Steps and micro-steps are counted from 1 and 0, as in metrics and in a trace; phases are a
-    trace's."""
+    """Where a run is: step from 1, micro-step from 0, and one of a trace's phases."""
 
     step: int = 1
     micro_step: int = 0

@@ -1,8 +1,8 @@
-"""Correction biases of routers, updated as their models were trained: without a loss, by the load of each step.
+"""Correction biases of routers, updated without a loss, by the expert load of each step.
 
     b_e += rate · sign(mean load - load_e)
 
-where b_e is added to an expert's score before the choice, and to no weight (Wang et al., "Auxiliary-Loss-Free Load
+b_e is added to an expert's score before the choice, and to no routing weight (Wang et al., "Auxiliary-Loss-Free Load
 Balancing", arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with a rate of 0.001).
 """
 
@@ -17,7 +17,7 @@ from moetune.adapt.build import Adapted
 
 
 class RouterBiases:
-    """Of the layers whose router trains, under `train.router_bias_rate`. Of other runs it does nothing."""
+    """The biases of layers whose router trains, under `train.router_bias_rate`; none in other runs."""
 
     def __init__(self, adapted: Adapted) -> None:
         biases, self._ranks = adapted.router_biases(), adapted.ranks
@@ -26,7 +26,7 @@ class RouterBiases:
         self._load: dict[int, Tensor] = {}
 
     def count(self, load: Mapping[int, Tensor]) -> None:
-        """Adds the tokens [E] that the experts of each layer have received in a micro-step, padding left out."""
+        """Add the expert load [E] of a micro-step, by layer."""
         for layer in self._biases:
             if layer in self._load:
                 self._load[layer] += load[layer]
@@ -35,7 +35,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: by the load of all its micro-steps, on all ranks."""
+        """Update by the load of a step's micro-steps, over all ranks."""
         if not self._load:
             return
         totals = self._ranks.total_over_data(torch.cat(list(self._load.values())))
@@ -46,5 +46,5 @@ class RouterBiases:
         self.forget()
 
     def forget(self) -> None:
-        """A step that is not taken counts for nothing."""
+        """Discard the load of a step that is not taken."""
         self._load = {}

@@ -1,4 +1,4 @@
-"""What routers do during a training step: expert load for the metrics, and two losses that shape it.
+"""Routing during a step: expert load for the metrics, and two losses that shape it.
 
 With E experts, K of them a token, over the T tokens that are not padding:
 
@@ -6,10 +6,9 @@ With E experts, K of them a token, over the T tokens that are not padding:
     balance  = E · Σ_e mean_l(f_e) · mean_l(P_e)    Switch Transformer (arXiv 2101.03961, eq. 4), K when balanced
     z        = mean over layers and tokens of logsumexp(logits)²      ST-MoE (arXiv 2202.08906, eq. 5)
 
-The balance loss is transformers' own (`load_balancing_loss_func`), which has the means over layers l before the
-product: so an architecture's own coefficient means the same here. What is balanced is then the sum over layers. Per
-layer it is mean_l(E · Σ_e f_e · P_e), which balances each. It is computed from what the routers gave, for architectures
-too whose code has none.
+The balance loss is transformers' (`load_balancing_loss_func`), with means over layers l before the product, so that an
+architecture's own coefficient means the same here: it balances the sum over layers. Per layer it is
+mean_l(E · Σ_e f_e · P_e), which balances each. Both are computed for every architecture, from the routers' outputs.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ from moetune.models.routers import find_logits, logits_module
 
 @dataclass
 class Routed:
-    """What one forward pass showed, by layer: router logits [T, E] with their graph; tokens that each expert received,
-    float [E].
+    """Routing of a forward pass, by layer.
 
     Attributes:
         mask: 1 for tokens that count, 0 for padding; any shape of T elements; None: all count.
+        logits: router logits [T, E] with their graph.
+        load: tokens that each expert received, float [E].
     """
 
     mask: Tensor | None = None
@@ -44,9 +44,9 @@ class Routed:
 
 
 class RouterWatch:
-    """Hooks on every router and expert bank of a model; they collect inside `with watch.recording():` only.
+    """Hooks on every router and expert bank of a model, which record inside `with watch.recording():`.
 
-    Recording ends before backward, so a checkpointed layer that runs again there is not counted twice.
+    Recording ends before backward, so that a checkpointed layer is not counted twice.
     """
 
     def __init__(self, adapted: Adapted) -> None:
@@ -76,17 +76,13 @@ class RouterWatch:
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
 
     def remove(self) -> None:
-        """Takes the hooks off the model again."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def recording(self, mask: Tensor | None, *, logits: bool) -> Iterator[Routed]:
-        """Collects what the model routes inside; its router logits, with their graph, only if asked.
-
-        Args:
-            mask: as `Routed.mask`.
-        """
+        """Record what the model routes inside, with router `logits` if that is set; `mask` as in `Routed`."""
         self._current, self._keep_logits = (routed := Routed(mask)), logits
         try:
             yield routed

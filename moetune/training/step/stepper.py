@@ -1,15 +1,14 @@
 """A whole optimizer step: forward and backward of each micro-batch, reduce and clip, update.
 
-The trainer runs it; whatever predicts or verifies its memory runs it too. Three kinds of step:
+Training runs it, and so do predictions and measurements of memory. Three kinds of step:
 
     plain                  forward and backward of each micro-batch; norm; update of everything
-    fused                  forward and backward, which updates what is fused; update of the rest
+    fused                  forward and backward, in which fused parameters are updated; update of the rest
     fused, with a norm     forward and backward that only measures the norm of all gradients; then the same again, from
                            the same random numbers, which updates (LOMO, arXiv 2306.09782, section 3.3)
 
-No gradient that is not finite touches a weight. Where one turns up before anything was updated (plain steps, and fused
-ones with a norm) nothing is; in a fused step without norm, what backward passed before it has been updated by then, and
-nothing after it is.
+A gradient that is not finite never updates a weight. In plain steps, and fused ones with a norm, no weight is updated
+then; in a fused step without a norm, those that backward has passed before are.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from moetune.training.step.router_losses import RouterWatch
 
 @dataclass(frozen=True)
 class Reduced:
-    """A step's gradients, which all ranks have added up and looked at.
+    """A step's gradients, reduced over all ranks.
 
     Attributes:
-        norm: of them, before clipping, the same on every rank.
-        loss: of the step, over all ranks.
-        scale: what the update multiplies them with; None if one is not finite, and nothing is updated.
+        norm: before clipping.
+        loss: of the step.
+        scale: factor of gradients in the update; None if one is not finite, and nothing is updated.
     """
 
     norm: Tensor
@@ -57,15 +56,12 @@ class Reduced:
 
 
 class Stepper:
-    """Takes the steps of one run: `micro_step` for each micro-batch, `reduce_and_clip`, `update`.
-
-    Args:
-        observer: is told what happens.
+    """Takes steps: `micro_step` for each micro-batch, `reduce_and_clip`, `update`.
 
     Attributes:
-        engine: DeepSpeed's, if it is the one that updates.
-        skipped: steps that were not taken, because a gradient was not finite.
-        loss: of the step so far, a number on the device.
+        engine: DeepSpeed's, if that updates.
+        skipped: steps without an update, because a gradient was not finite.
+        loss: of the step so far, on the device.
     """
 
     def __init__(
@@ -86,13 +82,13 @@ class Stepper:
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._stack = decoder_stack(adapted.model)
         self._of_experts = set(adapted.of_experts())
-        # Of the step so far, beside its gradients: the loss, the norm of those that were freed, and the broken of them.
+        # Of the step so far: the loss; the norm of freed gradients, and the names of those that were not finite.
         self.loss = torch.zeros((), device=adapted.model.device)
         self._freed: tuple[Tensor | None, list[str]] = None, []
 
     @property
     def measures_first(self) -> bool:
-        """Whether a fused step needs a pass that only measures."""
+        """Whether a fused step needs a first pass that only measures."""
         return self._updates_in_backward and (self.config.train.max_grad_norm > 0 or self.loss_scale is not None)
 
     # --- Forward and backward of each micro-batch -------------------------------------------------------------------
@@ -106,11 +102,11 @@ class Stepper:
         last: bool = True,
         chunks: Chunks | None = None,
     ) -> MicroStep:
-        """Forward and backward of one micro-batch (training/step.py), twice where a norm must be known first.
+        """Run forward and backward of a micro-batch, twice where the norm must be known first.
 
         Args:
-            last: it is the last of its step, after which the ranks' gradients must be reduced.
-            chunks: of the loss; by default as `train.loss_memory` has it.
+            last: it is the last of its step, so that the ranks' gradients are reduced.
+            chunks: of the loss; by default from `train.loss_memory`.
         """
         if self.engine is not None:
             backward = partial(self.engine.backward, last=last)
@@ -121,16 +117,9 @@ class Stepper:
                 backward(scaled)
 
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
-        memory = chunks or self.config.train.loss_bytes
+        train = self.config.train
         once = partial(
-            micro_step,
-            self.adapted.model,
-            batch,
-            total_tokens,
-            self.watch,
-            self.config.train,
-            backward=observed,
-            memory=memory,
+            micro_step, self.adapted.model, batch, total_tokens, self.watch, train, observed, chunks or train.loss_bytes
         )
         done = once() if self.fused is None else self._fused_passes(self.fused, once)
         self.loss = self.loss + done.loss
@@ -162,7 +151,7 @@ class Stepper:
     # --- Reduce and clip ----------------------------------------------------------------------------------------------
 
     def reduce_and_clip(self) -> Reduced:
-        """Adds up the gradients of all micro-steps and ranks, and finds how the update has to scale them.
+        """Reduce the gradients over all ranks; return their norm and how the update scales them.
 
         Raises:
             UserError: one is not finite, under `train.on_nonfinite: stop`.
@@ -184,8 +173,8 @@ class Stepper:
         return Reduced(norm, loss, None)
 
     def _norm(self, left: dict[nn.Parameter, Tensor], freed: Tensor | None) -> Tensor | None:
-        """The norm of all of this rank's gradients: those that are `left`, on the host, or were `freed`."""
-        if self.engine is not None:  # it has reduced them, and each rank knows the norm of all
+        """Return the norm of this rank's gradients: those `left` here, those on the host, and those `freed`."""
+        if self.engine is not None:  # which has reduced them: the norm is that of all ranks
             return self.engine.norm() / math.sqrt(self.adapted.ranks.parallel.ranks)
         if self.measures_first:
             return freed
@@ -202,7 +191,7 @@ class Stepper:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     def _norms(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        """Norms whose squares sum to that of all gradients here. What several ranks hold counts in part on each."""
+        """Return norms whose squares sum to that of all gradients; what several ranks hold counts in part on each."""
         by_copies: dict[int, list[Tensor]] = {}
         for parameter, gradient in gradients.items():
             copies = self.adapted.ranks.copies(parameter, of_expert=parameter in self._of_experts)
@@ -210,7 +199,7 @@ class Stepper:
         return [norm_of(parts) / math.sqrt(copies) for copies, parts in by_copies.items()]
 
     def _over_ranks(self, norm: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of all ranks' gradients, and the sum of their losses. One message."""
+        """Return the norm of all ranks' gradients, and the sum of their losses, by one message."""
         ranks = self.adapted.ranks
         if ranks.is_single:
             assert norm is not None, "no micro-step came before"
@@ -228,7 +217,7 @@ class Stepper:
         return min(1.0, bound / (as_float(norm) + 1e-6)) if bound else 1.0
 
     def _broken_among(self, gradients: dict[nn.Parameter, Tensor]) -> list[str]:
-        """Names of parameters whose gradient is not finite, the last of the model first: as backward meets them."""
+        """Return the names of parameters whose gradient is not finite, in the order of the backward pass."""
         trained = reversed([*self.adapted.trainable().items()])
         if self.engine is not None:
             return [name for name, p in trained if not self.engine.gradient(p).isfinite().all()]
@@ -250,7 +239,7 @@ class Stepper:
     # --- Update -------------------------------------------------------------------------------------------------------
 
     def update(self, reduced: Reduced) -> None:
-        """Updates what was not updated in backward, unless the step is to be skipped, and frees all gradients."""
+        """Update what was not updated in backward, unless the step is skipped; free all gradients."""
         if reduced.scale is not None:
             self.optimizer.step(scale=reduced.scale)
             self._biases.update()
@@ -259,13 +248,13 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Frees what the micro-steps of this step have left, as if it had not begun: no weight has changed."""
+        """Discard the micro-steps of this step, in which no weight has changed."""
         self.optimizer.zero_grad()
         self._biases.forget()
         self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
 
     def finish(self) -> Reduced:
-        """All that comes after the last micro-step."""
+        """Reduce, clip and update: everything after the last micro-step."""
         reduced = self.reduce_and_clip()
         self.update(reduced)
         return reduced

@@ -24,7 +24,7 @@ from moetune.models.hub.quantized import Mxfp4, open_checkpoint
 from moetune.models.hub.tensor_files import Stored
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
-from tests.memory.test_loading import load
+from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_fp8, write_mxfp4
 from tests.reference import run_config, small_linears_are_packed, token_ids
 from tests.resolved import build, write_packed_base
@@ -146,7 +146,7 @@ def test_a_packed_base_of_it_is_the_same(base: str, mxfp4: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
 def test_a_rank_reads_its_own_experts(base: str, mxfp4: Path) -> None:
-    run = resolve(run_config(mxfp4, FROZEN, model={"weights": "pretrained", "base": base, "dtype": "fp32"}))
+    run = resolve(run_config(mxfp4, FROZEN, model={"weights": "pretrained", "base": base, "dtype": "fp32"}), "cuda")
     held = {layer.index: ((0, 1, 2, 3), (4, 5, 6, 7)) for layer in run.structure.moe_layers}
     packing = MoetuneConfig(base, placement=Placement(1, held), structure=run.structure)
     reads: list[int] = []

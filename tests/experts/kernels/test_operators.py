@@ -22,7 +22,7 @@ from moetune.experts.kernels.self_check import differing
 from moetune.experts.quantized import QuantizedExperts
 
 triton = pytest.importorskip("triton")
-from moetune.experts.kernels.launch import Kernel  # noqa: E402
+from moetune.experts.kernels.launch import QuickLaunch  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -294,7 +294,7 @@ def type_of(value: object) -> str:
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Each kernel as it is called of an expert of Qwen3-30B-A3B's width, and with the ranks that are unlike."""
     module = load()
-    taken = {name: Launch(value.jitted) for name, value in vars(module).items() if isinstance(value, Kernel)}
+    taken = {name: Launch(value.jitted) for name, value in vars(module).items() if isinstance(value, QuickLaunch)}
     assert taken
     for name, launch in taken.items():
         setattr(module, name, launch)

@@ -74,13 +74,13 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
     depths = Depths()
     for layers in (5, 7):
         adapt = {"router": "all", "experts": {"layers": f"0-{layers - 1}", "ids": list(range(1, 1 + ranks))}}
-        run = resolve(toy_run(toy, "mixtral", adapt, **ADAPT[how]))
+        run = resolve(toy_run(toy, "mixtral", adapt, **ADAPT[how]), "cuda")
         for rank in range(min(ranks, 3)):
             before = recorded
             found = depths.at(run, rank)
             assert recorded - before == (layers == 5)
             own = ClosedForm(run, rank).at(run.config)
-            assert (found.parts, found.peak.host, found.load) == (own.parts, own.peak.host, own.load)
+            assert (found.parts(), found.host_peak, found.load) == (own.parts(), own.host_peak, own.load)
 
 
 @pytest.mark.full
@@ -89,5 +89,7 @@ def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path) -> None:
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)
     depths = Depths()
     for layers in (5, 6):
-        run = resolve(toy_run(toy, "mixtral", {"experts": {"layers": f"0-{layers - 1}", "ids": [1]}}, model=PRETRAINED))
-        assert depths.at(run).parts == ClosedForm(run).at(run.config).parts
+        run = resolve(
+            toy_run(toy, "mixtral", {"experts": {"layers": f"0-{layers - 1}", "ids": [1]}}, model=PRETRAINED), "cuda"
+        )
+        assert depths.at(run).parts() == ClosedForm(run).at(run.config).parts()

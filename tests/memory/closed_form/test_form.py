@@ -62,7 +62,7 @@ def drawn(number: int, folder: Path) -> tuple[ResolvedRun, list[RunConfig]]:
     }
     sections["train"]["expert_memory"] = draw.choice(["0", "auto", "0.01MiB"])
     adapt = (DENSE if model_type == "llama" else ADAPT)[draw.choice(sorted(ADAPT))]
-    run = resolve(toy_run(write_toy(folder, model_type, num_hidden_layers=5), model_type, adapt, **sections))
+    run = resolve(toy_run(write_toy(folder, model_type, num_hidden_layers=5), model_type, adapt, **sections), "cuda")
     return run, [sized(run.config, *draw.choice(SIZES)) for _ in range(2)]
 
 
@@ -78,21 +78,21 @@ def test_runs_of_every_kind(number: int, tmp_path: Path) -> None:
     run, sizes = drawn(number, tmp_path)
     form = ClosedForm(run)
     for config in sizes:
-        traced = trace(resolve(config, like=run))
+        traced = trace(resolve(config, "cuda", like=run))
         found = form.at(config)
-        parts = traced.parts(traced.peak)
-        assert found.parts.total == pytest.approx(parts.total, rel=1e-3), config.train
-        assert found.peak.host == pytest.approx(traced.host_peak, rel=1e-3)
+        parts = traced.parts()
+        assert found.parts().total == pytest.approx(parts.total, rel=1e-3), config.train
+        assert found.host_peak == pytest.approx(traced.host_peak, rel=1e-3)
         assert found.load == traced.load
 
 
 @pytest.mark.parametrize("routing", ["skew:2", pytest.param("worst", marks=pytest.mark.full)])
 def test_uneven_routing(routing: str, tmp_path: Path) -> None:
-    run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["lora"]))
+    run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["lora"]), "cuda")
     config, assumed = sized(run.config, 2, 64), parse_routing(routing)
-    traced = trace(resolve(config, like=run), assumed)
+    traced = trace(resolve(config, "cuda", like=run), assumed)
     found = ClosedForm(run).at(config, assumed)
-    assert found.parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-3)
+    assert found.parts().total == pytest.approx(traced.parts().total, rel=1e-3)
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 40))])
@@ -104,7 +104,9 @@ def test_any_routing_to_the_byte(number: int, tmp_path: Path) -> None:
     adapt = ADAPT[draw.choice(sorted(ADAPT))]
     train = {"checkpointing": draw.choice(["none", "full"]), "expert_memory": draw.choice(["0", "auto"])}
     toy = write_toy(tmp_path, model_type, num_hidden_layers=6)
-    run = resolve(toy_run(toy, model_type, adapt, train={**train, "sequence_length": draw.choice([32, 64, 48])}))
+    run = resolve(
+        toy_run(toy, model_type, adapt, train={**train, "sequence_length": draw.choice([32, 64, 48])}), "cuda"
+    )
     idle = draw.choice([None, None, 0, 3])
     skew = draw.choice([1, 3])
     load = tuple(
@@ -118,11 +120,11 @@ def test_any_routing_to_the_byte(number: int, tmp_path: Path) -> None:
         except NoClosedForm:
             assert number > 0  # not where no expert is idle
             continue
-        assert found.parts.total == traced.parts(traced.peak).total, routing
+        assert found.parts().total == traced.parts().total, routing
 
 
 def test_unlike_idle_experts_are_left_to_the_trace(tmp_path: Path) -> None:
-    run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["router"]))
+    run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["router"]), "cuda")
     load = ((0, (1.0, 0.0, 1.0, 1.0)), (1, (1.0, 1.0, 1.0, 1.0)))
     with pytest.raises(NoClosedForm, match="which experts receive no token"):
         ClosedForm(run).at(run.config, Routing("load", None, load))
@@ -132,7 +134,7 @@ def test_unlike_idle_experts_are_left_to_the_trace(tmp_path: Path) -> None:
 def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: str, tmp_path: Path) -> None:
     """An indexer chooses `index_topk` keys, or all if there are fewer; layers of one return them."""
     toy_config(model_type).save_pretrained(tmp_path)
-    run = resolve(toy_run(tmp_path, model_type, ADAPT["router"]))
+    run = resolve(toy_run(tmp_path, model_type, ADAPT["router"]), "cuda")
     assert trace(run).peak
     with pytest.raises(NoClosedForm, match="not a product of sizes"):
         ClosedForm(run).at(run.config)
@@ -140,7 +142,7 @@ def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: st
 
 def test_a_loop_over_the_sequence_is_noticed_at_once(tmp_path: Path) -> None:
     toy_config("qwen3_next").save_pretrained(tmp_path)
-    run = resolve(toy_run(tmp_path, "qwen3_next", ADAPT["router"]))
+    run = resolve(toy_run(tmp_path, "qwen3_next", ADAPT["router"]), "cuda")
     with pytest.raises(NoClosedForm, match=r"qwen3_next.* of 256 tokens and .* of 768"):
         ClosedForm(run).at(run.config)
 
@@ -148,27 +150,27 @@ def test_a_loop_over_the_sequence_is_noticed_at_once(tmp_path: Path) -> None:
 def test_several_ranks(tmp_path: Path) -> None:
     parallel = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}}
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=5)
-    run = resolve(toy_run(toy, "mixtral", ADAPT["lora"], **parallel))
+    run = resolve(toy_run(toy, "mixtral", ADAPT["lora"], **parallel), "cuda")
     config = sized(run.config, 3, 64)
-    traced = trace(resolve(config, like=run), rank=1)
-    assert ClosedForm(run, rank=1).at(config).parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-3)
+    traced = trace(resolve(config, "cuda", like=run), rank=1)
+    assert ClosedForm(run, rank=1).at(config).parts().total == pytest.approx(traced.parts().total, rel=1e-3)
 
 
 def test_records_are_kept_and_a_damaged_one_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
-    run = resolve(toy_run(write_toy(tmp_path / "toy", "mixtral"), "mixtral", ADAPT["router"]))
+    run = resolve(toy_run(write_toy(tmp_path / "toy", "mixtral"), "mixtral", ADAPT["router"]), "cuda")
     first = ClosedForm(run).at(run.config)
     (file,) = (tmp_path / "cache").iterdir()
     again = ClosedForm(run).at(run.config, may_record=False)
     assert again is not None
-    assert again.parts == first.parts
+    assert again.parts() == first.parts()
     assert again.load == first.load
     other = file.with_name(f"{'0' * 32}.npz")
     other.write_bytes(file.read_bytes())
     assert store.read("0" * 32) is None  # another's, under its name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert ClosedForm(run).at(run.config, may_record=False) is None
-    assert ClosedForm(run).at(run.config).parts == first.parts
+    assert ClosedForm(run).at(run.config).parts() == first.parts()
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.close(-1))  # a disk that refuses
     other.unlink()
     store.write("1" * 32, store.read(ClosedForm(run).key))
@@ -183,19 +185,21 @@ def test_a_cache_that_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_changes_storages_changes_the_kind(tmp_path: Path) -> None:
     config = toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["router"])
-    keys = {ClosedForm(resolve(config)).key, ClosedForm(resolve(sized(config, 3, 50))).key}
+    keys = {ClosedForm(resolve(config, "cuda")).key, ClosedForm(resolve(sized(config, 3, 50), "cuda")).key}
     assert len(keys) == 1
     for change in ({"checkpointing": "none"}, {"accumulate": 2}):
         other = config.model_copy(update={"train": config.train.model_copy(update=change)})
-        keys.add(ClosedForm(resolve(other)).key)
-    keys.add(ClosedForm(resolve(config), rank=1).key)
+        keys.add(ClosedForm(resolve(other, "cuda")).key)
+    keys.add(ClosedForm(resolve(config, "cuda"), rank=1).key)
     assert len(keys) == 4
     assert store.folder().name
 
 
 def test_router_losses(tmp_path: Path) -> None:
     """Computed of all layers' logits, so all layers are recorded."""
-    run = resolve(toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["router"], train={"router_z_loss": 0.1}))
+    run = resolve(
+        toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["router"], train={"router_z_loss": 0.1}), "cuda"
+    )
     config = sized(run.config, 3, 64)
-    traced = trace(resolve(config, like=run))
-    assert ClosedForm(run).at(config).parts.total == pytest.approx(traced.parts(traced.peak).total, rel=1e-4)
+    traced = trace(resolve(config, "cuda", like=run))
+    assert ClosedForm(run).at(config).parts().total == pytest.approx(traced.parts().total, rel=1e-4)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from moetune.memory.closed_form.probe import probe_chunks, probe_rows
 from moetune.memory.closed_form.sizes import (
     CHUNK_NAMES,
     PLACES,
@@ -12,16 +13,14 @@ from moetune.memory.closed_form.sizes import (
     lengths,
     places,
     sizes_of_chunks,
-    telling_chunks,
-    telling_rows,
     value_of,
 )
 from moetune.training.step.loss import Chunks
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_telling_chunks_have_every_place(alone: bool) -> None:
-    chunks = telling_chunks(53 * 64 * 59, alone=alone)
+def test_probe_chunks_have_every_place(alone: bool) -> None:
+    chunks = probe_chunks(53 * 64 * 59, alone=alone)
     assert sum(len(range(chunks.tokens)[part]) for part in chunks.slices()) == chunks.tokens
     there = {PLACES[number] for number in np.flatnonzero(places(chunks))}
     assert there == ({place for place in PLACES if place[0] in ("", "first")} if alone else set(PLACES))
@@ -52,7 +51,7 @@ def test_sizes_of_chunks() -> None:
 
 
 def test_rows_sum_up_and_idle_experts_have_none() -> None:
-    rows = telling_rows(100_000, 8, (2, 5))
+    rows = probe_rows(100_000, 8, (2, 5))
     assert sum(rows) == 100_000
     assert rows[2] == rows[5] == 0
     assert all(rows[expert] for expert in (0, 1, 3, 4, 6, 7))

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.memory.kernels import kernels_of
-from moetune.memory.kernels.attention import attention, choose
+from moetune.memory.kernels.attention import attention, attention_of, choose
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
@@ -90,7 +89,7 @@ def test_fused_operators_have_the_shapes_and_gradients_of_plain_attention_and_no
     capability: Any, d: int, d_v: int, length: int, masked: bool
 ) -> None:
     gpu = find_gpu("h100-80gb" if capability == H100 else "l40s")
-    with FakeTensorMode(), (tracker := Tracker({})), kernels_of(gpu, tracker):
+    with FakeTensorMode(), (tracker := Tracker({}, capability=gpu.capability)), attention_of(gpu.capability):
         q, k = (torch.empty(2, 4, length, d, dtype=BF16, requires_grad=True) for _ in range(2))
         v = torch.empty(2, 4, length, d_v, dtype=BF16, requires_grad=True)
         mask = torch.empty(2, 1, length, length, dtype=torch.bool) if masked else None

@@ -52,21 +52,20 @@ def is_alike(block: Block) -> bool:
     return block.op not in ("linalg_vector_norm.default", "stack.default", "zeros_like.default")
 
 
-def order(traced: Trace) -> list[tuple[str, int]]:
+def order(traced: Trace) -> list[tuple[int, int]]:
     """Births and deaths of all forward and backward passes on the device, in order."""
     counts = {mark.at: mark.phase not in ("load", "optimizer") for mark in traced.marks}
-    counting, events = False, []
-    for at, entry in enumerate(traced.log):
+    counting, events, blocks = False, [], traced.blocks
+    for at, (storage, sign) in enumerate(zip(traced.events.storages, traced.events.signs, strict=True)):
         counting = counts.get(at, counting)
-        block = traced.blocks[entry if entry >= 0 else ~entry]
-        if counting and not block.on_host and is_alike(block):
-            events.append(("+" if entry >= 0 else "-", block.bytes))
+        if counting and not blocks[storage].on_host and is_alike(blocks[storage]):
+            events.append((int(sign), blocks[storage].bytes))
     return events
 
 
 def same(short: Trace, whole: Trace) -> None:
     assert order(short) == order(whole)
-    assert short.parts(short.peak) == whole.parts(whole.peak)
+    assert short.parts() == whole.parts()
     assert short.host_peak == pytest.approx(whole.host_peak, abs=4 * 64)  # norms of gradients that are there
     assert storages(short) == storages(whole)
     assert short.load == whole.load

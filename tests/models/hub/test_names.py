@@ -25,7 +25,7 @@ def test_there_and_back(model_type: str, tmp_path: Path) -> None:
     structure = read_structure(model)
     homes = find_homes(model, base)
     of_experts = {f"{layer.experts}.{stack}": layer for layer in structure.moe_layers for stack in stacks(layer)}
-    for part in structure.parts:
+    for part in structure.parameters:
         home = homes[part.name]
         count = of_experts[part.name].shape.num_experts if part.name in of_experts else 0
         for expert in range(count) if count else [None]:

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moetune.config.schema import DataConfig, TrainConfig
 from moetune.errors import UserError
-from moetune.training.data import records
-from moetune.training.data.load import load_data, pad_token_id, tokenizer_of
+from moetune.training.data import chat_template, encoder
+from moetune.training.data.load import load_data, pad_token_id
 from moetune.training.step.batch import collate
 
 CHATML = (
@@ -446,7 +446,10 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
             "{{ raise_exception('roles must alternate') }}",
             "the chat template refuses it: roles must alternate",
         ),
-        ("{% generation %}{% endgeneration %}[hi]", "no token to train on"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}",
+            "no token to train on",
+        ),
     ],
 )
 def test_a_template_that_hides_the_assistant_is_refused(tmp_path, template, problem):
@@ -497,6 +500,34 @@ def test_what_a_template_leaves_out_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [
+        ("m.content.split('</note>')[-1]", "'note' in the content of message 1"),
+        ("m.content.split('</note>')[0]", "'note' in the content of message 1"),
+        ("m.content[:12]", "'note' in the content of message 1"),
+        ("'' if m.role == 'user' else m.content", "'note' in the content of message 1"),
+        ("m.content if loop.last else ''", "'note' in the content of message 1"),
+        ("m.content[:31]", "the end of the content of message 1"),
+        ("m.content | tojson", ""),
+        ("m.content | upper", ""),
+        ("m.content | trim", ""),
+    ],
+)
+def test_content_that_a_template_drops_is_refused(tmp_path, template, written, what):
+    messages = [
+        {"role": "user", "content": ' <note>small\n"note"</note> why '},
+        {"role": "assistant", "content": "yes"},
+    ]
+    file = write(tmp_path / "data.jsonl", {"messages": messages})
+    tokenizer = make_tokenizer(template.replace("m.content", written))
+    if what:
+        assert f"line 1: the chat template leaves out {what}" in message(file, tokenizer)
+    else:
+        assert len(load(file, tokenizer, 256).train) == 1
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_a_message_of_weight_zero_does_not_train(tmp_path, template):
     talk = [USER, {"role": "assistant", "content": "no", "weight": 0}, USER, ASSISTANT | {"weight": 1}]
     tokenizer = make_tokenizer(template)
@@ -525,7 +556,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path, name):
 
 
 def test_a_template_that_does_not_end_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     file = write(tmp_path / "data.jsonl", {"messages": TALK})
     assert "no end after 0.2 s" in message(file, make_tokenizer(loops))
@@ -655,48 +686,26 @@ def _unlike(kind):
 
 
 @pytest.mark.parametrize("kind", ["spaces", "pattern", "metaspace"])
-@pytest.mark.parametrize("seed", range(5))
-def test_windows_join_to_what_the_whole_is(monkeypatch, kind, seed):
-    monkeypatch.setattr(records, "_WINDOW", 512)
-    monkeypatch.setattr(records, "_OVERLAPS", (32, 128, 256))
-    draw, tokenizer = random.Random(seed), _unlike(kind)
-    parts = ["ab", "a", "b", "c ", " ", "\n", "é", "🙂", "</s>", "abab"]
-    text = "".join(draw.choice(parts) * draw.choice([1, 1, 1, 5]) for _ in range(4000))
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = records.Encoder(tokenizer, "text")._encoded(text)
-    assert ids.tolist() == whole["input_ids"]
-    assert [tuple(one) for one in offsets.tolist()] == whole["offset_mapping"]
-
-
-def test_a_long_record_without_a_place_to_part_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_WINDOW", 500)
-    monkeypatch.setattr(records, "_OVERLAPS", (33, 129))
-    tokenizer = make_tokenizer(merges=[("a", "a")])
-    file = write(tmp_path / "one.jsonl", {"text": "a" * 2001})
-    assert "2,001 characters are too many to tokenize at once" in message(file, tokenizer)
-    assert "cut the record into some of up to 500" in message(file, tokenizer)
-    monkeypatch.setattr(records, "_OVERLAPS", (32,))
-    assert load(file, tokenizer, packing=False).counts.loss_tokens == 1002  # the end is one
-
-
-def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
-    steps = {"normalizer": normalizers.Replace("a", "a" * 9), "decoder": decoders.Replace("a", "a" * 9)}
-    for part, step in steps.items():
-        tokenizer = make_tokenizer()
-        tokenizer.save_pretrained(tmp_path / part)
-        assert tokenizer_of("own", str(tmp_path / part)).is_fast
-        sequence = normalizers.Sequence if part == "normalizer" else decoders.Sequence
-        setattr(tokenizer.backend_tokenizer, part, sequence([step] * 30))
-        tokenizer.save_pretrained(tmp_path / part)
-        with pytest.raises(UserError, match=rf"the {part} in tokenizer.json may make a text 4.24e\+28 times as long"):
-            tokenizer_of("own", str(tmp_path / part))
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_long_record_is_tokenized_in_parts(tmp_path, monkeypatch, kind, template):
+    """Cut after lines, before spaces or anywhere; what it says and what trains of it stay."""
+    tokenizer, text = _unlike(kind), "ab ab\nabab" + " ab" * 30 + "ab" * 40 + "é🙂" * 9 + "\n"
+    tokenizer.chat_template = template
+    record = {"messages": [USER, {"role": "assistant", "content": text}]} if template else {"text": text}
+    ids, labels = load_one(tmp_path, record, tokenizer)
+    monkeypatch.setattr(encoder, "_WINDOW", 32)
+    parts, part_labels = load_one(tmp_path, record, tokenizer)
+    assert len(parts) >= len(ids)
+    for one, other in ((parts, ids), ([i for i in part_labels if i != -100], [i for i in labels if i != -100])):
+        one, other = (re.sub("[ ▁]", "", tokenizer.decode(some)) for some in (one, other))
+        assert one == other
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
 @pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.full)])
 def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, monkeypatch, suffix):
     size = 2**19
-    monkeypatch.setattr(records, "_WINDOW", 2**15)
+    monkeypatch.setattr(encoder, "_WINDOW", 2**15)
     text, file = "some words of a text, " * (size // 22), tmp_path / f"long.{suffix}"
     if suffix == "jsonl":
         write(file, {"text": text})

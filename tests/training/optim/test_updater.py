@@ -26,7 +26,7 @@ def test_a_hundred_updates_of_a_thousandth(masters: Any, moves: float, dtype: to
     torch.manual_seed(0)
     small = 2.0**-10 if dtype == torch.bfloat16 else 2.0**-12
     weight = nn.Parameter(torch.ones(10_000, dtype=dtype, device=device))
-    updater = Updater("weight", [weight], sgd, masters)
+    updater = Updater([weight], sgd, masters)
     for _ in range(100):
         weight.grad = torch.full_like(weight, -small)
         updater.step()
@@ -61,7 +61,7 @@ def test_what_can_be_represented_is_not_rounded(dtype: torch.dtype) -> None:
 def test_a_float32_weight_needs_no_copy() -> None:
     weight = nn.Parameter(torch.ones(4))
     for masters in ("fp32", "stochastic"):
-        assert not Updater("weight", [weight], sgd, masters).copies  # type: ignore[arg-type]
+        assert not Updater([weight], sgd, masters).copies  # type: ignore[arg-type]
 
 
 def test_a_copy_is_saved_with_the_state() -> None:
@@ -69,15 +69,15 @@ def test_a_copy_is_saved_with_the_state() -> None:
     finals = []
     for interrupted in (False, True):
         weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        updater = Updater("weight", [weight], sgd, "fp32")
+        updater = Updater([weight], sgd, "fp32")
         for number in range(12):
             weight.grad = torch.full_like(weight, 2.0**-10)
             updater.step()
             if interrupted and number == 5:
-                state = updater.state_dict()
+                ((_, _, states),) = updater.saved()
                 weight = nn.Parameter(weight.detach().clone())
-                updater = Updater("weight", [weight], sgd, "fp32")
-                updater.load_state_dict(state)
+                updater = Updater([weight], sgd, "fp32")
+                updater.restore({weight: states})
         finals.append(weight.detach().clone())
     assert torch.equal(*finals)
     assert finals[0][0] < 1

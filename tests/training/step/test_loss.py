@@ -19,7 +19,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.ranks import SINGLE_RANK
 from moetune.training.optim import lomo
 from moetune.training.step import loss
-from moetune.training.step.lm_head import Tail
+from moetune.training.step.lm_head import LMHead
 from moetune.training.step.loss import IGNORED, chunk_tokens, summed_cross_entropy
 from moetune.training.step.micro_step import count_loss_tokens, held_out_loss, token_loss
 from tests.memory.models import toy_run, write_toy
@@ -33,7 +33,7 @@ IDS = torch.arange(3, 25).reshape(2, 11)
 Tensors = dict[str, Tensor]
 
 
-def head(dtype: torch.dtype = torch.float32, **trains: bool) -> tuple[Tail, Tensor, Tensor]:
+def head(dtype: torch.dtype = torch.float32, **trains: bool) -> tuple[LMHead, Tensor, Tensor]:
     """A linear head as a tail, hidden states with a gradient, and targets of which some are ignored."""
     random = torch.Generator().manual_seed(0)
     weight_VH = (
@@ -42,16 +42,16 @@ def head(dtype: torch.dtype = torch.float32, **trains: bool) -> tuple[Tail, Tens
     hidden_NH = torch.randn(TOKENS, HIDDEN, generator=random).to(dtype).requires_grad_()
     targets_N = torch.randint(VOCABULARY, (TOKENS,), generator=random)
     targets_N[::5] = IGNORED
-    tail = Tail(lambda hidden: hidden @ weight_VH.T, hidden_NH[None, :0].detach())
+    tail = LMHead(lambda hidden: hidden @ weight_VH.T, hidden_NH[None, :0].detach())
     return tail, hidden_NH, targets_N
 
 
-def memory_of(tail: Tail, tokens: int) -> int:
+def memory_of(tail: LMHead, tokens: int) -> int:
     """As much as chunks of so many tokens take."""
     return tokens * (tail.row_bytes + 4 * tail.vocabulary * (tail.width < 4))
 
 
-def plain(tail: Tail, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+def plain(tail: LMHead, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
     return functional.cross_entropy(tail(hidden_NH[None][0]).float(), targets_N, reduction="sum", ignore_index=IGNORED)
 
 
@@ -98,7 +98,7 @@ def test_bfloat16_logits_give_the_gradient_of_float32_rounded_once(
     logits_NV = 4 * torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(0))
     logits_NV = logits_NV.bfloat16().requires_grad_()
     targets_N = head()[2]
-    as_they_are = Tail(lambda hidden: hidden * 1, logits_NV[None, :0].detach())
+    as_they_are = LMHead(lambda hidden: hidden * 1, logits_NV[None, :0].detach())
     wide_NV = logits_NV.detach().float().requires_grad_()
     expected = functional.cross_entropy(wide_NV, targets_N, reduction="sum", ignore_index=IGNORED) / 1e5
     (expected_NV,) = torch.autograd.grad(expected, wide_NV)
@@ -256,13 +256,13 @@ def fake_peak(run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: int, voca
         begin = len(tracker.log.entries)
         with tracker:
             run(hidden_NH, weight_VH, targets_N).backward()
-    traced = Trace.of(tracker.log, 0, SINGLE_RANK.axis_of)
+    traced = Trace.of(tracker.log, SINGLE_RANK.axis_of)
     return traced.parts(traced.peak).total - traced.parts(begin - 1).total
 
 
 def by_chunks(memory: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def run(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> Tensor:
-        tail = Tail(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
+        tail = LMHead(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
         return summed_cross_entropy(tail, hidden_NH, targets_N, divisor=len(targets_N), memory=memory)
 
     return run
@@ -294,7 +294,7 @@ def test_the_heads_gradient_exists_once(tied: bool) -> None:
     weight_VH = torch.nn.Parameter(torch.randn(VOCABULARY * 16, HIDDEN))
     ids_N, size = torch.arange(TOKENS), weight_VH.nbytes
     hidden_NH = functional.embedding(ids_N, weight_VH) if tied else torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    tail = Tail(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
+    tail = LMHead(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
     tracker = Tracker({})
     tracker.add(weight_VH, "trainable_weights")
     with tracker:
@@ -332,7 +332,7 @@ def test_a_tied_embeddings_gradient_is_added_in_place(monkeypatch: pytest.Monkey
     weight_VH = torch.nn.Parameter(torch.randn(VOCABULARY, HIDDEN))
     ids_N = torch.arange(TOKENS)
     hidden_NH = functional.embedding(ids_N, weight_VH)
-    tail = Tail(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
+    tail = LMHead(lambda hidden: functional.linear(hidden, weight_VH), hidden_NH[None, :0].detach())
     summed_cross_entropy(tail, hidden_NH, ids_N, memory=None).backward()
     assert weight_VH.grad is not None
     assert weight_VH.grad.data_ptr() == made[0]
@@ -351,7 +351,7 @@ def test_gradients_that_share_memory_are_scaled_once_each() -> None:
     random = torch.Generator().manual_seed(0)
     hidden_NV = torch.randn(1, VOCABULARY, generator=random, requires_grad=True)
     one, two = (torch.zeros(1, VOCABULARY, requires_grad=True) for _ in range(2))
-    tail = Tail(lambda hidden: hidden + one + two, hidden_NV[None, :0].detach())
+    tail = LMHead(lambda hidden: hidden + one + two, hidden_NV[None, :0].detach())
     summed_cross_entropy(tail, hidden_NV, torch.tensor([3]), memory=None).mul(3.0).backward()
     expected = torch.autograd.grad(
         3 * functional.cross_entropy(hidden_NV, torch.tensor([3]), reduction="sum"), hidden_NV

@@ -152,7 +152,7 @@ def test_parts_and_optimizers_must_match(optimizer: Any, message: str, small_mod
     config = run_config(small_model, optimizer)
     adapt = config.adapt.model_copy(update={"also": ()})
     with pytest.raises(UserError, match=message):
-        resolve(config.model_copy(update={"adapt": adapt}))
+        resolve(config.model_copy(update={"adapt": adapt}), "cuda")
 
 
 def test_a_gradient_may_be_bounded_element_by_element(small_model: Path) -> None:
@@ -260,10 +260,10 @@ def test_fused_gradients_are_one_matrix(name: str, clip: float, checkpointing: s
 def test_lomo_holds_nothing_beside_its_weights(expert_run: Any) -> None:
     """Between steps as after loading; at the peak one matrix of gradients and what an update unpacks."""
     traced, _left = tracked(expert_run({"name": "lomo"}))
-    parts = traced.parts(len(traced.log) - 1)
+    parts = traced.parts(traced.end)
     assert parts.optimizer_states == parts.master_weights == parts.gradients == 0
     adamw, _left = tracked(expert_run({"name": "adamw", "fused_backward": True}))
-    parts = adamw.parts(len(adamw.log) - 1)
+    parts = adamw.parts(adamw.end)
     assert parts.gradients == 0
     assert parts.optimizer_states == pytest.approx(2 * 4 * EXPERT, rel=1e-3)
 
@@ -300,10 +300,6 @@ def test_an_overflow_halves_the_scale_and_changes_no_weight(optimizer: dict[str,
     run.steps(8)
     assert run.stepper.skipped < 9
     assert any(not torch.equal(weight, before[key]) for key, weight in run.weights().items())
-    state = run.optimizer.state_dict()
-    other = Run(run_config(small_model, optimizer, "fp16"))
-    other.optimizer.load_state_dict(state)
-    assert other.stepper.loss_scale == run.stepper.loss_scale
 
 
 def test_the_scale_grows_after_many_good_steps_and_has_a_floor() -> None:
@@ -354,10 +350,6 @@ def test_the_host_keeps_float32_weights(dtype: str, small_model: Path) -> None:
     reference = Run(run_config(small_model, {"name": "adamw"})).steps(3)
     run = Run(run_config(small_model, {"name": "adamw", "offload": True}, dtype))
     assert run.steps(3) == pytest.approx(reference, rel=1e-2)
-    state = run.optimizer.state_dict()
-    other = Run(run_config(small_model, {"name": "adamw", "offload": True}, dtype))
-    other.optimizer.load_state_dict(state)
-    assert all(torch.equal(weight, other.weights()[key]) for key, weight in run.weights().items())
 
 
 def test_a_broken_gradient_on_the_host_is_named_and_dropped(small_model: Path) -> None:
@@ -415,33 +407,6 @@ def test_a_norm_is_taken_in_float32(small_model: Path) -> None:
     handle.remove()
     assert run.stepper.skipped == 0
     assert run.norms[0] > 1
-
-
-@pytest.mark.parametrize(
-    ("name", "masters"),
-    [
-        *(pytest.param(name, "none", marks=[pytest.mark.full] * bool(n % 2)) for n, name in enumerate(UNPAGED)),
-        ("adalomo", "stochastic"),
-        ("adamw8bit", "stochastic"),
-    ],
-)
-def test_states_of_16_bit_weights_survive_a_checkpoint(
-    name: str, masters: str, small_model: Path, tmp_path: Path
-) -> None:
-    """Four steps, and the same with a checkpoint on disk after the second, bit for bit."""
-    optimizer = {"name": name, "master_weights": masters}
-    whole = Run(run_config(small_model, optimizer, "bf16"))
-    whole.steps(4)
-    first, second = (Run(run_config(small_model, optimizer, "bf16")) for _ in range(2))
-    torch.manual_seed(1)
-    first.steps(2)
-    torch.save(first.optimizer.state_dict(), tmp_path / "optimizer.pt")
-    second.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    with torch.no_grad():
-        for key, weight in first.weights().items():
-            second.adapted.trainable()[key].copy_(weight)
-    second.steps(2)
-    assert all(torch.equal(weight, second.weights()[key]) for key, weight in whole.weights().items())
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.memory.kernels import kernels_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
 
@@ -16,7 +15,7 @@ BF16 = torch.bfloat16
 
 def inside(gpu: str, run: Any) -> list[int]:
     """Bytes that the operations of `run` take inside, in order; all of them are gone at its end."""
-    with FakeTensorMode(), (tracker := Tracker({})), kernels_of(find_gpu(gpu), tracker):
+    with FakeTensorMode(), (tracker := Tracker({}, capability=find_gpu(gpu).capability)):
         run()
     blocks = [block for block in tracker.log.blocks if block.op.startswith("inside ")]
     assert all(block.died is not None for block in blocks)
@@ -97,7 +96,7 @@ def test_the_softmax_of_scores_multiplies_before_it_subtracts() -> None:
 
 
 def test_on_a_cpu_nothing_is_added() -> None:
-    with FakeTensorMode(), (tracker := Tracker({})), kernels_of(None, tracker):
+    with FakeTensorMode(), (tracker := Tracker({})):
         scores = torch.empty(8, 9, requires_grad=True)
         scores.softmax(-1).sum().backward()
     assert not [block for block in tracker.log.blocks if block.op.startswith("inside ")]

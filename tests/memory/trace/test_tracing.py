@@ -41,16 +41,16 @@ LOSS: dict[str, dict[str, Any]] = {
 
 
 def peak(traced: Trace) -> int:
-    return traced.parts(traced.peak).total
+    return traced.parts().total
 
 
 def by_formula(config: RunConfig) -> int:
-    return ClosedForm(resolve(config)).at(config).parts.total
+    return ClosedForm(resolve(config, "cuda")).at(config).parts().total
 
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, Path]:
-    """Of two layers; with `--all` of four, one of which another stands for in a trace (trace/test_repeat.py)."""
+    """Of two layers; with `--all` of four, one of which another stands for in a trace (test_repeat.py)."""
     sizes = {"num_hidden_layers": 4 if pytestconfig.getoption("--all") else 2}
     return {name: write_toy(tmp_path_factory.mktemp("toys") / name, name, **sizes) for name in LAYOUTS}
 
@@ -145,9 +145,9 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
         folder = write_4bit(tmp_path, model_type, hidden_size=64, head_dim=16, **sizes)
     config = toy_run(folder, model_type, MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})
     assert_alike(config)
-    run = resolve(config)
+    run = resolve(config, "cuda")
     traced, found = trace(run), ClosedForm(run).at(run.config)
-    assert found.parts.total == pytest.approx(peak(traced), rel=1e-3)
+    assert found.parts().total == pytest.approx(peak(traced), rel=1e-3)
     assert found.load == traced.load
 
 
@@ -157,7 +157,7 @@ def assert_alike(config: RunConfig) -> None:
     answers = iter(measured.counts)
     fake = trace(config, lambda *_: next(answers), micro_steps=config.train.accumulate)
     assert measured.trace is not None
-    assert fake.parts(fake.peak) == measured.trace.parts(measured.trace.peak)
+    assert fake.parts() == measured.trace.parts()
     assert fake.host_peak == measured.trace.host_peak
     assert next(answers, None) is None
 
@@ -171,8 +171,8 @@ def test_a_shortened_mixtral_takes_what_the_whole_one_takes(tmp_path: Path) -> N
     config = mixtral(EXPERTS, 1, 1024, path=str(tmp_path))
     short, full = trace(config), trace(config, shortened=False)
     assert peak(short) == peak(full)
-    for name, taken in short.parts(short.peak).items():
-        assert taken == getattr(full.parts(full.peak), name), name
+    for name, taken in short.parts().items():
+        assert taken == getattr(full.parts(), name), name
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 * GiB
 
 
@@ -200,7 +200,7 @@ def test_mixtral_takes_no_more_than_the_prototype(
     adapt: dict[str, Any], micro_batch: int, sequence: int, static: float, most: float
 ) -> None:
     traced = trace(mixtral(adapt, micro_batch, sequence))
-    parts = traced.parts(traced.peak)
+    parts = traced.parts()
     assert (parts.frozen_weights + parts.trainable_weights) / GiB == pytest.approx(static, abs=0.02)
     assert parts.total / GiB <= most
 
@@ -237,9 +237,9 @@ def test_mixtral_8x22b_fits_with_its_experts_on_the_host() -> None:
     traced = trace(config)
     assert peak(traced) / GiB < 12
     assert traced.host_peak / GiB == pytest.approx(65.6, abs=0.7)
-    found = ClosedForm(resolve(config)).at(config)
-    assert found.parts.total == pytest.approx(peak(traced), rel=1e-3)
-    assert found.peak.host == pytest.approx(traced.host_peak, rel=1e-3)
+    found = ClosedForm(resolve(config, "cuda")).at(config)
+    assert found.parts().total == pytest.approx(peak(traced), rel=1e-3)
+    assert found.host_peak == pytest.approx(traced.host_peak, rel=1e-3)
 
 
 def test_inputs_on_the_host_leave_the_device_but_for_two(tmp_path: Path) -> None:
@@ -250,17 +250,18 @@ def test_inputs_on_the_host_leave_the_device_but_for_two(tmp_path: Path) -> None
     assert measured is not None
     hidden = 2 * 32 * 64 * 4
     begins = next(mark.at for mark in measured.marks if mark.phase == "backward") - 1
-    left = [b for b in measured.alive(begins) if b.phase == "forward" and b.bytes == hidden]
+    blocks = measured.blocks
+    left = [blocks[n] for n in measured.alive(begins) if blocks[n].phase == "forward" and blocks[n].bytes == hidden]
     assert {b.module for b in left if b.op in ("add.Tensor", "embedding.default")} == {"model.embed_tokens", "model"}
-    inputs = [b for b in measured.blocks if b.fetched]
+    inputs = [b for b in blocks if b.fetched]
     assert {b.bytes for b in inputs} == {hidden}
-    for at in range(len(measured.log)):
+    for at in range(measured.end + 1):
         assert sum(b.born <= at and (b.died is None or b.died > at) for b in inputs) <= 2
 
 
 def test_parts_sum_to_the_peak_and_the_timeline_reaches_it(toys: dict[str, Path]) -> None:
     traced = trace(toy_run(toys["mixtral"], "mixtral", MIXED, train={"accumulate": 2}))
-    parts = traced.parts(traced.peak)
+    parts = traced.parts()
     assert parts.total == sum(getattr(parts, name) for name in PART_NAMES)
     timeline = traced.timeline()
     assert max(sample.parts.total for sample in timeline) == parts.total

@@ -1,4 +1,4 @@
-"""Records of other tools' forms as the forms that are tokenized: a chat's messages, or a prompt and its completion.
+"""Records of other tools as chats, or as prompt and completion; and what a chat must hold.
 
 Alpaca    {"instruction": .., "input": .., "output": ..}           and, of some, "system" and "history"
 ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  and, of some, "system" and "tools"
@@ -7,6 +7,8 @@ ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  and, of some,
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 from moetune.errors import UserError
@@ -18,16 +20,14 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
-"""Who speaks in ShareGPT files, and the role that it is."""
+"""Speakers in ShareGPT files, and their roles."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 """The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
-
-
 _AS_ALPACA = (("instruction", "context", "response"), ("question", "context", "answer"))
-"""Other names for Alpaca's instruction, input and output: Dolly's, and of questions and answers."""
+"""Other names of Alpaca's instruction, input and output: Dolly's, and questions with answers."""
 
 
 class MalformedError(UserError):
@@ -35,7 +35,7 @@ class MalformedError(UserError):
 
 
 def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
-    """The record, with Alpaca's names beside those of Dolly or of a question and its answer."""
+    """Return the record with Alpaca's names added to those of Dolly or of a question and its answer."""
     for asked, given, answered in _AS_ALPACA:
         if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
             found = {"instruction": record[asked], "input": record.get(given, record.get("input"))}
@@ -44,7 +44,7 @@ def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """Prompt and completion as Stanford Alpaca writes them, for models without a chat template."""
+    """Return prompt and completion as Stanford Alpaca writes them, for models without a chat template."""
     if lost := [key for key in ("system", "history") if record.get(key)]:
         raise MalformedError(f"{' and '.join(lost)} need a chat template; name one in data.chat_template")
     instruction, given = checked_text(record["instruction"], "instruction"), _optional(record, "input")
@@ -55,7 +55,7 @@ def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """A chat of an Alpaca record: its earlier turns, if it has any, then instruction and input, and the output."""
+    """Return an Alpaca record as a chat: its earlier turns, instruction and input, output."""
     system, given = _optional(record, "system"), _optional(record, "input")
     turns = [(question, answer) for question, answer in record.get("history") or ()]
     asked = "\n\n".join((checked_text(record["instruction"], "instruction"), *([given] if given else ())))
@@ -66,7 +66,7 @@ def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """A chat of a ShareGPT record."""
+    """Return a ShareGPT record as a chat."""
     turns, system = record["conversations"], _optional(record, "system")
     if not isinstance(turns, list):
         raise MalformedError(f"conversations is {kind(turns)}, not a list")
@@ -83,10 +83,9 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_messages(value: object) -> list[dict[str, Any]]:
-    """The messages of a chat. An assistant's content may be null beside tool calls.
+    """Return the messages of a chat without null values; raise `MalformedError` if no chat template takes them.
 
-    Raises:
-        MalformedError: they are not what a chat template takes.
+    An assistant's content may be null beside tool calls.
     """
     if not isinstance(value, list):
         raise MalformedError(f"messages is {kind(value)}, not a list")
@@ -111,8 +110,50 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     return messages
 
 
+def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
+    """Find content that a chat template drops, wholly or in part.
+
+    The words of a content must stand in the rendered chat in their order, and so must a mark that is added to its end.
+    White space and escapes may differ.
+
+    Returns:
+        By the index of a message, what of it is lost.
+    """
+    written, marks = render(messages), [f"QXZ{index}ZXQ" for index in range(len(messages))]
+    with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
+    marked = list(messages)
+    for index in with_text:
+        marked[index] = {**messages[index], "content": f"{messages[index]['content']} {marks[index]}"}
+    try:
+        ends: str | None = render(marked)
+    except UserError:
+        raise
+    except Exception:  # the template takes no other content
+        ends = None
+    lost: dict[int, str] = {}
+    for index in with_text:
+        content = messages[index]["content"]
+        missing = None if content.strip() in written else _first_missing_word(content, written)
+        if missing is not None:
+            lost[index] = f"{missing[:40]!r} in the content of message {index + 1}"
+        elif ends is not None and marks[index] not in ends:
+            lost[index] = f"the end of the content of message {index + 1}"
+    return lost
+
+
+def _first_missing_word(content: str, written: str) -> str | None:
+    """The first word of a content that does not follow the one before it in what was written."""
+    position, written = 0, written.casefold()
+    for match in re.finditer(r"\w+", content.casefold()):
+        found = written.find(match[0], position)
+        if found < 0:
+            return match[0]
+        position = found + len(match[0])
+    return None
+
+
 def checked_tools(value: object) -> list[Any] | None:
-    """The tools of a chat: a list, or the JSON text of one."""
+    """Return the tools of a chat, given as a list or as its JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -124,7 +165,7 @@ def checked_tools(value: object) -> list[Any] | None:
 
 
 def checked_text(value: object, what: str) -> str:
-    """The value, if it is text that can be tokenized."""
+    """Return a value that is text and can be tokenized; raise `MalformedError` for any other."""
     if not isinstance(value, str):
         raise MalformedError(f"{what} is {kind(value)}, not text")
     if not value.strip():
@@ -137,7 +178,7 @@ def checked_text(value: object, what: str) -> str:
 
 
 def kind(value: object) -> str:
-    """What JSON calls a value."""
+    """Return JSON's name for the type of a value."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 

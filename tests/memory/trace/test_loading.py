@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetune.adapt.fake import build_fake
 from moetune.memory.predict import predict
 from moetune.memory.report import LoadPeaks
-from moetune.memory.trace import peaks_of_loading
+from moetune.memory.trace import trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.source import find_model_source
-from moetune.run.resolve import resolve
 from tests.memory.models import toy_run, write_toy
 from tests.resolved import build
 
@@ -32,8 +29,9 @@ SIZES: dict[str, Any] = {
 
 
 def load(config: Any) -> LoadPeaks:
-    run = resolve(config)
-    return peaks_of_loading(build_fake(run, FakeTensorMode(allow_non_fake_inputs=True)), run)
+    found = trace(config).load
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("method", ["trace", "formula"])

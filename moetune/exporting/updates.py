@@ -1,0 +1,147 @@
+"""What a run changed, in the names and the layout of the plain model, and where a checkpoint keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moetune.adapt.pack import out_in
+from moetune.errors import UserError
+from moetune.experts.bank import ExpertBank, ExpertLora
+from moetune.exporting.finished_run import FinishedRun
+from moetune.models.hub.names import KeyMapping, find_homes
+from moetune.models.hub.tensor_files import Held, Stored
+from moetune.models.structure import MoeLayer
+from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
+
+Trained = Stored | Held
+
+
+@dataclass(frozen=True)
+class Update:
+    """The new value of one parameter of the plain model, or of one expert's share of it.
+
+    Attributes:
+        expert: None for the whole parameter.
+        is_added: whether the new value is the base's plus something, as with LoRA.
+        rows: (old rows in float32 or None, first row, row after the last) -> new rows, as the plain model has them; an
+            expert's share is one row [1, ...]. The old rows may be overwritten.
+    """
+
+    parameter: str
+    expert: int | None
+    is_added: bool
+    rows: Callable[[Tensor | None, int, int], Tensor]
+    dtype: torch.dtype = torch.float32
+
+
+def updates(run: FinishedRun) -> list[Update]:
+    """Return every update of a run; the tensors are read from its checkpoint when `rows` is called."""
+    adapted, trained, selection = run.adapted, run.trained, run.adapted.selection
+    found: list[Update] = []
+    for layer in adapted.structure.moe_layers:
+        bank = adapted.model.get_submodule(layer.experts)
+        assert isinstance(bank, ExpertBank)
+        for expert in bank.plan.trained:
+            for stack in stacks(layer):
+                stored = trained[trained_name(layer, expert, stack)]
+                rows = partial(_expert, layer, stack, stored)
+                found.append(Update(f"{layer.experts}.{stack}", expert, False, rows, stored.torch_dtype))
+        if bank.lora is not None:
+            found += _expert_lora(trained, layer, bank.lora)
+    for path in selection.lora_linears:
+        assert selection.lora is not None
+        A, B = (trained[name] for name in linear_factors(path).values())
+        found.append(Update(f"{path}.weight", None, True, partial(_linear_with_lora, A, B, selection.lora.scale)))
+    whole = {name: whole_name(name, selection) for name in sorted(selection.full)}
+    whole |= {name: name for name in adapted.run.router_biases.values()}
+    for name, checkpoint_name in whole.items():
+        stored = trained[checkpoint_name]
+        found.append(Update(name, None, False, partial(_whole, stored), stored.torch_dtype))
+    return found
+
+
+def _whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
+    return stored.rows(start, stop)
+
+
+def _linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, start: int, stop: int) -> Tensor:
+    assert old is not None
+    return old + scale * B.rows(start, stop).float() @ A.rows().float()
+
+
+def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
+    return out_in(layer, stack, stored.rows()).unsqueeze(0)  # [in, out] to [out, in] is its own inverse
+
+
+def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLora) -> Iterator[Update]:
+    for expert in lora.slots:
+        for stack in stacks(layer):
+            matrix = matrix_of(stack)
+            if matrix.endswith("_bias"):
+                continue
+            A, B = (trained[f"{layer.experts}.lora.{matrix}_{factor}.{expert}"] for factor in "AB")
+            parts = lora.gate_up_rows if matrix == "gate_up" else (slice(None),)
+            rows = partial(_expert_with_lora, layer, stack, A, B, parts, lora.scale)
+            yield Update(f"{layer.experts}.{stack}", expert, True, rows)
+
+
+def _expert_with_lora(
+    layer: MoeLayer, stack: str, A: Trained, B: Trained, parts: tuple[slice, ...], scale: float,
+    old: Tensor | None, start: int, stop: int,
+) -> Tensor:  # fmt: skip
+    assert old is not None
+    weight = out_in(layer, stack, old[0])
+    for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):
+        weight[part].addmm_(b, a, alpha=scale)
+    return old
+
+
+def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored]) -> list[tuple[Update, KeyMapping]]:
+    """Return each update with its key mapping in the base; a tied parameter has one for each name in the checkpoint.
+
+    Raises:
+        UserError: the checkpoint has no tensors for one.
+    """
+    mappings, found = find_homes(run.adapted.run.model.plain, base), []
+    for one in chosen:
+        tied = (name for name, first in run.adapted.structure.tied.items() if first == one.parameter)
+        there = [mappings[name] for name in (one.parameter, *tied) if name in mappings]
+        if not there:
+            raise UserError(f"the base checkpoint has no tensors that {one.parameter} could go back to")
+        found += [(one, mapping if one.expert is None else mapping.of_expert(one.expert)) for mapping in there]
+    return found
+
+
+def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield a checkpoint's tensor, its first new row and the new rows: an expert, or some 4 million weights, at a time.
+
+    Raises:
+        UserError: the base has another shape.
+    """
+    if mapping.conversion is None and update.expert is None:
+        (key,) = mapping.every_key()
+        for start, stop in base[key].blocks():
+            old = base[key].rows(start, stop).float() if update.is_added else None
+            yield key, start, update.rows(old, start, stop)
+        return
+    first, last, old = 0, None, None
+    shape = tuple(mapping.model.get_parameter(update.parameter).shape)
+    if update.expert is not None:
+        shape = 1, *shape[1:]
+        if not mapping.has_experts_apart:
+            first, last = update.expert, update.expert + 1
+    if update.is_added:
+        old = mapping.to_model({key: base[key].rows(first, last) for key in mapping.every_key()}).float()
+        if tuple(old.shape) != shape:
+            raise UserError(f"{update.parameter} is {[*old.shape]} in the base checkpoint, not {[*shape]}")
+    new = update.rows(old, 0, shape[0])
+    if update.is_added:
+        del old
+        new = new.to(base[mapping.every_key()[0]].torch_dtype)  # before the conversion, which copies it
+    for key, rows in mapping.to_checkpoint(new).items():
+        yield key, first, rows

@@ -1,0 +1,226 @@
+"""Chats as text: what a tokenizer's chat template writes of one, and which characters of it the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from moetune.errors import UserError, one_line, time_limit
+from moetune.training.data.formats import MalformedError, checked_text, lost_content
+
+_SECONDS, _BYTES = 10.0, 2**30  # that a template may take for a record
+_MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
+"""Keys of a message that not every template writes; several names of one thing together."""
+Marking = Literal["markers", "prompts", "turns"]
+MARKINGS: dict[Marking, str] = {
+    "markers": "the assistant's part is what the chat template marks with {% generation %}",
+    "prompts": "the assistant's part is what follows the chat template's generation prompts",
+    "turns": "the chat template writes earlier turns differently, so that each turn of the assistant is a document of "
+    "its own, as it stands last; its part is what follows the generation prompt",
+}
+"""How the assistant's part of a chat is found."""
+Spanned = tuple[str, list[tuple[int, int]]]
+"""A text, and the stretches of its characters that train."""
+Messages = list[dict[str, Any]]
+Tools = list[Any] | None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Raises:
+        UserError: it has none that can be used, or no offsets, by which tokens are assigned to the assistant.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.chat_template:
+            raise UserError(
+                "the tokenizer has no chat template, so chat messages have no written form; "
+                "name a file or a model with one in data.chat_template, or give the data as text or prompt and "
+                "completion"
+            )
+        if not tokenizer.is_fast:
+            raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
+        try:
+            self._template = tokenizer.get_chat_template()
+        except ValueError as error:  # several named templates, and none is the default
+            raise UserError(f"the tokenizer's chat template cannot be used: {error}") from None
+        self._tokenizer = tokenizer
+        self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
+
+    def write(self, messages: Messages, tools: Tools) -> tuple[list[Spanned], Marking]:
+        """Return a chat as texts with what the assistant wrote, and how that was found.
+
+        Raises:
+            MalformedError: the template refuses the chat, loses something of it, or takes too much time or memory.
+        """
+        try:
+            with _bounded():
+                messages = self._with_content(messages, tools)
+                self._refuse_ignored(messages, tools)
+                self._refuse_lost_content(messages, tools)
+                if self._has_markers:
+                    text, spans = self._marked(messages, tools)
+                    texts = [(text, _weighted(messages, spans))]
+                else:
+                    texts = self._turns(messages, tools)
+        except UserError as error:
+            raise MalformedError(str(error)) from None
+        except Exception as error:  # templates can do what Python can do to a value
+            raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
+        for text, _ in texts:
+            if not isinstance(text, str) or len(text) > _BYTES // 16:
+                raise MalformedError("the chat template writes more than any text")
+            checked_text(text, "rendered chat")
+        return texts, "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
+
+    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
+        rendered: Any = self._tokenizer.apply_chat_template(
+            messages, tools, tokenize=False, add_generation_prompt=prompt
+        )
+        return rendered
+
+    def _with_content(self, messages: Messages, tools: Tools) -> Messages:
+        """Replace content that is null by empty text, unless the template handles null: it would write `None`."""
+        if all(message["content"] is not None for message in messages):
+            return messages
+        empty = [{**message, "content": message["content"] or ""} for message in messages]
+        try:
+            written = self._render(messages, tools)
+        except UserError:  # the time is over
+            raise
+        except Exception:
+            return empty
+        return empty if written.count("None") > self._render(empty, tools).count("None") else messages
+
+    def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
+        """Raise `MalformedError` if the template leaves something out: it writes the same without it.
+
+        Without markers each turn is also written as the last one, and what the template writes then is not lost.
+        """
+        cases: list[tuple[str, int, dict[str, Any] | None]] = []  # what is left out, where, and the message without it
+        for at, message in enumerate(messages):
+            for names in _MAY_BE_IGNORED:
+                # A tool's name stands in the call that it answers.
+                here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+                if here:
+                    left = {key: value for key, value in message.items() if key not in here}
+                    cases.append((f"{here[0]} of message {at + 1}", at, left))
+            thought, mark, said = (message["content"] or "").rpartition("</think>")
+            if mark and thought.strip() and message["role"] == "assistant":
+                cases.append((f"what stands before </think> in message {at + 1}", at, {**message, "content": said}))
+        if tools:
+            cases.insert(0, ("tools", len(messages) - 1, None))
+        for what, at, without in cases:
+            turns = (end for end, one in enumerate(messages, 1) if end > at and one["role"] == "assistant")
+            end = len(messages) if self._has_markers else next(turns, len(messages))
+            full = self._render(messages[:end], tools)
+            try:
+                if without is None:
+                    fewer = self._render(messages, None)
+                else:
+                    fewer = self._render([*messages[:at], without, *messages[at + 1 : end]], tools)
+            except UserError:  # the time is over
+                raise
+            except Exception:  # the template needs it
+                continue
+            if fewer == full:
+                raise _left_out(what)
+
+    def _refuse_lost_content(self, messages: Messages, tools: Tools) -> None:
+        """Raise `MalformedError` if the template drops some of a message's content.
+
+        Without markers each turn of the assistant is also written as the last one; content written there is not lost.
+        """
+        lost = lost_content(messages, lambda some: self._render(some, tools))
+        for end, message in enumerate(messages, 1):
+            if not lost or self._has_markers:
+                break
+            if message["role"] == "assistant" and min(lost) < end < len(messages):
+                in_turn = lost_content(messages[:end], lambda some: self._render(some, tools))
+                lost = {at: what for at, what in lost.items() if at >= end or at in in_turn}
+        for what in lost.values():
+            raise _left_out(what)
+
+    def _marked(self, messages: Messages, tools: Tools) -> Spanned:
+        """Return the rendered chat, and what the template's `{% generation %}` blocks wrote.
+
+        `apply_chat_template(return_assistant_tokens_mask=True)` reads the same blocks, but drops the rest of the chat
+        when a block begins with a character that no token holds.
+        """
+        options: dict[str, Any] = {"return_assistant_tokens_mask": True, **self._tokenizer.special_tokens_map}
+        rendered: Any = render_jinja_template([messages], tools, chat_template=self._template, **options)
+        texts, spans = rendered
+        return texts[0], [(low, high) for low, high in spans[0]]
+
+    def _turns(self, messages: Messages, tools: Tools) -> list[Spanned]:
+        """Return texts without markers: of each turn of the assistant, as the last one, what it adds to the generation
+        prompt of the messages before. A turn that the next text repeats to the letter is part of that text."""
+        texts: list[Spanned] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if index == 0:
+                raise MalformedError(
+                    "the assistant speaks first, and without {% generation %} markers in the chat template "
+                    "nothing shows where its part begins"
+                )
+            before = self._render(messages[:index], tools, prompt=True)
+            after = self._render(messages[: index + 1], tools)
+            if not after.startswith(before):
+                raise MalformedError(
+                    f"the chat template does not begin message {index + 1} with its own generation prompt, so what is "
+                    "the assistant's cannot be told; name one in data.chat_template (a chat_template.jinja) that does, "
+                    "or that has {% generation %} markers"
+                )
+            spans = [(len(before), len(after))] if message.get("weight", 1) else []
+            if texts and after.startswith(texts[-1][0]):
+                spans = texts.pop()[1] + spans
+            texts.append((after, spans))
+        full = self._render(messages, tools)
+        if full.startswith(texts[-1][0]):
+            texts[-1] = full, texts[-1][1]
+        return texts
+
+
+def _left_out(what: str) -> MalformedError:
+    return MalformedError(
+        f"the chat template leaves out {what}, which would be lost; name a template that writes it in "
+        "data.chat_template, or take it out of the record"
+    )
+
+
+def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the assistant's spans without those of messages whose `weight` is 0."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if all(weights):
+        return spans
+    if len(weights) != len(spans):
+        raise MalformedError(
+            f"weight: 0 cannot be heeded: the chat template marks {len(spans)} parts for {len(weights)} messages "
+            "of the assistant"
+        )
+    return [span for span, weight in zip(spans, weights, strict=True) if weight]
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Bound a template's time and, where there is /proc, its memory (`MemoryError`), neither of which Jinja does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit, statm = soft, Path("/proc/self/statm")
+    if statm.is_file():
+        wanted = int(statm.read_text().split()[0]) * resource.getpagesize() + _BYTES
+        limit = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        with time_limit("the chat template", _SECONDS):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,187 @@
+"""Records as tokens and labels. A label stands under its own token; the loss shifts them by one.
+
+{"text": "..."}                              every token trains
+{"prompt": "...", "completion": "..."}       the completion and the end-of-sequence token train
+{"messages": [{"role": .., "content": ..}]}  what the chat template writes for the assistant trains
+Alpaca, ShareGPT                             become one of these (formats.py)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from moetune.errors import UserError, reading
+from moetune.training.data.chat_template import ChatTemplate, Marking
+from moetune.training.data.documents import Document
+from moetune.training.data.formats import (
+    MalformedError,
+    alpaca_chat,
+    alpaca_prompt,
+    checked_messages,
+    checked_text,
+    checked_tools,
+    sharegpt_chat,
+)
+from moetune.training.step.loss import IGNORED
+
+Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
+KEYS: dict[Format, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+Tokens = tuple[np.ndarray, np.ndarray]
+"""Ids, and which of them train."""
+_WINDOW = 2**18
+"""Characters that are tokenized at once: tokenizers take 200 bytes and more of memory for each."""
+
+
+def format_of(record: dict[str, Any]) -> Format:
+    """Return the format that a record has the keys of; raise `MalformedError` if there is none."""
+    for format, keys in KEYS.items():
+        if all(record.get(key) is not None for key in keys):
+            return format
+    raise MalformedError(
+        f"it holds {', '.join(record) or 'nothing'}; a record needs 'text', 'prompt' and 'completion', 'messages', "
+        "'instruction' and 'output' (Alpaca), or 'conversations' (ShareGPT)"
+    )
+
+
+class Encoder:
+    """Turns records of one format into documents.
+
+    Raises:
+        UserError: the tokenizer has no end-of-sequence token or, for chats, no template or offsets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format) -> None:
+        self.tokenizer, self.format = tokenizer, format
+        self._template: ChatTemplate | None = None
+        if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
+            self._template = ChatTemplate(tokenizer)
+            return
+        if tokenizer.eos_token_id is None:
+            raise UserError("the tokenizer has no end-of-sequence token to put after a document")
+        self._eos = [tokenizer.eos_token_id]
+        first = tokenizer("a")["input_ids"][0]
+        self._bos = [first] if first == tokenizer.bos_token_id else []
+
+    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:
+        """Return a record's documents, and for a chat how the assistant's part was found.
+
+        Raises:
+            MalformedError: the record is not of this format, or nothing in it would train.
+        """
+        missing = [key for key in KEYS[self.format] if record.get(key) is None]
+        if missing:
+            found = ", ".join(key for key, value in record.items() if value is not None)
+            raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
+        if self.format == "sharegpt":
+            record = sharegpt_chat(record)
+        elif self.format == "alpaca":
+            record = alpaca_prompt(record) if self._template is None else alpaca_chat(record)
+        marking: Marking | None = None
+        with reading("the record, by the tokenizer,"):
+            if self._template is not None:
+                messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
+                texts, marking = self._template.write(messages, tools)
+                parts = [self._spanned(text, spans) for text, spans in texts]
+            else:
+                parts = [self._text(record) if self.format == "text" else self._prompt(record)]
+        documents = []
+        for ids, trains in parts:
+            labels = np.where(trains, ids, IGNORED).astype(np.int32)
+            labels[:1] = IGNORED
+            if (labels != IGNORED).any():
+                documents.append(Document(ids, labels, divisible=self.format == "text"))
+        if not documents:
+            raise MalformedError("no token to train on")
+        return documents, marking
+
+    def _text(self, record: dict[str, Any]) -> Tokens:
+        ids = _joined(self._bos, self._checked(record, "text"), self._eos)
+        return ids, np.ones(len(ids), dtype=bool)
+
+    def _prompt(self, record: dict[str, Any]) -> Tokens:
+        # Tokenized apart, so that no token holds characters of both.
+        prompt = _joined(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
+        ids = _joined(prompt, self._checked(record, "completion"), self._eos)
+        return ids, np.arange(len(ids)) >= len(prompt)
+
+    def _checked(self, record: dict[str, Any], key: str) -> np.ndarray:
+        ids = self._tokens(checked_text(record[key], key))
+        if not len(ids):
+            raise MalformedError(f"{key} yields no token")
+        return ids
+
+    def _spanned(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
+        """Return the tokens of a text; those within the spans train.
+
+        The segments between the ends of spans are tokenized apart, as a prompt is before its answer is generated, so
+        that no token holds characters of both. Where that changes the text, because the tokenizer writes a space before
+        each segment, it is tokenized whole.
+
+        Raises:
+            MalformedError: a token of the whole crosses the end of a span.
+        """
+        ends = [0, *sorted({end for span in spans for end in span}), len(text)]
+        segments, trains = [], []
+        for low, high in itertools.pairwise(ends):
+            segments.append(self._tokens(text[low:high]))
+            trains.append(np.full(len(segments[-1]), any(start <= low < stop for start, stop in spans)))
+        ids, (whole, offsets) = _joined(*segments), self._with_offsets(text)
+        if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
+            return ids, np.concatenate(trains)
+        starts, stops = offsets.T
+        # Of a token that is whitespace alone, some tokenizers leave nothing but the position after it.
+        firsts = np.where(stops > starts, starts, starts - 1)
+        for end in ends:
+            if (across := np.flatnonzero((starts < end) & (end < stops))).size:
+                start, stop = offsets[across[0]]
+                raise MalformedError(
+                    f"the token of {text[start:stop]!r} holds the end of one message's part and the beginning of the "
+                    "next; name a template in data.chat_template that parts them by a special token"
+                )
+        return whole, np.any([(low <= firsts) & (firsts < high) for low, high in [(0, 0), *spans]], axis=0)
+
+    def _decoded(self, ids: np.ndarray) -> str:
+        text: Any = self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return text
+
+    def _tokens(self, text: str) -> np.ndarray:
+        if self.tokenizer.is_fast:
+            return self._with_offsets(text)[0]
+        slow = (self.tokenizer(part, add_special_tokens=False, verbose=False) for _, part in _windows(text))
+        return _joined(*(window["input_ids"] for window in slow))
+
+    def _with_offsets(self, text: str) -> Tokens:
+        """Return ids, and the characters of each as int32 [tokens, 2]."""
+        ids, offsets = [], []
+        for begin, part in _windows(text):
+            window = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids.append(window["input_ids"])
+            offsets.append(np.array(window["offset_mapping"], dtype=np.int32).reshape(-1, 2) + np.int32(begin))
+        return _joined(*ids), np.concatenate(offsets)
+
+
+def _windows(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the parts of a text that are tokenized apart, with their places: cut after a line, else before a space."""
+    begin = 0
+    while len(text) - begin > _WINDOW:
+        end = begin + _WINDOW
+        cut = text.rfind("\n", begin, end) + 1 or text.rfind(" ", begin + 1, end)
+        end = cut if cut > begin else end
+        yield begin, text[begin:end]
+        begin = end
+    yield begin, text[begin:]
+
+
+def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])

@@ -1,0 +1,408 @@
+"""Writing a run folder: what a run may start in, resume from and replace; checkpoints, whole or not at all.
+
+`.moetune` lists what moetune has written; everything else is a user's, and neither replaced nor removed. Files are
+written aside and renamed. On resume `metrics.jsonl` becomes the checkpoint's, because later steps run again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+
+from moetune.config.load import refuse_existing_run
+from moetune.config.schema import RunConfig
+from moetune.documents import sealed
+from moetune.errors import UserError
+from moetune.files import (
+    Ledger,
+    WriterLock,
+    expanded,
+    foreign_in,
+    lock,
+    refuse_taken,
+    refused,
+    settle,
+    sync,
+    write_whole,
+)
+from moetune.models.hub.fingerprint import Base
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.training.inputs import Inputs
+from moetune.training.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest
+from moetune.training.run_folder import (
+    BASE_FILE,
+    INPUTS_FILE,
+    MEMORY_FILE,
+    METRICS_FILE,
+    OUT_OF_MEMORY_FILE,
+    RUN_FILE,
+    RunFolder,
+    step_of,
+)
+from moetune.training.same_run import FREE_ON_RESUME, changed_settings
+
+_FILES = (RUN_FILE, BASE_FILE, INPUTS_FILE, METRICS_FILE, MEMORY_FILE, OUT_OF_MEMORY_FILE)
+_ASIDE = ".moetune-"
+
+
+class RunWriter(RunFolder):
+    """A run folder that a run writes; of several ranks the first one does, but all write checkpoints.
+
+    Nothing is written before `lock`. One process at a time writes, from `lock` to `close`.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks = SINGLE_RANK) -> None:
+        super().__init__(path)
+        self.ranks = ranks
+        self._lock, self._ledger = WriterLock(self.path), Ledger(self.path)
+        self._seen: list[str] | None = None  # when `check` decided
+
+    # --- May a run start here, and from what? -------------------------------------------------------------------------
+
+    def check(self, config: RunConfig, resume: str, overwrite: bool) -> Path | None:
+        """Return the checkpoint that the run starts from, None for its beginning; change nothing.
+
+        Args:
+            resume: `never`, `auto` (the newest checkpoint, if there is one) or a checkpoint.
+
+        Raises:
+            UserError: the folder holds something else; holds a run, and neither resume nor overwrite was chosen; holds
+                another run than the one to resume; or cannot be written.
+        """
+        if resume != "never" and overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
+        if self.ranks.is_first:  # the others would be taken for another run
+            self._check_writable()
+        self._take_lock(create=False)
+        self._seen, self._ledger = self._names(), Ledger(self.path)
+        is_marked = self._ledger.kind == "run"
+        is_run = self._is_run() or (overwrite and is_marked)
+        if self._is_occupied():
+            if not is_run:
+                if is_marked and (checkpoints := self.checkpoints()):
+                    raise UserError(
+                        f"output {str(self.path)!r} has checkpoints and no {RUN_FILE}: copy it back from "
+                        f"{str(checkpoints[-1])!r}, or choose another output"
+                    )
+                raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
+            if resume == "never":
+                if not overwrite:
+                    refuse_existing_run(self.path)
+                if not is_marked:
+                    raise UserError(
+                        f"output {str(self.path)!r} holds a run without {Ledger.NAME}, the list of what moetune wrote: "
+                        "it is of an earlier version, or was copied without that file. Continue it with --resume auto, "
+                        "which notes it, or choose another output"
+                    )
+        checkpoint = None
+        if resume != "never":
+            checkpoint = self.newest_whole() if resume == "auto" else self._chosen(resume)
+            if is_run and (changed := changed_settings(self.path / RUN_FILE, config, FREE_ON_RESUME)):
+                raise UserError(
+                    f"the run in {str(self.path)!r} cannot be resumed with another run file:\n  "
+                    + "\n  ".join(changed)
+                    + "\nSet these back, or choose another output"
+                )
+        self._refuse_in_the_way(0 if checkpoint is None else step_of(checkpoint))
+        return checkpoint
+
+    def _check_writable(self) -> None:
+        where = self.path
+        try:
+            where = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+            probe = where / f"{_ASIDE}{secrets.token_hex(8)}"
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            raise UserError(
+                f"output {str(self.path)!r} cannot be written: {error.strerror} ({where}); choose another output"
+            ) from None
+
+    def _chosen(self, resume: str) -> Path:
+        """Return the undamaged checkpoint that `--resume PATH` names."""
+        checkpoints, wanted = self.checkpoints(), expanded(resume).resolve()
+        chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.resolve() == wanted), None)
+        if chosen is None:
+            there = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
+            raise UserError(
+                f"--resume {resume!r} is no checkpoint of the run in {str(self.path)!r}; use auto, never or one of "
+                f"{str(self.checkpoints_path)!r}, which has: {there}"
+            )
+        if reason := damage(chosen):
+            raise UserError(f"checkpoint {str(chosen)!r} is damaged: {reason}; resume from another, or with auto")
+        self.refuse_foreign_checkpoint(chosen)
+        return chosen
+
+    def refuse_full_disk(self, needed: int) -> None:
+        """Raise `UserError` unless so many bytes are free."""
+        free = shutil.disk_usage(next(p for p in (self.path, *self.path.absolute().parents) if p.exists())).free
+        if free < needed:
+            raise UserError(
+                f"output {str(self.path)!r}: checkpoints need {needed:,} bytes there and {free:,} are free; free some, "
+                "lower train.keep_checkpoints, or choose another output"
+            )
+
+    # --- Whose is what is there? --------------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        """Return names that tell whether another process has written here."""
+        runs = self.path.iterdir() if self.path.is_dir() else ()
+        names = (item.name for item in (*runs, *self.checkpoints()))
+        return sorted(name for name in names if name != WriterLock.NAME and not name.startswith(_ASIDE))
+
+    def _is_occupied(self) -> bool:
+        """Return whether the folder holds more than what a run leaves that was killed in its first instant."""
+        first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME, f"{_ASIDE}{RUN_FILE}"}
+        return self.path.exists() and (
+            any(item.name not in first for item in self.path.iterdir())
+            or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
+        )
+
+    def _is_run(self) -> bool:
+        """Return whether the ledger, or without one `inputs.json`, says that the folder holds a run."""
+        if not (self.path / RUN_FILE).is_file() or not self.checkpoints_path.is_dir():
+            return False
+        try:
+            return self._ledger.kind == "run" or (self._ledger.kind is None and self.inputs() is not None)
+        except UserError:
+            return False
+
+    def _ours(self) -> set[str]:
+        """Return the paths that this run has written: the ledger's, or without one what the manifests list."""
+        if self._ledger.kind is not None or not self._is_run():
+            return self._ledger.paths
+        sealed = {f"checkpoints/{folder.name}/{name}" for folder in self.checkpoints() for name in sealed_files(folder)}
+        return {*_FILES, *sealed}
+
+    def _is_our_aside(self, folder: Path) -> bool:
+        """Return whether a checkpoint is being written, or removed, in this folder."""
+        return f"checkpoints/{folder.name}" in self._ledger.paths and not folder.is_symlink()
+
+    def _foreign(self, checkpoint: Path) -> Path | None:
+        """Return something in the folder of a checkpoint that this run has not written."""
+        prefix = f"checkpoints/{checkpoint.name}/"
+        return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
+
+    def _refuse_in_the_way(self, step: int) -> None:
+        """Raise `UserError` if something that is not this run's is where it will write after a step."""
+        ours = self._ours()
+        in_the_way = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
+        for item in sorted(self.checkpoints_path.glob("*step-*")):
+            if re.fullmatch(r"\.step-\d+", item.name) and not self._is_our_aside(item):
+                in_the_way.append(item)
+            elif re.fullmatch(r"step-\d+", item.name) and step_of(item) > step and (found := self._foreign(item)):
+                in_the_way.append(found)
+        if in_the_way:
+            raise UserError(
+                f"output {str(self.path)!r}: {str(in_the_way[0])!r} is in the way, and nothing says that this run "
+                "wrote it; move it away, or choose another output"
+            )
+
+    # --- The folder's own files ---------------------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Make the folder and keep other processes from writing to it, until `close`.
+
+        Raises:
+            UserError: one does, or did since `check`; or the folder cannot be made.
+        """
+        with self._writing():
+            if self.ranks.is_first:
+                self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock(create=True)
+        if self.ranks.is_first and self._seen is not None and self._seen != self._names():
+            raise UserError(f"output {str(self.path)!r}: another run wrote there meanwhile; start again")
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+    def _take_lock(self, *, create: bool) -> None:
+        if self.ranks.is_first:
+            self._lock.take(f"output {str(self.path)!r}", create=create)
+
+    def create(
+        self,
+        config: RunConfig,
+        checkpoint: Path | None,
+        overwrite: bool,
+        base: Base | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
+        """Write the resolved run file, the base unless weights are random, and the inputs.
+
+        What came after the checkpoint is removed, because those steps run again; so is what a kill left half-written.
+        """
+        self.ranks.barrier()  # all have read what is there
+        if self.ranks.is_first:
+            step = 0 if checkpoint is None else step_of(checkpoint)
+            with self._writing():
+                self.checkpoints_path.mkdir(parents=True, exist_ok=True)
+                self._own(*_FILES)
+                self._refuse_in_the_way(step)
+                self.remove_leftovers()
+                for later in self.checkpoints():
+                    if step_of(later) > step:
+                        self._discard(later)
+                if overwrite:  # the run file last: a kill before leaves a run
+                    for name in sorted(path for path in self._ledger.paths if "/" not in path and path != RUN_FILE):
+                        (self.path / name).unlink(missing_ok=True)
+                self._write(RUN_FILE, config.to_yaml())
+                if base is not None:
+                    self.write_base(base)
+                if inputs is not None:
+                    self._write(INPUTS_FILE, sealed(asdict(inputs)))
+                metrics = "" if checkpoint is None else (checkpoint / METRICS_FILE).read_text(encoding="utf-8")
+                self._write(METRICS_FILE, metrics)
+        self.ranks.barrier()
+
+    def remove_leftovers(self) -> None:
+        """Remove what a kill left: checkpoints half-written or half-removed, and files aside."""
+        for leftover in self.checkpoints_path.glob(".step-*"):
+            if self._is_our_aside(leftover):
+                shutil.rmtree(leftover)
+        for name in _FILES:
+            (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
+
+    def own(self, name: str) -> None:
+        """Record a file that a command is about to write into the folder.
+
+        Raises:
+            UserError: there is one of that name that moetune did not write, or it cannot be recorded.
+        """
+        self._ledger = Ledger(self.path)
+        if name not in self._ledger.paths:
+            refuse_taken(self.path / name)
+        if self._is_run():
+            with self._writing():
+                self._own(name)
+
+    def _own(self, *names: str) -> None:
+        self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
+
+    def _write(self, name: str, text: str) -> None:
+        aside = self.path / f"{_ASIDE}{name}"
+        aside.unlink(missing_ok=True)  # a kill's, or a link
+        write_whole(self.path / name, text, aside=aside)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror or error}{where}") from error
+
+    def write_base(self, base: Base) -> None:
+        """Write `base.json`: the base's name and fingerprint, sealed."""
+        if self.ranks.is_first:
+            with self._writing():
+                self._own(BASE_FILE)
+                self._write(BASE_FILE, sealed(base.to_json()))
+
+    def write_memory(self, record: dict[str, Any]) -> None:
+        """Write `memory.json`: memory predicted and measured, and expert load."""
+        if self.ranks.is_first:
+            with suppress(OSError):  # a run can do without; a full disk is reported by the next checkpoint
+                self._write(MEMORY_FILE, json.dumps(record) + "\n")
+
+    def write_out_of_memory(self, found: dict[str, Any]) -> None:
+        """Write `out_of_memory.json`: what was allocated when memory ran out."""
+        if self.ranks.is_first:
+            with suppress(OSError):
+                self._write(OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Append a line to `metrics.jsonl`."""
+        if not self.ranks.is_first:
+            return
+        try:
+            with self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{str(self.metrics_file)!r} cannot be written: {error.strerror}; then go on with --resume auto"
+            ) from error
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def new_checkpoint(self, step: int, keep: int, needed: int = 0) -> Iterator[Path]:
+        """Yield a folder, in which every rank writes its part; then seal and rename it, and remove those beyond `keep`.
+
+        Args:
+            needed: bytes that will be written.
+
+        Raises:
+            UserError: the disk is full. Nothing half-written is left, and earlier checkpoints are as they were.
+        """
+        final, aside = self.checkpoints_path / f"step-{step}", self.checkpoints_path / f".step-{step}"
+        first = self.ranks.is_first
+        try:
+            if first:
+                if self._is_our_aside(aside):
+                    shutil.rmtree(aside, ignore_errors=True)
+                _refuse_existing(aside)
+                self._own(f"checkpoints/{aside.name}")
+                aside.mkdir(parents=True)
+            self.ranks.barrier()
+            yield aside
+            self.ranks.barrier()
+            if first:
+                for name in (RUN_FILE, INPUTS_FILE, METRICS_FILE):
+                    if name != INPUTS_FILE or (self.path / name).is_file():
+                        shutil.copyfile(self.path / name, aside / name)
+                write_manifest(aside, step)
+                sync(self.metrics_file)
+                settle(aside)
+                _refuse_existing(final)
+                self._own(*(f"checkpoints/{final.name}/{file.relative_to(aside)}" for file in files_in(aside)))
+                aside.rename(final)
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            if first and self._is_our_aside(aside):
+                shutil.rmtree(aside, ignore_errors=True)
+            free, reason = shutil.disk_usage(self.path).free, refused(error)
+            if free > needed and reason is None:
+                raise
+            last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]
+            why, remedy = f"a checkpoint cannot be written to {str(self.checkpoints_path)!r}: {reason}", "mend that"
+            if free <= needed:
+                why = (
+                    f"the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free"
+                )
+                remedy = "free some space"
+            raise UserError(
+                f"step {step}: {why}. The last complete one is {last[0]}; {remedy} and go on with --resume auto"
+            ) from error
+        if first:
+            sync(self.checkpoints_path)
+            for old in self.checkpoints()[:-keep]:
+                with suppress(OSError):  # one that is being read is removed later
+                    manifest = None if self._foreign(old) else lock(old / MANIFEST, "r+b")
+                    if manifest is not None:
+                        with manifest:
+                            self._discard(old)
+
+    def _discard(self, checkpoint: Path) -> None:
+        aside = checkpoint.with_name(f".{checkpoint.name}")
+        self._own(f"checkpoints/{aside.name}")
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
+
+
+def _refuse_existing(path: Path) -> None:
+    """Raise `OSError` if something has that name."""
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

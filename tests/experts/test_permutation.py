@@ -1,0 +1,21 @@
+"""Rows are grouped under the experts that they are sent to."""
+
+from __future__ import annotations
+
+import torch
+
+from moetune.experts.context import read_rows
+from moetune.experts.permutation import Permutation
+
+
+def test_every_row_is_under_its_expert() -> None:
+    ids_TK = torch.tensor([[3, 1], [1, 0], [3, 0], [1, 3]])
+    counts = read_rows(0, ids_TK, 8)
+    assert counts == [2, 3, 0, 3, 0, 0, 0, 0]
+    permutation = Permutation.of(ids_TK, counts)
+    groups = {group.slots.start: group for group in permutation.groups(range(slot, slot + 1) for slot in range(8))}
+    assert {slot: group.order.tolist() for slot, group in groups.items()} == {0: [3, 5], 1: [1, 2, 6], 3: [0, 4, 7]}
+    assert all(torch.equal(group.order, permutation.order[group.at]) for group in groups.values())
+    (first, second) = permutation.groups([range(2), range(2, 4), range(4, 8)])  # none for the last
+    assert [group.gemm.counts for group in (first, second)] == [[2, 3], [0, 3]]
+    assert [group.gemm.ends.tolist() for group in (first, second)] == [[2, 5], [0, 3]]

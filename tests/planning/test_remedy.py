@@ -1,0 +1,27 @@
+"""What would have fitted: nothing that wants more host memory than there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moetune.memory.changes import is_setting_of_host
+from moetune.models.catalog.gpus import find_gpu
+from moetune.planning import remedy
+from moetune.run.resolve import resolve
+from tests import small
+
+
+@pytest.mark.parametrize(("room", "is_named"), [(None, True), (10**12, True), (0, False)])
+def test_offload_needs_room_on_the_host(
+    room: int | None, is_named: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remedy, "host_memory", lambda: room)
+    monkeypatch.setattr(remedy, "_largest", lambda *_: iter(()))
+    run = resolve(small.run_config(small_model, tmp_path / "data.jsonl", tmp_path / "out", "experts"), "cuda")
+    found = remedy.remedies(run, find_gpu("l40s"), 2**16)
+    flags = [flag.split("=") for one in found for flag in one.flags]
+    on_host = [key for key, value in flags if is_setting_of_host(key, {"True": True}.get(value, value))]
+    assert found
+    assert bool(on_host) == is_named, found

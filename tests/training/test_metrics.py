@@ -1,0 +1,40 @@
+"""Expert load in the lines of metrics."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from moetune.training.metrics import Pace, load_by_layer, load_summary
+from tests import small
+from tests.resolved import train
+
+
+def test_a_layer_in_numbers() -> None:
+    load = {2: torch.tensor([30.0, 10.0, 0.0, 0.0]), 5: torch.tensor([10.0, 10.0, 10.0, 10.0])}
+    assert load_summary(load) == {"max_over_mean": 3.0, "layer": 2, "unused": 2}
+    entropy = round(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), 4)
+    assert load_by_layer(load) == {
+        "2": {"tokens": [30, 10, 0, 0], "entropy": entropy, "max_over_mean": 3.0},
+        "5": {"tokens": [10, 10, 10, 10], "entropy": round(math.log(4), 4), "max_over_mean": 1.0},
+    }
+    assert load_summary({}) == {}
+
+
+def test_metrics_have_each_layer(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    config = small.run_config(small_model, small_data, tmp_path / "run")
+    train(config)
+    for line in small.read_metrics(tmp_path / "run"):
+        assert list(line["routing"]) == ["0", "1"]
+        sums = {sum(layer["tokens"]) for layer in line["routing"].values()}
+        assert len(sums) == 1
+        imbalance = max(layer["max_over_mean"] for layer in line["routing"].values())
+        assert imbalance == line["expert_load"]["max_over_mean"]
+
+
+def test_the_pace() -> None:
+    metrics = Pace(flops=10**12, limit=10**13).metrics(updates=4, seconds=2.0, left=10)
+    assert metrics == {"flops": 10**12, "share_of_limit": 0.2, "seconds_left": 5.0}
+    assert Pace().metrics(updates=0, seconds=2.0, left=10) == dict.fromkeys(metrics)
