@@ -16,9 +16,7 @@ def quantize(
     base: Annotated[
         str, choice("auto|nf4|int8|mxfp4", "Precision of what is quantized; auto: as published, or nf4.")
     ] = "auto",
-    double_quant: Annotated[
-        bool | None, option(None, "8-bit scales of nf4, which is the default.")
-    ] = None,
+    double_quant: Annotated[bool | None, option(None, "8-bit scales of nf4, which is the default.")] = None,
     json_: Json = False,
 ) -> None:
     """Write the quantized base of a model once. Give the folder as model.path to train on it."""
