@@ -127,11 +127,19 @@ def refuse_taken(path: Path) -> None:
         raise UserError(f"{str(path)!r} exists and is not moetune's to replace; choose another")
 
 
-def write_output(path: Path, content: str | bytes) -> None:
-    """Write a command's output file, whole or not at all; raise `UserError` as `refuse_taken`, or if it fails."""
-    refuse_taken(path)
+def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> None:
+    """Write what a command was asked to leave in a file, whole or not at all.
+
+    Args:
+        replace: whatever has that name; otherwise only what is moetune's.
+
+    Raises:
+        UserError: the name is taken by what is not ours, or the system refuses.
+    """
+    if not replace:
+        refuse_taken(path)
     try:
-        write_whole(path, content, new=not path.exists())
+        write_whole(path, content, new=not replace and not path.exists())
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 

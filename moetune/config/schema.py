@@ -170,7 +170,7 @@ class AdaptConfig(Section):
 
     @property
     def has_memory_budget(self) -> bool:
-        """Whether the number of chosen experts depends on predictions of the run (routing/budget.py)."""
+        """Whether the number of chosen experts depends on predictions of the run (routing/select.py)."""
         of_lora = None if self.lora is None else self.lora.ids
         return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
 

@@ -27,7 +27,7 @@ _MOST_LOSS = 700.0  # nats: beyond, a perplexity is no number
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss over every predicted token, in nats, and of how many.
+    """The mean loss over every predicted token, in nats, and the number of these tokens.
 
     Attributes:
         step: of the checkpoint, of a run.
@@ -52,12 +52,9 @@ class Evaluation:
 
 
 def evaluate(
-    opened: Opened | Path | str,
-    data: str | None = None,
-    sequence_length: int | None = None,
-    format: str | None = None,
+    opened: Opened | Path | str, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> Evaluation:
-    """Evaluates on a data set, each record in a sequence of its own.
+    """Evaluate on a data set, each record in a sequence of its own.
 
     Args:
         data: as `data.train` in a run file; by default what the run held out.
@@ -94,7 +91,7 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
 def rows_of(
     opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """What is evaluated on, one record a row, and what it is called."""
+    """Return the rows to evaluate on, one record each, and their name; refuse tokens that the model does not have."""
     config = opened.config
     train = TrainConfig() if config is None else config.train
     if sequence_length is not None:
@@ -106,23 +103,18 @@ def rows_of(
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
         settings = settings.but(train=data, eval=None, validation=None)
-        return _known(opened, load_data(settings, opened.tokenizer, train).train), data
-    if given is None or not given.evaluates:
+    elif given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
-    held_out = load_data(settings, opened.tokenizer, train).eval
-    assert held_out is not None
-    return _known(opened, held_out), "what the run held out"
-
-
-def _known(opened: Opened, rows: datasets.Dataset) -> datasets.Dataset:
-    """The rows; raises `UserError` if the model has no embedding for a token of theirs."""
+    read = load_data(settings, opened.tokenizer, train)
+    rows = read.eval if data is None else read.train
+    assert rows is not None
     refuse_unknown_tokens(opened.model.config, opened.name, pad_token_id(opened.tokenizer), rows)
-    return rows
+    return rows, data or "what the run held out"
 
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, rows: Iterable[Row], pad_token_id: int) -> tuple[float, int]:
-    """(mean cross-entropy over every predicted token, how many tokens that is)."""
+    """Return the mean cross-entropy over every predicted token, in nats, and the number of these tokens."""
     total, tokens, left = 0.0, 0, iter(rows)
     while some := [*islice(left, _ROWS)]:
         batch = collate(some, pad_token_id)

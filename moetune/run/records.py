@@ -67,6 +67,7 @@ class _LayerDrift(TypedDict):
     distance: Number
     changed: Number
     died: list[Amount]
+    came: list[Amount]
 
 
 class DriftFile(TypedDict):
