@@ -13,7 +13,7 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
-from moetune.config.schema import DataConfig, RunConfig, TrainConfig
+from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.inference.opened import Opened, open_model
@@ -84,12 +84,11 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
     if given is None:
         return None
 
-    def files(part: Any) -> set[Path]:
-        specs = [] if part is None else [part] if isinstance(part, str) else part
-        return {expanded(one if isinstance(one, str) else one.path).resolve() for one in specs}
-
     asked = expanded(data).resolve()
-    return False if asked in files(given.train) else True if asked in files(given.eval) else None
+    trained, held_out = (
+        asked in {expanded(name).resolve() for name, _ in data_sets(part)} for part in (given.train, given.eval)
+    )
+    return False if trained else True if held_out else None
 
 
 def rows_of(

@@ -28,7 +28,7 @@ from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
 from moetune.report.progress import reading
 from moetune.report.run import draw_drift
 from moetune.routing.recorder import Recorder
-from moetune.routing.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
+from moetune.routing.score import held_out_source, on_one_rank, read_sources, record, to_score
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.training.isolation import refuse_leaky_packing
@@ -112,7 +112,7 @@ def drift(
         refuse_changed_base(finished.base, base.fingerprint, str(finished), config.model.path)
     if start is not None:
         start.load(adapted, base)
-    if packs(config):
+    if config.packs:
         refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
     passes = []
     for trained in (False, True):

@@ -19,7 +19,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.routing.recorder import Recorder, layer_of
-from moetune.routing.score import packs, read, refuse_dense
+from moetune.routing.score import read, refuse_dense
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import random_rows
 
@@ -91,7 +91,7 @@ def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bo
         for number, source in enumerate((*range(sources), sources - 1)):
             tracker.step = number
             tracker.enter("forward")
-            rows = random_rows(train.micro_batch, train.sequence_length, vocabulary, packing=packs(adapted.run.config))
+            rows = random_rows(train.micro_batch, train.sequence_length, vocabulary, packing=adapted.run.config.packs)
             read(recorder, adapted, rows, 0, source, number, at_least=train.sequence_length)
             for name, tensor in recorder.sums.items():
                 layer = layer_of(name)

@@ -33,7 +33,15 @@ from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import build_noting
 from moetune.config.load import load_run_config
-from moetune.config.schema import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
+from moetune.config.schema import (
+    AdaptConfig,
+    ChoiceConfig,
+    DataConfig,
+    HardwareConfig,
+    ParallelConfig,
+    RunConfig,
+    data_sets,
+)
 from moetune.errors import UserError
 from moetune.files import write_whole
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -139,7 +147,7 @@ def score(
         adapted, base = build_noting(run, device, on_read, ranks)
     for note in start.load(adapted, base) if start is not None else ():
         console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
-    if packs(config):
+    if config.packs:
         refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
     content = None if base is None else base.fingerprint.content
     about = _about(config)
@@ -263,16 +271,12 @@ def _scores(
 # --- Data ---------------------------------------------------------------------------------------------------------
 
 
-def packs(config: RunConfig) -> bool:
-    return config.data is None or config.data.packing
-
-
 def _about(config: RunConfig) -> dict[str, Any]:
     """What of a run file decides about the result."""
     return {
         "model": config.model.model_dump(mode="json", exclude={"path", "experts_on"}),
         "start_from": config.adapt.start_from,
-        "packing": packs(config),
+        "packing": config.packs,
         **{key: getattr(config.train, key) for key in ("sequence_length", "micro_batch", "seed")},
     }
 
@@ -333,8 +337,7 @@ def some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -
 
 def names_of(config: RunConfig) -> list[str]:
     """The data sets that a run trains on."""
-    train = () if config.data is None else config.data.train
-    return [one if isinstance(one, str) else one.path for one in ((train,) if isinstance(train, str) else train)]
+    return [] if config.data is None else [name for name, _ in data_sets(config.data.train)]
 
 
 def _row(rows: datasets.Dataset, index: int) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moetune.documents import read_json
+from moetune.documents import Amount, read_json
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.structure import ModelStructure
@@ -40,8 +40,8 @@ class Statistics(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    count: int = Field(ge=0)
-    tokens: list[int]
+    count: Amount
+    tokens: list[Amount]
     share: list[float]
     interval: list[tuple[float, float]]
     weight_sum: list[float]
@@ -49,7 +49,7 @@ class Statistics(BaseModel):
     probability: list[float] | None
     entropy: float | None
     reap: list[float]
-    pairs: list[list[int]]
+    pairs: list[list[Amount]]
     unused: list[int]
 
 
@@ -69,8 +69,6 @@ class LayerScores(BaseModel):
             for name in ("tokens", "share", "weight_sum", "reap"):
                 if len(getattr(of_scope, name)) != self.num_experts:
                     raise ValueError(f"{name} has not a value for each of {self.num_experts} experts")
-            if min(of_scope.tokens) < 0:
-                raise ValueError("a count of tokens is below 0")
         return self
 
 
@@ -87,9 +85,9 @@ class Scored(BaseModel):
 
     name: str
     digest: str
-    rows: int
-    tokens: int
-    loss_tokens: int
+    rows: Amount
+    tokens: Amount
+    loss_tokens: Amount
     layers: dict[int, LayerScores] | None = None
 
 
@@ -109,9 +107,9 @@ class Scores(BaseModel):
     base: str | None
     run: dict[str, Any]
     data: list[Scored]
-    tokens: int
-    loss_tokens: int
-    expert_load: dict[int, list[int]]
+    tokens: Amount
+    loss_tokens: Amount
+    expert_load: dict[int, list[Amount]]
     layers: dict[int, LayerScores]
 
     def to_text(self) -> str:

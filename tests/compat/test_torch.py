@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.compat.torch import (
     _IN_PLACE,
@@ -23,6 +24,7 @@ from moetune.compat.torch import (
     add_missing_fakes,
     after_backward,
     backward_pass,
+    called_by_autograd,
     consolidate,
     fake_process_group,
     noting_resizes,
@@ -192,3 +194,25 @@ def test_what_ranks_wrote_becomes_one_file(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     dcp.save(tensors, storage_writer=writer, no_dist=True)
     torch.testing.assert_close(load_file(consolidate(tmp_path, ["a", "b"])), tensors, rtol=0, atol=0)
+
+
+class _Callers(TorchDispatchMode):
+    """Notes of each addition whether autograd's engine called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.add.Tensor:
+            self.seen.append(called_by_autograd())
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_addition_is_called_by_autograd_or_by_python() -> None:
+    x = torch.ones(2, requires_grad=True)
+    loss = (x * 2 + x * 3).sum()
+    with _Callers() as mode:
+        loss.backward()  # adds both gradients of x
+        _ = x.detach() + 1
+    assert mode.seen == [True, False]
