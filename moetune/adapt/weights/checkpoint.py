@@ -47,6 +47,13 @@ class CheckpointReader:
         self._mappings = key_mappings(plain, self._stored, split=True)
         self._names = set(plain.state_dict())
         self._missing = self._names - self._mappings.keys()
+        described = sum(parameter.numel() for parameter in plain.parameters())
+        held = sum(tensor.numel for tensor in self._stored.values())
+        if described > 2 * held:
+            raise UserError(
+                f"the weights in {str(folder)!r} do not fit {name!r}: config.json describes {described:,} parameters, "
+                f"and there are {held:,}"
+            )
         with reading(f"the weights of {name!r} in {str(folder)!r}"):
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
 
