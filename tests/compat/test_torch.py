@@ -23,10 +23,12 @@ from moetune.compat.torch import (
     QuickFakeMode,
     add_missing_fakes,
     after_backward,
+    all_to_all,
     backward_pass,
     called_by_autograd,
     consolidate,
     fake_process_group,
+    is_observed,
     noting_resizes,
     process_group,
     shard_place,
@@ -216,3 +218,27 @@ def test_an_addition_is_called_by_autograd_or_by_python() -> None:
         loss.backward()  # adds both gradients of x
         _ = x.detach() + 1
     assert mode.seen == [True, False]
+
+
+def test_operators_are_observed_by_modes_profilers_and_subclasses() -> None:
+    tensor = torch.zeros(2)
+    assert not is_observed(tensor)
+    assert not is_observed(torch.nn.Parameter(tensor))
+    with QuickFakeMode() as mode:
+        assert is_observed(tensor)
+        fake = torch.zeros(2)
+    assert fake.fake_mode is mode
+    assert is_observed(fake)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_observed(tensor)
+
+
+def test_an_all_to_all_has_a_gradient_and_memory_of_its_own() -> None:
+    rows = torch.ones(4, 3, requires_grad=True)
+    with fake_process_group(0, 2):
+        received = all_to_all(rows, [1, 4], [2, 2], torch.distributed.group.WORLD)
+        assert received.shape == (5, 3)
+        assert type(received) is torch.Tensor
+        received.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.shape == rows.shape
