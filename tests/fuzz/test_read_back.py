@@ -81,7 +81,7 @@ RAW = {
     "models/catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",
     "training/data/formats.py": "a value in a record: test_data.py",
-    "training/data/load.py": "a value in a record: test_data.py",
+    "training/data/load.py": "what a tokenizer writes of itself",
     "documents.py": "the reader",
     "files.py": "a lock of another process",
 }
