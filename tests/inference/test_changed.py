@@ -346,9 +346,9 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
     "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
     "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "1000000000"),
-    "90 layers": ("eval", said("model/config.json", num_hidden_layers=90), "describes|does not fit"),
-    "an index without metadata": ("eval", indexed({}), "metadata"),
-    "an index with other metadata": ("eval", indexed({"metadata": "x"}), "metadata"),
+    "90 layers": ("eval", said("model/config.json", num_hidden_layers=90), "describes|do(es)? not fit"),
+    "an index without metadata": ("eval", indexed({}), ""),
+    "an index with other metadata": ("eval", indexed({"metadata": "x"}), ""),
     "not a number": ("eval", values(MODEL, lambda t: t["model.embed_tokens.weight"].fill_(float("nan"))), "nan"),
     "an end outside of the vocabulary": (
         "eval", said("model/tokenizer_config.json", eos_token="<no>", pad_token="<none>"), "token 20",
