@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from moetune.planning.plan import Plan, plan
     from moetune.planning.predictor import Predictor
     from moetune.planning.solve import Solved, solve
-    from moetune.routing.budget import within_budget
     from moetune.routing.drift import Drift, drift
     from moetune.routing.score import score
+    from moetune.routing.select import within_budget
     from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve
     from moetune.run.scores import Scores
     from moetune.training.run import TrainResult
@@ -71,7 +71,7 @@ _NAMES = {
     "planning.plan": "Plan plan",
     "planning.predictor": "Predictor",
     "planning.solve": "Solved solve",
-    "routing.budget": "within_budget",
+    "routing.select": "within_budget",
     "routing.drift": "Drift drift",
     "routing.score": "score",
     "run.resolve": "ResolvedModel ResolvedRun resolve",

@@ -52,6 +52,8 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
 
 def printable(text: str) -> str:
     """Escape control characters, which a terminal would obey, and halves of surrogate pairs."""
+    if text.isprintable():  # bytes raise here: click probes a stream with them
+        return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

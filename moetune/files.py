@@ -127,11 +127,19 @@ def refuse_taken(path: Path) -> None:
         raise UserError(f"{str(path)!r} exists and is not moetune's to replace; choose another")
 
 
-def write_output(path: Path, content: str | bytes) -> None:
-    """Write a command's output file, whole or not at all; raise `UserError` as `refuse_taken`, or if it fails."""
-    refuse_taken(path)
+def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> None:
+    """Write what a command was asked to leave in a file, whole or not at all.
+
+    Args:
+        replace: whatever has that name; otherwise only what is moetune's.
+
+    Raises:
+        UserError: the name is taken by what is not ours, or the system refuses.
+    """
+    if not replace:
+        refuse_taken(path)
     try:
-        write_whole(path, content, new=not path.exists())
+        write_whole(path, content, new=not replace and not path.exists())
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
@@ -269,14 +277,17 @@ class WriterLock:
         """
         if self._held is not None or not (create or self.file.exists()):
             return
+        holder = "another process"
         try:
             self._held = lock(self.file, "a+b")
         except OSError as error:
             raise UserError(f"{what} cannot be locked against a second writer: {error.strerror or error}") from error
         if self._held is None:
-            raise UserError(f"{what} is being written by {self._holder()}; wait for it to end, or choose another")
+            with suppress(OSError):
+                holder = _writer(self.file.read_bytes()) or holder
+            raise UserError(f"{what} is being written by {holder}; wait for it to end, or choose another")
         said = self._held.read()
-        if said and not _is_of_a_writer(said):
+        if said and _writer(said) is None:
             self._held.close()
             self._held = None
             raise UserError(f"{str(self.file)!r} is in the way: it is no lock of moetune's; move it away")
@@ -293,16 +304,11 @@ class WriterLock:
             self._held.close()
             self._held = None
 
-    def _holder(self) -> str:
-        try:
-            said = json.loads(self.file.read_bytes())
-            return f"process {int(said['process'])} on {str(said['host'])[:80]}"
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return "another process"
 
-
-def _is_of_a_writer(said: bytes) -> bool:
+def _writer(text: bytes) -> str | None:
+    """Return the process that a lock file names; None for another file."""
     try:
-        return json.loads(said).keys() == {"process", "host"}
-    except (ValueError, AttributeError, RecursionError):
-        return False
+        said = json.loads(text)
+        return f"process {int(said['process'])} on {str(said['host'])[:80]}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

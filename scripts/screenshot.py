@@ -1,8 +1,8 @@
 """Opens a page in headless Chromium, fails if it asks for anything or writes an error to the console, and draws it.
 
-    python scripts/screenshot.py report.html docs/images/report.png [WIDTH HEIGHT]
+    python scripts/screenshot.py report.html report.png [WIDTH HEIGHT]
 
-Chromium is Debian's package. docs/images/ was drawn with it.
+Chromium is Debian's package.
 """
 
 from __future__ import annotations

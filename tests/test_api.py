@@ -57,3 +57,15 @@ def test_a_run_its_values_and_its_path_are_alike(small_model: Path, tmp_path: Pa
     assert all(
         one == trained[0] == {**one, "total": sum(p.numel() for p in built.trainable().values())} for one in trained
     )
+
+
+def test_a_prediction_imports_neither_data_sets_nor_figures() -> None:
+    code = (
+        "import sys, moetune\n"
+        "moetune.count('tiny-mixtral')\n"
+        "raw = {'model': {'path': 'tiny-mixtral'}, 'adapt': {'router': 'all'}}\n"
+        "moetune.predict(moetune.RunConfig.model_validate(raw))\n"
+        "print(sorted({'datasets', 'pyarrow', 'matplotlib', 'trl'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,1 +1,1 @@
-"""The model that trains: built from a base, its experts packed, LoRA and selections put in."""
+"""The model that trains: built from a base, its experts quantized, LoRA and selections put in."""

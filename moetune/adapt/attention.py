@@ -49,14 +49,9 @@ def attention_for(
     """
     if config.model.attention == "flash_attention_2" and device.type == "meta":
         return VARLEN  # the package's kernels are those that torch has, and its cu_seqlens come the same way
-    if config.model.attention != "sdpa" or capability is None or not packs(config):
+    if config.model.attention != "sdpa" or capability is None or not config.packs:
         return config.model.attention
     return VARLEN if takes_cu_seqlens(plain, capability) else "sdpa"
-
-
-def packs(config: RunConfig) -> bool:
-    """Whether rows of a batch hold several documents; a run file without data counts as one that packs."""
-    return config.data is None or config.data.packing
 
 
 def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:

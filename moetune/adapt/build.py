@@ -114,6 +114,8 @@ def build(
     context = _context(run, ranks, device, dense)
 
     set_seed(config.train.seed)
+    is_drawn = device.type == "meta" or config.model.weights == "random"
+    is_checkpoint = not is_drawn and run.model.source.quantized_base is None
     target = LoadTarget(
         model,
         structure,
@@ -123,14 +125,14 @@ def build(
         device,
         context=context,
         placement=ranks.placement,
-        on_read=on_read,
+        on_read=on_read if is_checkpoint else None,
     )
-    if device.type == "meta" or config.model.weights == "random":
+    if is_drawn:
         fill_randomly(target)
-    elif run.model.source.quantized_base is not None:
-        read_quantized_base(target, run, ranks)
-    else:
+    elif is_checkpoint:
         read_checkpoint(target, run.model)
+    else:
+        read_quantized_base(target, run, ranks, on_read)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
     fuse_norms(model)

@@ -1,7 +1,7 @@
 """The adapted model on fake tensors: every shape, dtype and alias of the real one, no data.
 
 Fake tensors live on the `cpu` device, whatever the device that is predicted: a CPU-only torch cannot differentiate fake
-CUDA tensors. The device is a label; what CUDA adds is added by who predicts for it.
+CUDA tensors. The device is a label; the predictor adds what CUDA adds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moetune.run.resolve import ResolvedRun
 def build_fake(
     run: ResolvedRun, mode: FakeTensorMode, ranks: Ranks = SINGLE_RANK, capability: Capability | None = None
 ) -> Adapted:
-    """Builds on the meta device by the one path, then gives every tensor a fake storage. `mode` need not be active.
+    """Build on the meta device by the one path, and give every tensor a fake storage. `mode` need not be active.
 
-    One of several `ranks` needs torch.distributed to know of them: a backend that sends nothing will do.
+    Several `ranks` need a process group of torch.distributed; a backend that sends nothing will do.
 
     Raises:
         UserError: as `build`.
@@ -41,7 +41,7 @@ def build_fake(
     with mode:
         for module in adapted.model.modules():
             if isinstance(module, Linear4bit):
-                module.weight = _packed(module.weight, run.config.model.double_quant)
+                module.weight = _fake_4bit(module.weight, run.config.model.double_quant)
             fix_rotary_length(module)
         memo: dict[Tensor, Tensor] = {}
         for module in adapted.model.modules():
@@ -78,7 +78,7 @@ def _fake(tensor: Tensor) -> Tensor:
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def _packed(weight: Tensor, double_quant: bool) -> nn.Parameter:
+def _fake_4bit(weight: Tensor, double_quant: bool) -> nn.Parameter:
     """A 4-bit weight as bitsandbytes stores it, as a plain Parameter that carries its quantization state."""
     blocks = -(-weight.numel() // BLOCK)
     state = QuantState(
@@ -95,6 +95,6 @@ def _packed(weight: Tensor, double_quant: bool) -> nn.Parameter:
             dtype=torch.float32,
         )  # fmt: skip
         state.offset, state.state2, state.nested = torch.empty(()), nested, True
-    packed = nn.Parameter(torch.empty((-(-weight.numel() // 2), 1), dtype=torch.uint8), requires_grad=False)
-    packed.quant_state = state  # type: ignore[attr-defined]
-    return packed
+    fake = nn.Parameter(torch.empty((-(-weight.numel() // 2), 1), dtype=torch.uint8), requires_grad=False)
+    fake.quant_state = state  # type: ignore[attr-defined]
+    return fake

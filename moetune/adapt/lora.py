@@ -31,7 +31,7 @@ class Dropout(nn.Module):
 
 
 def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -> None:
-    """Wraps each linear module in `paths` with PEFT's LoRA, in place. Factors are float32, as PEFT keeps them,
+    """Wrap each linear module in `paths` with PEFT's LoRA, in place. Factors are float32, as PEFT keeps them,
     and multiply in the compute dtype, as the experts' do.
 
     Raises:

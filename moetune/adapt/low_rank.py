@@ -1,6 +1,6 @@
 """A linear layer with low-rank factors while it trains: y = W·x + b + s·B·(A·x), forward and backward as one.
 
-W is frozen, whatever it is made of, and unpacked for each pass. The factors' kernels are those of the experts
+W is frozen, whatever it is made of, and dequantized for each pass. The factors' kernels are those of the experts
 (experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. dx is
 summed where it is made. x and the narrow A·x are kept.
 
@@ -21,7 +21,7 @@ from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedLinear
 
 FEW_ROWS = 1536
-"""Up to here bitsandbytes may multiply with packed weights; with more rows it unpacks them, in three launches."""
+"""Up to here bitsandbytes may multiply with 4-bit weights; with more rows it dequantizes them, in three launches."""
 
 _ONE = (None, None)
 """Factors of one expert and one part, for the kernels."""
@@ -47,7 +47,7 @@ class _AdaptedLinear(torch.autograd.Function):
             out = base(x)
         else:
             bias = None if base.bias is None else base.bias.to(x.dtype)
-            out = nn.functional.linear(x, unpacked(base, x.dtype), bias)
+            out = nn.functional.linear(x, dequantized(base, x.dtype), bias)
         out_Nq = out.flatten(0, -2)
         xA_Nr = kernels.low_rank(x_Np, A_rp[_ONE], B_qr[_ONE], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
         ctx.save_for_backward(x, A_rp, B_qr, xA_Nr)
@@ -59,7 +59,7 @@ class _AdaptedLinear(torch.autograd.Function):
         x, A_rp, B_qr, xA_Nr = ctx.saved_tensors
         x_Np, dout_Nq = x.flatten(0, -2), dout.flatten(0, -2)
         rows: Any = None, [x_Np.shape[0]]
-        dx_Np = dout_Nq @ unpacked(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
+        dx_Np = dout_Nq @ dequantized(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
         first, second = (None, None) if dx_Np is None else (A_rp.mT[_ONE], dx_Np)
         dout_B_Nr = kernels.low_rank(dout_Nq, B_qr.mT[_ONE], first, second, second, *rows, ctx.scale)
         dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
@@ -69,7 +69,7 @@ class _AdaptedLinear(torch.autograd.Function):
         return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
 
 
-def unpacked(linear: Any, dtype: torch.dtype) -> Tensor:
+def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
     """A linear layer's weight [q, p] in `dtype`: a fresh tensor, or its own where it has that dtype."""
     if isinstance(linear, QuantizedLinear):
         return linear.stack.matrix(0, dtype)
@@ -79,5 +79,5 @@ def unpacked(linear: Any, dtype: torch.dtype) -> Tensor:
     nested: Any = (None, None, None)
     if state.nested:
         nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
-    packed = linear.weight.view(1, -1)
-    return kernels.dequantize_nf4(packed, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)
+    data = linear.weight.view(1, -1)
+    return kernels.dequantize_nf4(data, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)

@@ -26,7 +26,7 @@ _library.define("rms_norm_backward(Tensor dy, Tensor x, Tensor rstd, Tensor weig
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Lets the RMS norms of a model compute so, in place. One that trains goes on as its authors wrote it."""
+    """Let the RMS norms of a model compute so, in place. One that trains goes on as its authors wrote it."""
     for module in model.modules():
         if is_rms_norm(module):
             module.forward = partial(_forward, module)

@@ -5,38 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json
+from moetune.cli.options import Json, NewFolder, Overwrite, answer, argument, heavy_imports, option
 from moetune.files import expanded, is_occupied
+from moetune.report.console import note, terminal
 
 
 def apply(
-    delta: Annotated[Path, typer.Argument(metavar="DELTA_DIR", help="The folder of a delta.", show_default=False)],
+    delta: Annotated[Path, argument("DELTA_DIR", "The folder of a delta.")],
     to: Annotated[
         str,
-        typer.Option(
-            metavar="MODEL",
-            help="The checkpoint that it was made for: a folder, or a catalog name or hub id that is on this machine.",
-            show_default=False,
-        ),
+        option("MODEL", "The checkpoint that it was made for: a folder, or a name whose weights are on this machine."),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new or empty folder.", show_default=False)],
+    out: NewFolder,
     force: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The name of MODEL or of its folder: apply although it is another checkpoint."
-        ),
+        str | None, option("NAME", "The name of MODEL or of its folder: apply although it is another checkpoint.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is in DIR.")] = False,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Write a copy of a checkpoint with what a delta changed; another checkpoint than the delta's own is refused."""
-    import json
-
-    from moetune.report.console import note, terminal
-
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.apply import apply_delta
@@ -46,7 +33,4 @@ def apply(
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
     for text in result.notes:
         note(text)
-    if json_:
-        print(json.dumps(result.to_json()))
-    else:
-        print(f"applied {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")
+    answer(json_, result.to_json(), f"applied {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")

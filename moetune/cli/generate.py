@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
-import typer
+from moetune.cli.options import Json, KeepQuantized, Opens, answer, flag, heavy_imports, number, opened, option, utf8
+from moetune.errors import UserError
 
-from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, KeepQuantized, Opens, checked_temperature, checked_text
-from moetune.config.fields import LARGEST
 
-MaxNewTokens = Annotated[int, typer.Option(min=1, max=LARGEST, metavar="N", help="Tokens to write at most.")]
+def temperature_in_range(value: float) -> float:
+    """Refuse a temperature that probabilities cannot be computed with."""
+    if value == 0 or 1e-3 <= value <= 1e3:
+        return value
+    raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")
+
+
+MaxNewTokens = Annotated[int, number("Tokens to write at most.", metavar="N")]
 Temperature = Annotated[
-    float, typer.Option(help="0 takes the likeliest token; higher ones draw.", callback=checked_temperature)
+    float, option(None, "0 takes the likeliest token; higher ones draw.", check=temperature_in_range)
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of what is drawn.")]
+Seed = Annotated[int, number("Of what is drawn.", 0, 2**63 - 1)]
 
 
 def generate(
     model: Opens,
-    prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="What to go on from.", show_default=False, callback=checked_text)
-    ],
-    chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a message for the chat template.")] = False,
+    prompt: Annotated[str, option("TEXT", "What to go on from.", check=utf8)],
+    chat: Annotated[bool, flag("--chat", "Take the prompt as a message for the chat template.")] = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -30,37 +34,25 @@ def generate(
     json_: Json = False,
 ) -> None:
     """Let a run, an adapter, a merged checkpoint or a base go on from a prompt. A run needs no merge."""
-    import json
-
-    from moetune.cli.options import checked_base, opened
-
-    checked_base(base)
     with heavy_imports():
         from moetune.inference.generate import generate as go_on
 
     asked = [{"role": "user", "content": prompt}] if chat else prompt
-    how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    text = go_on(opened(model, base), asked, stream=not json_, **how)  # type: ignore[arg-type]
-    if json_:
-        print(json.dumps({"schema": 1, "model": model, "prompt": prompt, "text": text}))
+    text = go_on(
+        opened(model, base), asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=not json_
+    )
+    answer(json_, {"schema": 1, "model": model, "prompt": prompt, "text": text})
 
 
 def chat(
     model: Opens,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the model is told first.", callback=checked_text)
-    ] = None,
+    system: Annotated[str | None, option("TEXT", "What the model is told first.", check=utf8)] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
     seed: Seed = 0,
     base: KeepQuantized = None,
 ) -> None:
     """Talk with a run, an adapter, a merged checkpoint or a base. An empty line or Ctrl-D ends it."""
-    import sys
-
-    from moetune.cli.options import checked_base, opened
-
-    checked_base(base)
     with heavy_imports():
         from moetune.inference.generate import generate as go_on
 
@@ -68,7 +60,7 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        line = checked_text(sys.stdin.readline()).strip()
+        line = (utf8(sys.stdin.readline()) or "").strip()
         if not line:
             return
         messages.append({"role": "user", "content": line})

@@ -3,70 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
-
-from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides, in_a_folder
+from moetune.cli.options import (
+    Json,
+    Overrides,
+    answer,
+    argument,
+    choice,
+    flag,
+    heavy_imports,
+    in_a_folder,
+    option,
+)
+from moetune.errors import UserError, suggest
 from moetune.files import refuse_taken, write_output
 
 
 def init(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|MODEL",
-            help="Recipe name; `moetune init --list` shows them. Or a model.",
-            show_default=False,
-        ),
-    ] = "",
+    recipe: Annotated[str, argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")] = "",
     gpu: Annotated[
-        str | None, typer.Option(help="Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
+        str | None, option(None, "Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
     ] = None,
-    goal: Annotated[str, typer.Option(metavar="router|experts|lora", help="Of a MODEL: what shall train.")] = "lora",
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write it.", callback=in_a_folder)] = Path(
-        "run.yaml"
-    ),
-    list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
+    goal: Annotated[str, choice("router|experts|lora", "Of a MODEL: what shall train.")] = "lora",
+    out: Annotated[Path, option("FILE", "Where to write it.", "--out", check=in_a_folder)] = Path("run.yaml"),
+    list_: Annotated[bool, flag("--list", "List the recipes.")] = False,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
     """Write a commented run file to start from: a recipe, or the best that a plan finds for a model and a card."""
-    import json
-
     from moetune.config.recipes import read_recipe, recipes
-    from moetune.errors import UserError, suggest
 
     known = recipes()
     if list_:
-        if json_:
-            print(json.dumps({"schema": 1, "recipes": known}))
-        else:
-            for name, summary in known.items():
-                print(f"{name:24} {summary}")
+        answer(json_, {"schema": 1, "recipes": known}, *(f"{name:24} {summary}" for name, summary in known.items()))
         return
     refuse_taken(out)
     if recipe in known:
         # the command in its header is that of the repository; a user's is this file's
         text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
-        text = _with_settings(text, set_) if set_ else text
-    elif gpu is None:
+    elif gpu is not None:
+        text = _planned(recipe, gpu, goal, out)
+    else:
         hint = suggest(recipe, known) or f" There are: {', '.join(known)}."
         beside = " For a model give --gpu too."
         raise UserError(f"recipe {recipe!r} does not exist.{hint}{beside}" if recipe else f"init needs a recipe.{hint}")
-    else:
-        text = _planned(recipe, gpu, goal, out)
-        text = _with_settings(text, set_) if set_ else text
-    write_output(out, text)
-    if json_:
-        print(json.dumps({"schema": 1, "recipe": recipe, "file": str(out)}))
-    else:
-        print(f"{out} written; next: moetune train {out}")
+    write_output(out, _with_settings(text, set_) if set_ else text)
+    answer(json_, {"schema": 1, "recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")
 
 
 def _with_settings(text: str, settings: list[str]) -> str:
-    """The run file with other values, under the same header; comments between its lines are lost."""
+    """Return the run file with other values, under the same header; comments between its lines are lost."""
     import yaml
 
     from moetune.config.load import read_run_config
@@ -79,19 +66,12 @@ def _with_settings(text: str, settings: list[str]) -> str:
     return "".join(lines[:end]) + as_yaml(raw)
 
 
-def _planned(model: str, gpu: str, goal: str, out: Path) -> str:
-    from typing import Any
-
-    from moetune.errors import UserError
-
-    chosen: Any = goal
-    if goal not in ("router", "experts", "lora"):
-        raise UserError(f"--goal {goal!r}: it is router, experts or lora")
+def _planned(model: str, gpu: str, goal: Any, out: Path) -> str:
     with heavy_imports():
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan
 
-    found = plan(model, gpu, goals=[chosen])
+    found = plan(model, gpu, goals=[goal])
     if not found.candidates:
         raise UserError(f"{goal} of {model} does not fit {gpu}; moetune plan {model} --gpu {gpu} says what would")
     return run_text(found.candidates[0], out)

@@ -38,7 +38,7 @@ from moetune.cli.verify import verify
 from moetune.errors import DoesNotFit, UserError, one_line, printable, shown
 from moetune.report.console import quieten
 
-_debug = False  # as the last command was told
+_debug = False  # of the last command
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 _OF_MEMORY: dict[type, tuple[str, ...]] = {
     RuntimeError: ("DefaultCPUAllocator",),  # torch's
@@ -99,8 +99,8 @@ for command, example in _EXAMPLES.items():
 
 
 def main() -> None:
-    """Runs a command. Exit code 0: done; 1: it ran and the answer is no; 2: bad input, or the system has not what it
-    takes; 70: an error of moetune itself; 130: interrupted."""
+    """Run a command and exit. 0: done; 1: it ran and the answer is no; 2: bad input, or the system lacks what it takes;
+    70: an error of moetune itself; 130: interrupted."""
     code = _run()
     try:
         sys.stdout.flush()
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Runs the command, writes the message of an error, and returns the exit code."""
+    """Run the command, print an error's message, and return the exit code."""
     try:
         quieten()
         app()
@@ -129,7 +129,7 @@ def _run() -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Says what has ended the command. Returns its exit code."""
+    """Print what has ended the command, and return its exit code."""
     system = error if isinstance(error, UserError) else _of_system(error)
     trace = printable("".join(traceback.format_exception(error))) if _debug or system is None else ""
     if system is None:
@@ -146,7 +146,7 @@ def _say(text: str, message: str) -> None:
 
 
 def _of_system(error: BaseException) -> UserError | None:
-    """What the system lacks or has against a file, or what is too much for it; None for an error of ours."""
+    """Return an error of the system, or of input that is too much for it, as bad input; None for an error of ours."""
     if isinstance(error, MemoryError) or any(name in str(error) for name in _OF_MEMORY.get(type(error), ())):
         said = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
     elif isinstance(error, RecursionError):
@@ -163,7 +163,7 @@ def _of_system(error: BaseException) -> UserError | None:
 
 
 def _note_failure(message: str) -> bool:
-    """On a rank of several, leaves the message where what started them looks; whether that will show it."""
+    """On a rank of several, leave the message for its launcher; return whether the launcher prints it."""
     if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
     from moetune.parallel.launch import is_quiet, note_failure

@@ -1,75 +1,73 @@
-"""Options that several commands share, and how they read a run file."""
+"""Shared by all commands: options and their checks, reading a run file, printing an answer."""
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetune.cli.imports import heavy_imports
 from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
-from moetune.config.schema import DataConfig, QuantizedDtype, RunConfig
+from moetune.config.schema import DataConfig, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
 from moetune.files import expanded, names_in, refuse_taken
-from moetune.report.console import note
+from moetune.report.console import note, terminal
 
 if TYPE_CHECKING:
     from moetune.inference.opened import Opened
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file; repeatable."),
-]
-Router = Annotated[
-    str | None, typer.Option(metavar="LAYERS", help="Of a MODEL: routers of these layers train, such as all or 0-5.")
-]
-Experts = Annotated[
-    str | None,
-    typer.Option(metavar="LAYERS:EXPERTS", help="Of a MODEL: these experts of these layers train, such as 0-5:0,1."),
-]
-Lora = Annotated[
-    int | None,
-    typer.Option(metavar="RANK", min=1, max=LARGEST, help="Of a MODEL: LoRA on attention and experts trains."),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print formulas, single allocations and assumptions.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-Tokens = Annotated[
-    int | None,
-    typer.Option("--tokens", min=1, max=2**60, help="Of the data: say how many hours they take.", show_default=False),
-]
-Opens = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN_DIR|MODEL",
-        help="A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id.",
-        show_default=False,
-    ),
-]
+
+@contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Import torch and its like in two thirds of the time: they bring half a million objects, all of which stay, and
+    garbage is not searched for among them, neither while they are imported nor later."""
+    known = len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    if len(sys.modules) > known:  # to ask how many are frozen already would count them
+        gc.freeze()
 
 
-def a_run(folder: Path) -> Path:
-    """Raises `UserError` before what takes seconds if it is not there."""
+# --- Checks, before what takes seconds ----------------------------------------------------------------------------
+
+
+def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
+    """Refuse a value that the option's metavar, `a|b|c`, does not list."""
+    *others, last = known = str(param.metavar).split("|")
+    if value is None or value in known:
+        return value
+    hint = suggest(value, known)
+    raise UserError(f"{param.opts[0]} {value!r}: it is {', '.join(others)} or {last}{hint and '.'}{hint}")
+
+
+def known_gpu(value: str | None) -> str | None:
+    """Refuse a GPU that neither the catalog has nor is a size."""
+    from moetune.models.catalog.gpus import find_gpu
+
+    if value is not None:
+        find_gpu(value)
+    return value
+
+
+def existing_run(folder: Path) -> Path:
+    """Refuse a run folder that does not exist."""
     if not expanded(folder).is_dir():
         raise UserError(f"run folder {str(folder)!r} does not exist.{suggest(folder.name, names_in(folder.parent))}")
     return folder
 
 
-TrainedRun = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False, callback=a_run)
-]
-KeepQuantized = Annotated[
-    str | None,
-    typer.Option("--base", metavar="nf4|int8|mxfp4", help="Keep a model packed; a run is as in training."),
-]
-
-
 def in_a_folder(file: Path | None) -> Path | None:
-    """A file that a command shall write; raises `UserError` before what takes minutes if its folder is not there."""
+    """Refuse a file to write whose folder does not exist."""
     if file is None:
         return None
     file = expanded(file)
@@ -78,75 +76,136 @@ def in_a_folder(file: Path | None) -> Path | None:
     return file
 
 
-def checked_temperature(value: float) -> float:
-    """Raises `UserError` for one that probabilities cannot be computed with."""
-    if value == 0 or 1e-3 <= value <= 1e3:
-        return value
-    raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")
-
-
-def checked_text(text: str | None) -> str:
-    """Raises `UserError` for bytes that are no text."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
-    return text or ""
-
-
 def output_file(file: Path | None) -> Path | None:
-    """The same; raises `UserError` too if what has that name is not ours to replace, as an input of the command is."""
+    """Refuse a file to write that is not moetune's to replace, such as an input of the command."""
     if (file := in_a_folder(file)) is not None:
         refuse_taken(file)
     return file
 
 
-Page = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write one self-contained page.", callback=output_file)
+def picture(file: Path | None) -> Path | None:
+    """Refuse a picture that cannot be written, or not in the format of its suffix."""
+    if file is not None and file.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"{str(file)!r}: a figure is .png or .svg, not {file.suffix or 'without suffix'!r}")
+    return output_file(file)
+
+
+def utf8(text: str | None) -> str | None:
+    """Refuse bytes that are no text."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
+    return text
+
+
+def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
+    """Refuse `--set` where no run file is given."""
+    if settings:
+        raise UserError(f"--set changes a run file; {remedy}")
+
+
+# --- Options ------------------------------------------------------------------------------------------------------
+
+
+def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, callback=check)
+
+
+def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, callback=check)
+
+
+def number(help: str, least: int | None = 1, most: int = LARGEST, metavar: str | None = None) -> Any:
+    return typer.Option(metavar=metavar, help=help, min=least, max=most)
+
+
+def choice(metavar: str, help: str, *names: str) -> Any:
+    """An option that takes one of the values in its metavar, `a|b|c`."""
+    return typer.Option(*names, metavar=metavar, help=help, callback=one_of)
+
+
+def flag(name: str, help: str) -> Any:
+    return typer.Option(name, help=help)
+
+
+RunFile = Annotated[Path, argument("RUN.yaml", "The run file.")]
+RunFolder = Annotated[Path, argument("RUN_DIR", "The folder of a run.", existing_run)]
+Opens = Annotated[
+    str,
+    argument("RUN_DIR|MODEL", "A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id."),
 ]
-Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write a picture, .png or .svg.", callback=output_file)
+Overrides = Annotated[list[str] | None, option("KEY=VALUE", "Override a key of the run file; repeatable.", "--set")]
+Card = Annotated[
+    str | None,
+    option(None, "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.", check=known_gpu),
 ]
+Method = Annotated[str | None, choice("trace|formula", "How memory is predicted.")]
+Routed = Annotated[str, option("balanced|skew:S|worst|FILE", "How many tokens each expert receives.")]
+Tokens = Annotated[int | None, number("Of the data: say how many hours they take.", most=2**60)]
+Scored = Annotated[int, number("Of each data set.")]
+KeepQuantized = Annotated[
+    str | None, choice("nf4|int8|mxfp4", "Keep a model quantized; a run is as in training.", "--base")
+]
+DataFormat = Annotated[
+    str | None,
+    choice(
+        "|".join(typing.get_args(DataConfig.model_fields["format"].annotation)),
+        "As data.format; by default the run's.",
+        "--format",
+    ),
+]
+NewFolder = Annotated[Path, option("DIR", "Where to; a new or empty folder.")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace what moetune has written there.")]
+Page = Annotated[Path | None, option("FILE", "Also write one self-contained page.", check=output_file)]
+Picture = Annotated[Path | None, option("FILE", "Also write a picture, .png or .svg.", check=picture)]
+Json = Annotated[bool, flag("--json", "Print JSON for programs.")]
 
 
-def checked_base(base: str | None) -> QuantizedDtype | None:
-    """Raises `UserError` for a precision that nothing is packed in."""
-    if base is None or base in typing.get_args(QuantizedDtype):
-        return cast("QuantizedDtype | None", base)
-    raise UserError(f"--base {base!r}: it is nf4, int8 or mxfp4, or left out for the checkpoint as it is")
-
-
-def opened(model: str, base: str | None) -> Opened:
-    """The model of an argument; what a user should know of it is said."""
-    packed = checked_base(base)
-    with heavy_imports():
-        from moetune.inference.opened import open_model
-    found = open_model(model, base=packed)
-    for text in found.notes:
-        note(text)
-    return found
-
-
-def checked_format(format: str | None) -> None:
-    """Raises `UserError` for a format that no data have."""
-    known = typing.get_args(DataConfig.model_fields["format"].annotation)
-    if format is not None and format not in known:
-        raise UserError(f"--format {format!r}: it may be {', '.join(known)}.{suggest(format, known)}")
+# --- Reading and answering ----------------------------------------------------------------------------------------
 
 
 def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
-    """The run file, with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    """Read a run file, a budget of memory replaced by the number of experts that fits it. Raises `UserError`."""
     return within_memory(load_run_config(path, overrides or ()))
 
 
 def within_memory(config: RunConfig) -> RunConfig:
-    """The run with a number of experts in the place of a budget of memory. Raises `UserError`."""
+    """Replace a budget of memory by the number of experts that fits it. Raises `UserError`."""
     if not config.adapt.has_memory_budget:
         return config
     with heavy_imports():
-        from moetune.routing.budget import within_budget
+        from moetune.routing.select import within_budget
 
     def tried(k: int, fits: bool) -> None:
         print(f"{counted(k, 'expert')} of each layer: {'fits' if fits else 'does not fit'}", file=sys.stderr)
 
     return within_budget(config, tried)
+
+
+def opened(model: str, base: Any) -> Opened:
+    """Open the model of an argument, and print its notes."""
+    with heavy_imports():
+        from moetune.inference.opened import open_model
+    found = open_model(model, base=base)
+    for text in found.notes:
+        note(text)
+    return found
+
+
+def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
+    """Print what was found, as JSON or for people, and end the command with exit code 1 if the answer is no.
+
+    Args:
+        shown: views, sections, tables or lines of text.
+        verbose: print the details of views too.
+    """
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        from moetune.report.terminal import show
+
+        for one in shown:
+            show(one, terminal(), verbose=verbose)
+    if fails:
+        raise typer.Exit(1)

@@ -2,91 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
-
-from moetune.cli.imports import heavy_imports
 from moetune.cli.options import (
-    Experts,
+    Card,
     Json,
-    Lora,
+    Method,
     Overrides,
     Page,
     Picture,
-    Router,
+    Routed,
     Tokens,
-    Verbose,
+    answer,
+    argument,
+    choice,
+    heavy_imports,
+    number,
+    option,
     within_memory,
 )
+from moetune.errors import UserError
+from moetune.report.console import note
 
 
 def predict(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN.yaml|MODEL", help="A run file; or a model, and what of it trains.", show_default=False
-        ),
-    ],
-    router: Router = None,
-    experts: Experts = None,
-    lora: Lora = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.")
+    run: Annotated[str, argument("RUN.yaml|MODEL", "A run file; or a model, and what of it trains.")],
+    router: Annotated[
+        str | None, option("LAYERS", "Of a MODEL: routers of these layers train, as in all or 0-5.")
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(metavar="trace|formula", help="Default: trace."),
+    experts: Annotated[
+        str | None, option("LAYERS:EXPERTS", "Of a MODEL: these experts of these layers train, as in 0-5:0,1.")
     ] = None,
-    routing: Annotated[
-        str, typer.Option(metavar="balanced|skew:S|worst|FILE", help="How many tokens each expert receives.")
-    ] = "balanced",
+    lora: Annotated[int | None, number("Of a MODEL: LoRA on attention and experts trains.", metavar="RANK")] = None,
+    gpu: Card = None,
+    method: Method = None,
+    routing: Routed = "balanced",
     allocator: Annotated[
-        str | None,
-        typer.Option(metavar="default|expandable", help="Torch's. Default: as PYTORCH_ALLOC_CONF says."),
+        str | None, choice("default|expandable", "Torch's. Default: as PYTORCH_ALLOC_CONF says.")
     ] = None,
     tokens: Tokens = None,
     measured: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="A run folder like it, or its metrics.jsonl: estimate by its tokens/s."),
+        str | None, option("RUN", "A run folder like it, or its metrics.jsonl: estimate by its tokens/s.")
     ] = None,
     html: Page = None,
     figure: Picture = None,
     set_: Overrides = None,
-    verbose: Verbose = False,
+    verbose: Annotated[
+        bool, option(None, "Print formulas, single allocations and assumptions.", "--verbose", "-v")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Predict the peak memory of a run, without loading a weight, and whether it fits. Exit code 1: no."""
-    from moetune.errors import UserError
-
-    if method not in (None, "trace", "formula"):
-        raise UserError(f"--method {method!r}: it is trace or formula")
-    if allocator not in (None, "default", "expandable"):
-        raise UserError(f"--allocator {allocator!r}: it is default or expandable")
-
-    import json
-    import sys
-    from dataclasses import replace
-
-    from moetune.models.catalog.gpus import find_gpu
+    from moetune.memory.time.measured import speed_of
     from moetune.planning.from_options import as_yaml, config_of
 
     config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
     config = within_memory(config)
-    if gpu is not None:
-        find_gpu(gpu)  # before what takes seconds
-    from moetune.memory.time.measured import speed_of
-
     speed = None if measured is None else speed_of(measured)
-
     with heavy_imports():
         from moetune.memory.predict import predict as predict_run
         from moetune.memory.routing import parse_routing
+        from moetune.report.memory import memory_view
 
-    if figure is not None:
-        from moetune.report.figures import refuse_unknown_format
-
-        refuse_unknown_format(figure)
     chosen: Any = {"method": method, "allocator": allocator}
     report = predict_run(config, gpu=gpu, routing=parse_routing(routing), **chosen)
     if speed is not None:
@@ -98,25 +76,19 @@ def predict(
         report = replace(report, notes=(*report.notes, why))
     source = [("run file", run)] if stands_for is None else []
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
-    if html is not None:
+    view = memory_view(report, tokens)
+    if html is not None or figure is not None:
+        from moetune.report.memory_charts import memory_chart
         from moetune.report.page import write_page
 
-        write_page(report, html)
-        print(f"{html} written", file=sys.stderr)
-    if figure is not None:
-        from moetune.report.figures import save_figure
-
-        save_figure(report, figure)
-        print(f"{figure} written", file=sys.stderr)
-    if json_:
-        hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
-        print(json.dumps({**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}, indent=2))
-    else:
-        if stands_for is not None:
-            print(f"# the run file that this stands for\n{as_yaml(stands_for)}")
-        from moetune.report.console import terminal
-        from moetune.report.terminal import print_report
-
-        print_report(report, terminal(), verbose=verbose, tokens=tokens)
-    if report.fits is False:
-        raise typer.Exit(1)
+        chart = memory_chart(report)
+        if html is not None:
+            write_page(view, html, [chart])
+            note(f"{html} written")
+        if figure is not None:
+            chart.save(figure)
+            note(f"{figure} written")
+    hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
+    found = {**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}
+    shown = [] if stands_for is None else [f"# the run file that this stands for\n{as_yaml(stands_for)}"]
+    answer(json_, found, *shown, view, verbose=verbose, fails=report.fits is False)

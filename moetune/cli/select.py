@@ -5,68 +5,59 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from moetune.cli.imports import heavy_imports
-from moetune.cli.options import Json, Overrides, output_file, read_run
-from moetune.config.fields import LARGEST
+from moetune.cli.options import (
+    Json,
+    Overrides,
+    answer,
+    argument,
+    choice,
+    heavy_imports,
+    number,
+    option,
+    output_file,
+    read_run,
+    refuse_set,
+)
+from moetune.errors import UserError
 from moetune.files import write_output
+from moetune.report.console import terminal
+from moetune.report.view import Section, Table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from moetune.config.fields import IdsByLayer
     from moetune.run.choice import Coverage
 
 
 def select(
-    scores: Annotated[Path, typer.Argument(metavar="SCORES.json", help="What moetune score wrote.")],
-    rule: Annotated[
-        str, typer.Option(metavar="tokens|gate|reap|foreground|random|least", help="What experts are ranked by.")
-    ] = "tokens",
+    scores: Annotated[Path, argument("SCORES.json", "What moetune score wrote.")],
+    rule: Annotated[str, choice("tokens|gate|reap|foreground|random|least", "What ranks experts.")] = "tokens",
     p: Annotated[
-        float | None, typer.Option(help="As few as have this share of a layer's tokens, or of its gate weight.")
+        float | None, option(None, "As few as have this share of a layer's tokens, or of its gate weight.")
     ] = None,
-    k: Annotated[int | None, typer.Option(max=LARGEST, help="So many of each layer.")] = None,
-    experts: Annotated[int | None, typer.Option(max=LARGEST, help="At most so many in all.")] = None,
-    parameters: Annotated[int | None, typer.Option(max=LARGEST, help="At most so many parameters in all.")] = None,
+    k: Annotated[int | None, number("So many of each layer.", None)] = None,
+    experts: Annotated[int | None, number("At most so many in all.", None)] = None,
+    parameters: Annotated[int | None, number("At most so many parameters in all.", None)] = None,
     budget: Annotated[
-        str | None, typer.Option(help="As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
+        str | None, option(None, "As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
     ] = None,
-    background: Annotated[
-        Path | None, typer.Option(metavar="SCORES.json", help="Of general text, for --rule foreground.")
-    ] = None,
-    layers: Annotated[str, typer.Option(help="Only these, such as 0-5.")] = "all",
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of --rule random.")] = 0,
-    run: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="The run file that is filled in.")] = None,
-    part: Annotated[
-        str, typer.Option("--as", metavar="experts|lora", help="Train them whole, or put LoRA on.")
-    ] = "experts",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the run file here. Default: stdout.", callback=output_file),
-    ] = None,
+    background: Annotated[Path | None, option("SCORES.json", "Of general text, for --rule foreground.")] = None,
+    layers: Annotated[str, option(None, "Only these, such as 0-5.")] = "all",
+    seed: Annotated[int, number("Of --rule random.", 0)] = 0,
+    run: Annotated[Path | None, option("RUN.yaml", "The run file that is filled in.")] = None,
+    part: Annotated[Any, choice("experts|lora", "Train them whole, or put LoRA on.", "--as")] = "experts",
+    out: Annotated[Path | None, option("FILE", "Write the run file here. Default: stdout.", check=output_file)] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
     """Choose experts by their scores, and say which share of the routed tokens they have, beside a random choice."""
-    from moetune.errors import UserError
-
-    if part not in ("experts", "lora"):
-        raise UserError(f"--as {part!r}: it is experts or lora")
     if layers == "none":
         raise UserError("--layers none chooses no expert; give all, or numbers such as 0-5")
-    if set_ and run is None:
-        raise UserError("--set changes a run file; give one with --run")
-
-    import json
-
+    if run is None:
+        refuse_set(set_, "give one with --run")
     with heavy_imports():
         from moetune.adapt.weights.base import noting_base
-        from moetune.config.schema import ChoiceConfig
-        from moetune.report.console import terminal
-        from moetune.routing.budget import within_budget
-        from moetune.routing.select import choice_of, with_choice
+        from moetune.report.terminal import show
+        from moetune.routing.select import choice_of, with_choice, within_budget
         from moetune.run.choice import coverage
         from moetune.run.dtypes import this_device
         from moetune.run.resolve import resolve
@@ -75,7 +66,7 @@ def select(
     given = {"p": p, "k": k, "experts": experts, "parameters": parameters, "budget": budget, "layers": layers}
     more = {"rule": rule, "seed": seed, "background": None if background is None else str(background)}
     read = read_scores(scores, "SCORES.json")
-    choice: ChoiceConfig = choice_of({"from": str(scores), **given, **more})
+    choice = choice_of({"from": str(scores), **given, **more})
     if isinstance(choice.budget, str) and run is None:
         raise UserError(f"--budget {budget}: give --run RUN.yaml, whose memory it is")
     config = with_choice(None if run is None else read_run(run, set_), read.model, choice, part)
@@ -91,11 +82,12 @@ def select(
     text = _yaml(config.but(adapt=adapt), part, chosen)
     if out is not None:
         write_output(out, text)
-    if json_:
-        print(json.dumps(_json(chosen, covers, out)))
+    table = Section("share of the routed tokens that carry loss", _table(chosen, covers))
+    if out is None and not json_:
+        show(table, terminal(stderr=True))
+        print(text, end="")
         return
-    terminal(stderr=out is None).print(_table(chosen, covers))
-    print(text if out is None else f"written to {out}", end="" if out is None else "\n")
+    answer(json_, _json(chosen, covers, out), table, f"written to {out}")
 
 
 def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
@@ -125,14 +117,10 @@ def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, A
 
 
 def _table(chosen: IdsByLayer, covers: Coverage) -> Table:
-    from rich.table import Table
-
-    table = Table(title="share of the routed tokens that carry loss", title_justify="left", show_footer=True)
-    table.add_column("layer", footer="all", justify="right")
-    table.add_column("experts", footer=str(sum(map(len, chosen.values()))))
-    table.add_column("these", footer=f"{100 * covers.total:.1f} %", justify="right")
-    table.add_column("as many at random", footer=f"{100 * covers.random_total:.1f} %", justify="right")
-    for index, ids in chosen.items():
-        shares = (f"{100 * of[index]:.1f} %" for of in (covers.layers, covers.random))
-        table.add_row(str(index), ", ".join(map(str, ids)), *shares)
-    return table
+    rows = [
+        (str(index), ", ".join(map(str, ids)), *(f"{100 * one[index]:.1f} %" for one in (covers.layers, covers.random)))
+        for index, ids in chosen.items()
+    ]
+    count = sum(map(len, chosen.values()))
+    total = "all", str(count), f"{100 * covers.total:.1f} %", f"{100 * covers.random_total:.1f} %"
+    return Table((">layer", "experts", ">these", ">as many at random"), rows, [total])

@@ -1,4 +1,4 @@
 """What is changed of other libraries, or used of them without being public: a file for each, with the reasons.
 
-`tests/patches` fails when a release makes one unnecessary, or impossible.
+`tests/compat` fails when a release makes one unnecessary, or impossible.
 """

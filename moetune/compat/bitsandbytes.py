@@ -21,7 +21,7 @@ _PAGED = ("state1", "state2")
 
 
 def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
-    """Lets 8-bit optimizers have their quantization tables in common; the first one's become those of all.
+    """Let 8-bit optimizers have their quantization tables in common; the first one's become those of all.
 
     Each makes its own, and where gradients are freed as they come each parameter has an optimizer.
     """

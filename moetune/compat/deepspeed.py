@@ -26,7 +26,7 @@ def keep_quiet(device: torch.device) -> None:
 def without_others() -> Iterator[None]:
     """Assume, for a trace, that other ranks have the same weights in the same order, and that gradients are finite."""
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ))  # the engine says there which GPU is its own
+        stack.enter_context(patch.dict(os.environ))  # the engine writes its GPU there
         keep_quiet(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

@@ -23,7 +23,7 @@ AtOnce = Callable[[nn.Module, Tensor, Factor, Factor, float], Tensor | None]
 
 
 def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
-    """Lets a LoRA layer multiply in the dtype of its input, and scale the narrow rows.
+    """Let a LoRA layer multiply in the dtype of its input, and scale the narrow rows.
 
     PEFT's own casts the input to the factors' dtype, in which it scales all rows of the output and adds, and clones
     what a 4-bit layer gives. Its cast can be switched off (`cast_input_dtype_enabled`), but then dtypes disagree.

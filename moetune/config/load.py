@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from moetune.config.other_names import OTHER_NAMES
 from moetune.config.recipes import recipes
-from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig
+from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig, data_sets
 from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 
@@ -186,9 +186,8 @@ def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
     """Raise `UserError` for a file under `data:` that does not exist; other names are looked up when they are read."""
     if (data := config.data) is None:
         return
-    several = ((value,) if isinstance(value, str) else value or () for value in (data.train, data.eval))
-    names = [one if isinstance(one, str) else one.path for value in several for one in value]
-    refuse_missing([*names, *filter(None, [data.chat_template])], expanded(run_file).absolute().parent)
+    names = [name for name, _ in (*data_sets(data.train), *data_sets(data.eval), *data_sets(data.chat_template))]
+    refuse_missing(names, expanded(run_file).absolute().parent)
 
 
 def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -169,7 +170,7 @@ class AdaptConfig(Section):
 
     @property
     def has_memory_budget(self) -> bool:
-        """Whether the number of chosen experts depends on predictions of the run (routing/budget.py)."""
+        """Whether the number of chosen experts depends on predictions of the run (routing/select.py)."""
         of_lora = None if self.lora is None else self.lora.ids
         return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
 
@@ -219,10 +220,9 @@ class OptimizerConfig(Section):
         if not isinstance(raw, dict):
             return raw
         name = raw.get("name", cls.model_fields["name"].default)
-        filled = {"fused_backward": name in _FUSED and not raw.get("offload")} | {
-            k: v for k, v in raw.items() if v is not None
-        }
-        return (_OWN_SETTINGS.get(name, {}) if isinstance(name, str) else {}) | filled
+        own = _OWN_SETTINGS.get(name, {}) if isinstance(name, str) else {}
+        given = {key: value for key, value in raw.items() if value is not None}
+        return own | {"fused_backward": name in _FUSED and not raw.get("offload")} | given
 
     @model_validator(mode="after")
     def _no_setting_of_another(self) -> OptimizerConfig:
@@ -242,7 +242,12 @@ class OptimizerConfig(Section):
 
 
 class PartOptimizers(Section):
-    """An optimizer for each part that trains: routers, whole experts, LoRA factors, and what `adapt.also` names."""
+    """An optimizer for each part that trains: routers, whole experts, LoRA factors, and `adapt.also`."""
+
+    router: OptimizerConfig | None = None
+    experts: OptimizerConfig | None = None
+    lora: OptimizerConfig | None = None
+    other: OptimizerConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -253,11 +258,6 @@ class PartOptimizers(Section):
                 f"{', '.join(both)} under the parts"
             )
         return raw
-
-    router: OptimizerConfig | None = None
-    experts: OptimizerConfig | None = None
-    lora: OptimizerConfig | None = None
-    other: OptimizerConfig | None = None
 
 
 def _one_or_by_part(raw: Any) -> str:
@@ -326,19 +326,12 @@ class WeightedData(Section):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
 
 
+_MaybeWeighted = Annotated[
+    Annotated[FilePath, Tag("one")] | Annotated[WeightedData, Tag("weighted")],
+    Discriminator(lambda raw: "one" if isinstance(raw, str) else "weighted"),
+]
 OneOrSeveral = Annotated[
-    Annotated[FilePath, Tag("one")]
-    | Annotated[
-        tuple[
-            Annotated[
-                Annotated[FilePath, Tag("one")] | Annotated[WeightedData, Tag("weighted")],
-                Discriminator(lambda raw: "one" if isinstance(raw, str) else "weighted"),
-            ],
-            ...,
-        ],
-        Field(min_length=1),
-        Tag("several"),
-    ],
+    Annotated[FilePath, Tag("one")] | Annotated[tuple[_MaybeWeighted, ...], Field(min_length=1), Tag("several")],
     Discriminator(lambda raw: "several" if isinstance(raw, (list, tuple)) else "one"),
 ]
 
@@ -367,6 +360,12 @@ class DataConfig(Section):
     @property
     def evaluates(self) -> bool:
         return self.eval is not None or self.validation is not None
+
+
+def data_sets(written: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
+    """Return the name and the weight of each data set under `data.train` or `data.eval`."""
+    several = (written,) if isinstance(written, str) else written or ()
+    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
 
 
 class ParallelConfig(Section):
@@ -438,6 +437,11 @@ class RunConfig(Section):
         if "count" in given or "parallel" not in info.data:
             return hardware
         return HardwareConfig.model_construct(given, gpu=hardware.gpu, count=info.data["parallel"].ranks)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row may hold several documents; a run file without data is assumed to."""
+        return self.data is None or self.data.packing
 
     @property
     def optimizers(self) -> dict[Part, OptimizerConfig]:

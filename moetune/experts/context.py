@@ -110,8 +110,8 @@ class ExpertContext:
     """Settings of the banks of one model.
 
     Attributes:
-        expert_memory: bytes for the unpacked matrices of a group, one matrix of each expert at a time; a group has at
-            least one expert.
+        expert_memory: bytes for the dequantized matrices of a group, one of each expert at a time; a group has at least
+            one expert.
         keep_rows: keep the gate_up rows [T·K, O] of the forward pass, which backward would otherwise recompute.
         split_gate_up: quantize gate and up separately, as checkpoints that store them so do.
         prefetcher: copies quantized experts from the host; None where they are on the device.

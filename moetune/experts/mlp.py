@@ -7,7 +7,7 @@ For a token row x sent to expert e with routing weight w:
 and each W may carry low-rank factors: W·x + s·B·(A·x).
 
 Experts are computed in groups of neighbouring slots. Backward recomputes what it needs, one group at a time, from x and
-the quantized weights: no dequantized weight and no row of act is kept, and rows of gate_up only if `keep_rows` says so,
+the quantized weights: no dequantized weight and no row of act is kept, and rows of gate_up only under `keep_rows`,
 which saves backward a product. The down projection does not run again: with dact = W_dᵀ·dy (which backward needs
 anyway),
 

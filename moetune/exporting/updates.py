@@ -1,4 +1,4 @@
-"""What a run changed, in the names and the layout of the plain model, and where a checkpoint keeps it."""
+"""The weight updates of a run, in the names and layout of the plain model, and where a checkpoint keeps them."""
 
 from __future__ import annotations
 

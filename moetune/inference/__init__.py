@@ -1,1 +1,1 @@
-"""What was trained, or is to be, in use: evaluated, asked, compared."""
+"""Models in use: opened, evaluated, compared, generating text; a run folder as a page."""

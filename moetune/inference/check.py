@@ -1,4 +1,4 @@
-"""Whether an export, in stock transformers and PEFT, is as good as the trained model."""
+"""Comparison of an export, in stock transformers and PEFT, with the trained model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class LossCheck:
 
 
 def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
-    """Compares on the first rows of the run's held-out (else training) data, or on random tokens if those are gone.
+    """Compare on the first rows of the run's held-out (else training) data, or on random tokens if those are gone.
 
     Both compute in float32 on the CPU, one after the other, each whole in memory. They differ by rounding to the
-    checkpoint's dtype and, where the run packed its base, by the error of that packing.
+    checkpoint's dtype and, where the run quantized its base, by the quantization error.
     """
     trained = open_model(str(run), device="cpu", dtype="fp32")
     found, of, pad = _rows(trained, rows)
@@ -47,7 +47,7 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
 
 
 def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
-    """Rows, where they are from, and the token that pads them."""
+    """Return rows, where they are from, and the token that pads them."""
     config = trained.config
     assert config is not None
     if config.data is not None:

@@ -13,7 +13,7 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
-from moetune.config.schema import DataConfig, RunConfig, TrainConfig
+from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.inference.opened import Opened, open_model
@@ -27,7 +27,7 @@ _MOST_LOSS = 700.0  # nats: beyond, a perplexity is no number
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss over every predicted token, in nats, and of how many.
+    """The mean loss over every predicted token, in nats, and the number of these tokens.
 
     Attributes:
         step: of the checkpoint, of a run.
@@ -52,12 +52,9 @@ class Evaluation:
 
 
 def evaluate(
-    opened: Opened | Path | str,
-    data: str | None = None,
-    sequence_length: int | None = None,
-    format: str | None = None,
+    opened: Opened | Path | str, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> Evaluation:
-    """Evaluates on a data set, each record in a sequence of its own.
+    """Evaluate on a data set, each record in a sequence of its own.
 
     Args:
         data: as `data.train` in a run file; by default what the run held out.
@@ -84,18 +81,17 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
     if given is None:
         return None
 
-    def files(part: Any) -> set[Path]:
-        specs = [] if part is None else [part] if isinstance(part, str) else part
-        return {expanded(one if isinstance(one, str) else one.path).resolve() for one in specs}
-
     asked = expanded(data).resolve()
-    return False if asked in files(given.train) else True if asked in files(given.eval) else None
+    trained, held_out = (
+        asked in {expanded(name).resolve() for name, _ in data_sets(part)} for part in (given.train, given.eval)
+    )
+    return False if trained else True if held_out else None
 
 
 def rows_of(
     opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """What is evaluated on, one record a row, and what it is called."""
+    """Return the rows to evaluate on, one record each, and their name; refuse tokens that the model does not have."""
     config = opened.config
     train = TrainConfig() if config is None else config.train
     if sequence_length is not None:
@@ -107,23 +103,18 @@ def rows_of(
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
         settings = settings.but(train=data, eval=None, validation=None)
-        return _known(opened, load_data(settings, opened.tokenizer, train).train), data
-    if given is None or not given.evaluates:
+    elif given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
-    held_out = load_data(settings, opened.tokenizer, train).eval
-    assert held_out is not None
-    return _known(opened, held_out), "what the run held out"
-
-
-def _known(opened: Opened, rows: datasets.Dataset) -> datasets.Dataset:
-    """The rows; raises `UserError` if the model has no embedding for a token of theirs."""
+    read = load_data(settings, opened.tokenizer, train)
+    rows = read.eval if data is None else read.train
+    assert rows is not None
     refuse_unknown_tokens(opened.model.config, opened.name, pad_token_id(opened.tokenizer), rows)
-    return rows
+    return rows, data or "what the run held out"
 
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, rows: Iterable[Row], pad_token_id: int) -> tuple[float, int]:
-    """(mean cross-entropy over every predicted token, how many tokens that is)."""
+    """Return the mean cross-entropy over every predicted token, in nats, and the number of these tokens."""
     total, tokens, left = 0.0, 0, iter(rows)
     while some := [*islice(left, _ROWS)]:
         batch = collate(some, pad_token_id)

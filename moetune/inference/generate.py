@@ -26,7 +26,7 @@ def generate(
     seed: int = 0,
     stream: bool = False,
 ) -> str:
-    """What a model writes after a prompt, special tokens left out.
+    """Generate text after a prompt, special tokens left out.
 
     Args:
         prompt: text to go on from, or messages, which the chat template writes.
@@ -75,7 +75,6 @@ def generate(
             raise UserError(f"{opened.name!r} computes no numbers (nan): its weights are damaged")
         return logits
 
-    how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -85,13 +84,14 @@ def generate(
         use_cache=True,
         logits_processor=[numbers],
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
-        **how,
+        do_sample=temperature > 0,
+        **({"temperature": temperature} if temperature else {}),
     )
     return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 class _Sampling(BaseModel):
-    """Of a model's generation settings, those that say how a token is drawn; the others are not ours to follow."""
+    """Those of a model's generation settings that say how a token is drawn; the others are not followed."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -101,7 +101,7 @@ class _Sampling(BaseModel):
 
 
 def _sampling(opened: Opened) -> GenerationConfig:
-    """Raises `UserError` for a value of generation_config.json that cannot be drawn by."""
+    """Return how tokens are drawn; refuse a value of generation_config.json that none can be drawn by."""
     try:
         found = _Sampling.model_validate(opened.model.generation_config)
     except ValidationError as error:

@@ -1,8 +1,8 @@
 """A run, an adapter or a checkpoint, opened by its name as a model that computes.
 
-a run folder        the adapted model on its packed base, with the values of the newest checkpoint
+a run folder        the adapted model on its quantized base, with the values of the newest checkpoint
 a PEFT adapter      stock PEFT on the plain base that it names
-a checkpoint        stock transformers; or packed, if a precision for the base is given, or as it is published
+a checkpoint        stock transformers; or quantized, if a precision for the base is given, or as it is published
 """
 
 from __future__ import annotations
@@ -57,11 +57,7 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with the chat template that a run was given.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The tokenizer, with the chat template that a run was given. Raises `UserError` if there is none."""
         tokenizer, data = tokenizer_of(self.name, self.folder), None if self.config is None else self.config.data
         if data is not None and data.chat_template is not None:
             tokenizer.chat_template = chat_template(data.chat_template)
@@ -76,13 +72,13 @@ def open_model(
     dtype: str | None = None,
     stock: bool = False,
 ) -> Opened:
-    """Opens a run folder, a folder with a PEFT adapter, or a model.
+    """Open a run folder, a folder with a PEFT adapter, or a model.
 
     Args:
-        base: keep a model packed like this; a run is packed as it was trained, and a checkpoint that is published in
-            MXFP4 or NF4 stays so.
+        base: keep a model quantized like this; a run is as it was trained, and a checkpoint that is published in MXFP4
+            or NF4 stays so.
         dtype: of compute; by default a run's own, else bfloat16 on a GPU and float32 on a CPU.
-        stock: let transformers alone read a checkpoint, because that is what is asked.
+        stock: let transformers alone read a checkpoint.
 
     Raises:
         UserError: it is none of these, its weights cannot be read, or a run's base has changed.
@@ -98,10 +94,8 @@ def open_model(
         return _open_adapter(what, path, device, dtype)
     if (path / "delta.safetensors").is_file():
         raise UserError(f"{what!r} is a delta; moetune apply makes a checkpoint of it and its base")
-    source = find_model_source(what)
-    if source.folder is None:
-        raise UserError(f"model {what!r} has no weights that could be loaded")
     dtype = dtype or dtype_on(device)
+    source = _source(what)
     if stock:
         return Opened(what, "checkpoint", _stock(what, device, dtype), source.folder)
     as_it_is = base is None and source.quantization.base is None
@@ -112,8 +106,15 @@ def open_model(
     return Opened(what, "checkpoint" if as_it_is else "packed", adapted.model, source.folder)
 
 
+def _source(what: str) -> ModelSource:
+    source = find_model_source(what)
+    if source.folder is None:
+        raise UserError(f"model {what!r} has no weights that could be loaded")
+    return source
+
+
 def _attention(source: ModelSource) -> dict[str, str]:
-    """Of models that have none but their own code's."""
+    """Settings for a model that has no attention but its own code's."""
     return {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
 
 
@@ -128,7 +129,7 @@ def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None
 def _built(
     config: RunConfig, device: DeviceType, dtype: str | None, *, notes: bool = False
 ) -> tuple[Adapted, Base | None]:
-    """The adapted model of a run file, as one process computes with it; and its base, if that is to be noted."""
+    """Build the adapted model of a run file for one process that computes; and note its base if asked."""
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
         settings["attention"] = "sdpa"
@@ -146,7 +147,7 @@ def _built(
 
 
 def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Opened:
-    """Stock PEFT on the base that the adapter names; every tensor of the adapter has its place, and every place one."""
+    """Put an adapter on the base that it names, with stock PEFT; refuse a tensor without a place or a place without."""
     settings, tensors = read_adapter(path)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -174,7 +175,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
 
 
 def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
-    """A checkpoint as transformers alone reads it, checked as one that is trained."""
-    source = find_model_source(what)
-    model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype} | _attention(source)), device)
+    """Load a checkpoint as transformers alone reads it, checked as one that is trained."""
+    settings = {"path": what, "dtype": dtype} | _attention(_source(what))
+    model = resolve_model(ModelConfig.model_validate(settings), device)
     return load_stock(model, device).eval()

@@ -70,7 +70,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     adapted = build(run.with_random_weights(), device, ranks=ranks)
     adapted.model.train()
 
-    make = batches_of(adapted)
+    make = batches_of(adapted, device=device)
     on_cuda = device.type == "cuda"
 
     def now() -> float:
@@ -83,8 +83,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     def batch(rows: int) -> Batch:
         if len(began) == tracker.step:
             began.append(now())
-        made = make(rows)
-        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in made.items()}
+        return make(rows)
 
     running = Steps(adapted, batch)
     tracker = Tracker(running.named)

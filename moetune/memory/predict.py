@@ -77,7 +77,7 @@ def predict(
         "assumptions": (
             f"routing: {routing.name}",
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
-            + (", documents packed" if config.data is None or config.data.packing else ", some padded"),
+            + (", documents packed" if config.packs else ", some padded"),
             *card.assumptions,
         ),
     }

@@ -24,7 +24,6 @@ from moetune.memory.time.work import Work, is_product, sums
 from moetune.memory.trace import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.run.resolve import ResolvedRun
-from moetune.training.step.batch import Batch
 
 _PREFIX = "part of a step: "
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -120,13 +119,8 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
     """
     adapted = build(run.with_random_weights(), device)
     adapted.model.train()
-    make, config = batches_of(adapted), run.config
-    on_cuda = device.type == "cuda"
-
-    def batch(rows: int) -> Batch:
-        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in make(rows).items()}
-
-    steps = Steps(adapted, batch)
+    config, on_cuda = run.config, device.type == "cuda"
+    steps = Steps(adapted, batches_of(adapted, device=device))
     tracker = Tracker(steps.named)
     capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
     counter = Counter(capability, tracker, work_parts(adapted, steps.named), tracker.log.done)

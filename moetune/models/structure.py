@@ -133,7 +133,7 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
             "transformers marks with use_experts_implementation, so they cannot be told apart"
         )
     moe_layers = _read_moe_layers(model)
-    landmarks = Landmarks(model, _mark(model, moe_layers))
+    landmarks = Landmarks(model, _experts_and_routers(model, moe_layers))
     tied: dict[str, str] = {}
     first_names: dict[int, str] = {}
     parameters = []
@@ -188,7 +188,7 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
     return tuple(layers[index] for index in sorted(layers))
 
 
-def _mark(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str, Component]:
+def _experts_and_routers(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str, Component]:
     """Return the parameters of experts and routers; one of the block with a value per expert is the router's."""
     marked: dict[str, Component] = {}
     for layer in moe_layers:

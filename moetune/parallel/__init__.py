@@ -1,4 +1,4 @@
 """Several ranks as one run: who holds what, how tokens find their experts, how gradients are reduced.
 
-The only place that knows torch.distributed, FSDP2 and transformers' expert and tensor parallelism.
+The only place that uses torch.distributed, FSDP2, DeepSpeed and transformers' tensor parallelism.
 """

@@ -1,1 +1,1 @@
-"""From what a user has and wants to a run file that fits: one value solved, settings combined, a whole plan."""
+"""Searches for run files that fit: the largest value of a setting, changes that save memory, a whole plan."""

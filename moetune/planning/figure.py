@@ -1,45 +1,21 @@
-"""A plan as a picture and as a page: memory against estimated speed, or else against the weights that train."""
+"""A plan as a chart: memory against estimated speed, or else against the weights that train."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 from matplotlib.figure import Figure
 
-from moetune.files import write_output
 from moetune.planning.plan import Plan
 from moetune.planning.search import Candidate
-from moetune.planning.tables import missed, next_larger, speed
-from moetune.report.figures import INK, PAPER, refuse_unknown_format, rendered, style
-from moetune.report.page import render
+from moetune.report.charts import INK, Chart
 from moetune.report.units import gib
 
 _GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#009e73", "^")}
 
 
-def save_figure(plan: Plan, path: Path) -> None:
-    """Write the chart as PNG or SVG, by the file's suffix.
-
-    Raises:
-        UserError: the suffix is another one, or the file cannot be written.
-    """
-    refuse_unknown_format(path)
-    with style():
-        write_output(path, rendered(_draw(plan), path.suffix.lower()[1:]))
-
-
-def write_page(plan: Plan, path: Path) -> None:
-    """Write a page that loads nothing from elsewhere.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    with style():
-        svg = rendered(_draw(plan), "svg").decode() if plan.candidates else ""
-    svg = svg[max(svg.find("<svg"), 0) :].replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
-    lines = [text.plain for text in missed(plan)]
-    page = render("plan.html.j2", plan=plan, svg=svg, missed=lines, next_larger=next_larger, speed=speed)
-    write_output(path, page.encode())
+def plan_chart(plan: Plan) -> Chart:
+    return Chart(plan.model, (8, 4.6), partial(_draw, plan))
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -51,8 +27,7 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def _draw(plan: Plan) -> Figure:
-    figure = Figure(figsize=(8, 4.6), layout="constrained", facecolor=PAPER)
+def _draw(plan: Plan, figure: Figure) -> None:
     axes = figure.subplots()
     has_speed = all(one.report.time is not None for one in plan.candidates)
     if not has_speed:
@@ -80,11 +55,8 @@ def _draw(plan: Plan) -> Figure:
     axes.set_xlim(0.92 * min([x for x, _ in points], default=0.0), 1.02 * card)
     axes.margins(y=0.12)
     axes.set_xlabel("needed of a GPU, GiB")
-    axes.set_title(plan.model, loc="left", fontweight="bold", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
     if plan.candidates:
-        axes.legend(frameon=False, loc="upper left")
-    return figure
+        axes.legend(loc="upper left")
 
 
 def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What would have fitted where a run has run out of memory: savings, and the largest value of each size."""
+"""Settings with which a run that ran out of memory would have fitted: savings, and the largest value of each size."""
 
 from __future__ import annotations
 

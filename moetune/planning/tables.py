@@ -1,12 +1,8 @@
-"""Plans and comparisons on a terminal, in 80 columns."""
+"""Plans and comparisons in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from moetune.errors import counted
 from moetune.memory.changes import Remedy
@@ -15,68 +11,62 @@ from moetune.planning.compare import Compared
 from moetune.planning.plan import Plan
 from moetune.planning.search import Candidate
 from moetune.planning.solve import headroom
-from moetune.report.terminal import between, hours
-from moetune.report.units import gib
-
-_STYLES = {"yes": "green", "tight": "yellow", "no": "red", None: ""}
+from moetune.report.units import between, gib, hours, named
+from moetune.report.view import Section, Table, View
 
 
-def comparison(rows: Sequence[Compared]) -> Iterator[RenderableType]:
+def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
     """Yield the table, and below it what would make those fit that do not."""
-    table = Table()
-    table.add_column("run", overflow="fold")
-    table.add_column("card", overflow="fold")
-    table.add_column("fits", no_wrap=True)
-    for heading in ("needs", "left", "host"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    remedies, left_out = list[Text](), dict[str, int]()
+    cells = []
     for row in rows:
         report = row.report
         assert report.gpu is not None
-        sizes = gib(report.required), gib(headroom(report)), _host(report)
-        cells = row.name, report.gpu.name, str(report.verdict), *sizes
-        table.add_row(*map(Text, cells), style=_STYLES[report.verdict])
-        if report.fits is False:
-            remedy = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
-            remedies.append(Text(f"{row.name} on {report.gpu.name}: {remedy}"))
-        if row.left_out:
-            left_out[row.name] = row.left_out
-    yield table
-    yield from remedies
+        host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
+        needs, left = gib(report.required), gib(report.headroom_bytes or 0)
+        cells.append((row.name, report.gpu.name, str(report.verdict), needs, left, host))
+    yield Table(("run", "card", "fits", ">needs", ">left", ">host"), cells)
+    for row in rows:
+        if row.report.fits is False:
+            assert row.report.gpu is not None
+            said = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
+            yield f"{row.name} on {row.report.gpu.name}: {said}"
+    left_out = {row.name: row.left_out for row in rows if row.left_out}
     if left_out:
         names = ", ".join(f"{name} {gib(size)}" for name, size in left_out.items())
-        yield Text(f"An estimate by active parameters leaves out frozen experts: {names}.", style="dim")
+        yield f"An estimate by active parameters leaves out frozen experts: {names}."
 
 
-def plan_tables(plan: Plan, *, explain: bool = False) -> Iterator[RenderableType]:
-    """Yield the verdict, a table of the candidates, and with `explain` what the next larger runs need."""
-    yield from missed(plan)
-    for note in plan.notes:
-        yield Text(f"note: {note}", style="dim")
+def plan_view(plan: Plan) -> View:
+    """Describe the best candidate, all of them in a table, and as a detail what the next larger runs need."""
+    card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
+    title = f"{plan.model} on {card}"
+    notes = [Section("notes", plan.notes)] * bool(plan.notes)
     if not plan.candidates:
-        return
-    table = Table()
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("trains, optimizer, what is given up", overflow="fold")
-    table.add_column("batch", no_wrap=True)
-    table.add_column("needs, left", justify="right", no_wrap=True)
-    table.add_column("fullest, host", no_wrap=True)
+        verdict, *lines = missed(plan)
+        return View(title, verdict, "no", lines, sections=notes)
+    best = plan.candidates[0]
+    rows = []
     for number, one in enumerate(plan.candidates, 1):
-        report, train = one.report, one.config.train
+        train, report = one.config.train, one.report
         batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
         batch += "" if plan.tokens is None else f"\n{counted(train.steps, 'step')}"
-        dim = [text for text in ("; ".join(one.strategy.gives_up), speed(one, plan.tokens)) if text]
-        what = Text.assemble((one.trains, "bold"), "\n", one.optimizer, *((f"\n{text}", "dim") for text in dim))
-        phase = report.moment.phase if report.moment else ""
+        what = [one.trains, one.optimizer, "; ".join(one.strategy.gives_up), speed(one, plan.tokens)]
         needs = f"{gib(report.required)}\n{gib(headroom(report))} left"
-        table.add_row(str(number), what, batch, needs, f"{phase}\n{_host(report)}")
-    yield table
-    if explain:
-        for number, one in enumerate(plan.candidates, 1):
-            yield Text(f"{number}: {next_larger(one)}")
-    best = plan.candidates[0]
-    card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
-    yield Text(f"best on {card}: {best.trains}, {gib(headroom(best.report))} left", style="bold green")
+        host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
+        phase = report.moment.phase if report.moment else ""
+        rows.append((str(number), "\n".join(filter(None, what)), batch, needs, f"{phase}\n{host}"))
+    headings = ("", "trains, optimizer, what is given up", "batch", ">needs, left", "fullest, host")
+    reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(plan.candidates, 1)]
+    return View(
+        title,
+        f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left",
+        best.report.verdict,
+        sections=[
+            *notes,
+            Section("what fits", Table(headings, rows)),
+            Section("why no more of each fits", reasons, True),
+        ],
+    )
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
@@ -92,33 +82,30 @@ def next_larger(one: Candidate) -> str:
         return "there is no more of it to train"
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
     required, lacking = gib(larger.report.required), gib(-headroom(larger.report))
-    most = f"the most of it {part.replace('_', ' ')}, {gib(size)}"
-    return f"{larger.what} would need {required}, {lacking} too much; {most}"
+    return f"{larger.what} would need {required}, {lacking} too much; the most of it {named(part)}, {gib(size)}"
 
 
-def missed(plan: Plan) -> Iterator[Text]:
+def missed(plan: Plan) -> Iterator[str]:
     """Yield, where nothing fits, what is nearest, and what would make it fit."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
-    if plan.candidates:
-        return
     if miss is None:
-        yield Text(f"nothing fits {card}, and no way there is could be predicted", "bold red")
+        yield f"nothing fits {card}, and no way there is could be predicted"
         return
     needs, lacking = gib(miss.report.required), gib(-headroom(miss.report))
-    yield Text(f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much", "bold red")
+    yield f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much"
     fullest, train = miss.report.fullest, miss.config.train
     parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
     most, size = max(parts, key=lambda part: part[1])
-    yield Text(
+    yield (
         f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
-        f"{most.replace('_', ' ')}, {gib(size)}"
+        f"{named(most)}, {gib(size)}"
     )
     if miss.remedy is None:
-        yield Text("no change of the run file is known that makes it fit")
+        yield "no change of the run file is known that makes it fit"
     else:
-        yield Text(f"it fits with {_remedy(miss.remedy)}")
+        yield f"it fits with {_remedy(miss.remedy)}"
     if miss.cards:
-        yield Text(f"it fits {' or '.join(miss.cards)}")
+        yield f"it fits {' or '.join(miss.cards)}"
 
 
 def _remedy(found: Remedy) -> str:

@@ -1,1 +1,1 @@
-"""What is shown: on a terminal, as figures and as pages."""
+"""Answers for people: one view of each (view.py), printed on a terminal and as a page, with charts."""

@@ -1,43 +1,40 @@
-"""A profiled step on a terminal, in 80 columns."""
+"""A profiled step in words: time by part, and beside each what the device did at most in the same process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from moetune.memory.profile import Profile
-from moetune.report.terminal import named
+from moetune.report.units import named
+from moetune.report.view import Section, Table
 
 
-def profile_table(profile: Profile) -> Iterator[RenderableType]:
-    """Time by part, and beside each what the device did at most in the same process."""
-    yield Text(f"\na step on {profile.device}, profiled: {profile.seconds:.3g} s, {profile.tokens:,} tokens", "bold")
-    table = Table()
-    on_cpu = profile.device == "cpu"
-    times = ("ms",) if on_cpu else ("ms", "host, ms")
-    for heading in ("part", *times, "launches", "GFLOP/s", "share", "GB/s", "share"):
-        table.add_column(heading, justify="left" if heading == "part" else "right", no_wrap=True)
-    for name, part in profile.parts.items():
-        flops, size = part.flops_per_second, part.bytes_per_second
-        of_limits = (
-            *(
-                "" if not flops else text
-                for text in (f"{(flops or 0) / 1e9:,.1f}", f"{(flops or 0) / profile.gemm:.0%}")
-            ),
-            *("" if not size else text for text in (f"{(size or 0) / 1e9:,.1f}", f"{(size or 0) / profile.copy:.0%}")),
+def profile_sections(profile: Profile) -> Iterator[Section]:
+    def rate(per_second: float | None, limit: float) -> tuple[str, str]:
+        return (f"{per_second / 1e9:,.1f}", f"{per_second / limit:.0%}") if per_second else ("", "")
+
+    has_host = profile.device != "cpu"
+    rows = [
+        (
+            named(name),
+            *(f"{1000 * seconds:,.0f}" for seconds in (part.seconds, part.host)[: 1 + has_host]),
+            f"{part.work.launches:,.0f}",
+            *rate(part.flops_per_second, profile.gemm),
+            *rate(part.bytes_per_second, profile.copy),
         )
-        milliseconds = [f"{1000 * seconds:,.0f}" for seconds in (part.seconds, part.host)][: len(times)]
-        table.add_row(named(name), *milliseconds, f"{part.work.launches:,.0f}", *of_limits)
-    yield table
-    waits = "unknown" if profile.synchronizations is None else f"{profile.synchronizations:,}"
-    if profile.synchronizations is None:
-        yield Text("The profiler may not look at this GPU: its times are missing.", "bold yellow")
-    yield Text(
-        f"{profile.launches:,} launches, {waits} waits of the host; a product of {profile.dtype} "
-        f"reaches {profile.gemm / 1e9:,.1f} GFLOP/s here, a copy {profile.copy / 1e9:,.1f} GB/s. GFLOP/s are of "
-        "products and attention, GB/s of all else. A profile makes the host slower.",
-        "dim",
+        for name, part in profile.parts.items()
+    ]
+    headings = ("part", ">ms", *((">host, ms",) * has_host), ">launches", ">GFLOP/s", ">share", ">GB/s", ">share")
+    title = f"a step on {profile.device}, profiled: {profile.seconds:.3g} s, {profile.tokens:,} tokens"
+    yield Section(title, Table(headings, rows))
+    waits = profile.synchronizations
+    yield Section(
+        "what it is compared with",
+        [
+            *(["The profiler may not look at this GPU: its times are missing."] if waits is None else []),
+            f"{profile.launches:,} launches, {'unknown' if waits is None else f'{waits:,}'} waits of the host",
+            f"a product of {profile.dtype} reaches {profile.gemm / 1e9:,.1f} GFLOP/s here, a copy "
+            f"{profile.copy / 1e9:,.1f} GB/s; GFLOP/s are of products and attention, GB/s of all else",
+            "a profile makes the host slower",
+        ],
     )

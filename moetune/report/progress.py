@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a progress bar on stderr, with the last losses beside it."""
+"""Progress of a command on stderr: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moetune.report.units import gib
 
 
 @contextmanager
 def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[Callable[[float], None] | None]:
-    """A bar of the bytes of a checkpoint that have been read, on a terminal; what to tell the share read so far.
+    """Show the bytes of a checkpoint that have been read; yield what takes the share read so far, None without a bar.
 
     Args:
         passes: how often it is read.
@@ -38,8 +31,17 @@ def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[C
         yield lambda share: bar.update(task, completed=share * size)
 
 
+@contextmanager
+def counting(console: Console, what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """Show how many of `total` are done; yield what takes how many more are."""
+    columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total, completed=done)
+        yield lambda count: bar.advance(task, count)
+
+
 class ProgressBar:
-    """A rich progress bar of a run's steps; where stderr is no terminal, a line for each that is logged."""
+    """A progress bar of a run's steps; where stderr is no terminal, a line for each that is logged."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -49,14 +51,8 @@ class ProgressBar:
         """Show `step` of `steps` as made."""
         self._began, self._first_step, self._steps = time.monotonic(), step, steps
         if self.console.is_terminal:
-            self.bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[news]}"),
-                console=self.console,
-            )
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, TextColumn("{task.fields[news]}"), console=self.console)
             self.task = self.bar.add_task("train", total=self._steps, completed=step, news="")
             self.bar.start()
 
@@ -84,6 +80,6 @@ class ProgressBar:
         )
 
     def stop(self) -> None:
-        """Gives the terminal back, cursor included; to be called however training ends."""
+        """Give the terminal back, cursor included; to be called however training ends."""
         if self.bar is not None:
             self.bar.stop()

@@ -1,1 +1,1 @@
-"""Which experts a data set uses: recorded, chosen from, and compared before and after a run."""
+"""Routing on a data set: recorded and scored, experts chosen by it, compared before and after a run."""

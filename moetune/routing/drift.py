@@ -1,4 +1,4 @@
-"""What training did to routing: held-out tokens routed before and after, by the same model in the same precision.
+"""The effect of training on routing: held-out tokens routed before and after, in the same precision.
 
 Before is where training began, `adapt.start_from` included; after is the newest checkpoint. Over the tokens that carry
 loss, as in scores.
@@ -14,31 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from moetune.adapt.build import build
-from moetune.adapt.start_from.start import open_start
-from moetune.adapt.weights.base import build_noting, refuse_changed_base
+from moetune.adapt.weights.base import refuse_changed_base
+from moetune.config.schema import HardwareConfig, ParallelConfig
 from moetune.errors import UserError
 from moetune.exporting.finished_run import fill_trained, open_run
-from moetune.files import write_output, write_whole
+from moetune.files import write_output
 from moetune.report.console import terminal
-from moetune.report.figures import PAPER, refuse_unknown_format, rendered, style
-from moetune.report.progress import reading
-from moetune.report.run import draw_drift
 from moetune.routing.recorder import Recorder
-from moetune.routing.score import held_out_source, on_one_rank, packs, read_sources, record, to_score
+from moetune.routing.score import load_base, record, refuse_dense, to_score
+from moetune.routing.sources import read_sources
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
-from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.run_folder import DRIFT_FILE
 from moetune.training.run_writer import RunWriter
 
 
 @dataclass(frozen=True)
 class LayerDrift:
-    """Of one layer with E experts.
+    """Drift of one layer with E experts.
 
     Attributes:
         before, after: tokens that each expert received.
@@ -58,7 +53,7 @@ class LayerDrift:
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one run. `changed` is the share of tokens whose experts changed in any layer."""
+    """Drift of one run. `changed` is the share of tokens whose experts changed in any layer."""
 
     run: str
     step: int
@@ -79,7 +74,7 @@ def drift(
     device: torch.device | str | None = None,
     console: Console | None = None,
 ) -> Drift:
-    """Routes held-out data before and after a run.
+    """Route held-out data before and after a run.
 
     Args:
         path: a run folder.
@@ -93,36 +88,26 @@ def drift(
     finished = open_run(path)
     for note in finished.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
-    config = on_one_rank(to_score(finished.config))
+    # of the other ranks nothing is left but what they trained
+    alone = HardwareConfig(gpu=finished.config.hardware.gpu)
+    config = to_score(finished.config).but(parallel=ParallelConfig(), hardware=alone)
     if data is None and (config.data is None or not config.data.evaluates):
         raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
     run = resolve(config, this_device())
-    if not run.structure.moe_layers:
-        raise UserError(f"{config.model.path!r} is a dense model: it has no routing")
-    device = run.device(device)
-    start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
-    if data is None:
-        source, padding = held_out_source(run, tokens)
-    else:
-        (source,), padding = read_sources(run, [data], tokens)
-    weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    with reading(console, weights) as on_read:
-        adapted, base = build_noting(run, device, on_read)
+    refuse_dense(run)
+    sources, padding = read_sources(run, None if data is None else [data], tokens)
+    adapted, base = load_base(run, run.device(device), console)
     if finished.base is not None and base is not None:
         refuse_changed_base(finished.base, base.fingerprint, str(finished), config.model.path)
-    if start is not None:
-        start.load(adapted, base)
-    if packs(config):
-        refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
     passes = []
     for trained in (False, True):
         if trained:
             fill_trained(adapted, finished)
         recorder = Recorder(adapted)
         recorder.choices = {}
-        record(recorder, adapted, [source], padding, console)
+        record(recorder, adapted, sources, padding, console)
         passes.append(recorder)
-    return _compared(passes, str(path), finished.step or 0, source.name)
+    return _compared(passes, str(path), finished.step or 0, sources[0].name)
 
 
 def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Drift:
@@ -149,7 +134,7 @@ def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Dr
 
 
 def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
-    """The distance of two loads of any scale: the root of the Jensen-Shannon divergence in bits."""
+    """Return the distance of two expert loads of any scale: the root of the Jensen-Shannon divergence in bits."""
     p, q = ([value / sum(load) for value in load] for load in (one, two))
     middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
 
@@ -160,27 +145,10 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
 
 
 def write_drift(found: Drift, run: Path) -> None:
-    """Writes `drift.json` into the run folder, where its page (`moetune report`) finds it.
+    """Write `drift.json` into the run folder, where its page (`moetune report`) finds it.
 
     Raises:
         UserError: it cannot be written.
     """
-    file = run / DRIFT_FILE
     RunWriter(run).own(DRIFT_FILE)
-    try:
-        write_whole(file, json.dumps(found.to_json()) + "\n")
-    except OSError as error:
-        raise UserError(f"{str(file)!r} cannot be written: {error.strerror}") from error
-
-
-def save_heatmaps(found: Drift, path: Path) -> None:
-    """Writes layer × expert loads, before and after, as PNG or SVG.
-
-    Raises:
-        UserError: the suffix is another one, or the file cannot be written.
-    """
-    refuse_unknown_format(path)
-    with style():
-        figure = Figure(figsize=(10, 1.5 + 0.3 * len(found.layers)), layout="constrained", facecolor=PAPER)
-        draw_drift(figure, found.to_json())
-        write_output(path, rendered(figure, path.suffix.lower().removeprefix(".")))
+    write_output(run / DRIFT_FILE, json.dumps(found.to_json()) + "\n", replace=True)

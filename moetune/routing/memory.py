@@ -1,4 +1,4 @@
-"""What scoring takes, before it runs: its own pass on fake tensors, as a trace of training has the trainer's step."""
+"""Predicted memory of scoring: its own pass on fake tensors, as a trace of training runs the trainer's step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.routing.recorder import Recorder, layer_of
-from moetune.routing.score import packs, read, refuse_dense
+from moetune.routing.score import read, refuse_dense
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import random_rows
 
@@ -31,7 +31,7 @@ def predict_score(
     gpu: str | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
-    """Predicts the peak of `score`, without weights, data or a GPU.
+    """Predict the peak of `score`, without weights, data or a GPU.
 
     Args:
         run: of `to_score`, resolved.
@@ -60,7 +60,7 @@ def trace_score(
     gpu: Gpu | None = None,
     shortened: bool = True,
 ) -> Trace:
-    """Traces scoring, as `trace` does training; its arguments are the same.
+    """Trace scoring, as `trace` does training; its arguments are the same.
 
     Raises:
         UserError: as `trace`.
@@ -76,7 +76,7 @@ def trace_score(
 
 
 def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bool = True) -> Log:
-    """Scores made-up tokens under a tracker, fake or real: a batch of each source, and of the last another one, whose
+    """Score made-up tokens under a tracker, fake or real: a batch of each source, and of the last another one, whose
     sums are added to others. All further ones are like it.
 
     Args:
@@ -91,7 +91,7 @@ def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bo
         for number, source in enumerate((*range(sources), sources - 1)):
             tracker.step = number
             tracker.enter("forward")
-            rows = random_rows(train.micro_batch, train.sequence_length, vocabulary, packing=packs(adapted.run.config))
+            rows = random_rows(train.micro_batch, train.sequence_length, vocabulary, packing=adapted.run.config.packs)
             read(recorder, adapted, rows, 0, source, number, at_least=train.sequence_length)
             for name, tensor in recorder.sums.items():
                 layer = layer_of(name)

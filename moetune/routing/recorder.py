@@ -1,4 +1,4 @@
-"""What routers choose, counted while a model reads: hooks on every router and expert bank.
+"""Statistics of routing, recorded by hooks on every router and expert bank while a model reads.
 
 Shapes: T tokens of a batch, B·S of them; E experts, K a token; D documents; R bootstrap replicates.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,12 @@ from moetune.training.step.loss import IGNORED
 REPLICATES = 200
 _DONE = "done"
 Sums = dict[str, Tensor]
-"""What is added up, by name: `<source>.<layer>.<scope>.<what>`, a scope's tokens as `<source>.<scope>.count`;
-`done`, the batches that are in all of them."""
+"""Sums by name: `<source>.<layer>.<scope>.<what>`, a scope's tokens as `<source>.<scope>.count`;
+`done`, the number of batches in all of them."""
 
 
 class Recorder:
-    """Adds up what the routers of a model choose, inside `with recorder.batch(…):` only.
+    """Add up what the routers of a model choose, inside `with recorder.batch(…):` only.
 
     Counts are integers and do not depend on how rows are batched, packed or padded. All else is added up in float64.
 
@@ -66,19 +67,26 @@ class Recorder:
         yield model.get_submodule(layer.experts).register_forward_pre_hook(saw_choice, with_kwargs=True)
 
     def remove(self) -> None:
-        """Takes the hooks off the model again."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
-    def batch(self, batch: Batch, documents: int, source: int = 0, number: int = 0) -> Iterator[None]:
-        """Records what the model does with a batch inside.
+    def batch(
+        self, batch: Batch, documents: int, source: int = 0, number: int = 0, *, counts: bool = True
+    ) -> Iterator[None]:
+        """Record what the model does with a batch inside.
 
         Args:
             documents: that it has (`documents_of`).
             source: of its rows.
             number: of the batch, of all that are read one after the other; the bootstrap draws from it.
+            counts: False runs the batch and records nothing of it, for other ranks that need this one's part in it.
         """
+        if not counts:
+            with self._expert_hooks.using(norms=self._saw_norms):
+                yield
+            return
         self._batch, self._of_batch = (tokens := _Tokens.of(batch, documents, source, number)), {}
         for scope, mask_T in tokens.scopes.items():
             self._of_batch[f"{source}.{scope}.count"] = mask_T.sum()
@@ -93,15 +101,8 @@ class Recorder:
             self._logits.clear()
             self._chosen.clear()
 
-    @contextmanager
-    def nothing(self) -> Iterator[None]:
-        """Inside, the model does what it does inside `batch`, of which nothing is recorded: other ranks may count on
-        this one's part in it."""
-        with self._expert_hooks.using(norms=self._saw_norms):
-            yield
-
     def total(self, ranks: Ranks) -> Sums:
-        """The sums of all ranks, on each of them. Ranks that see the same data count once."""
+        """Return the sums of all ranks, on each of them. Ranks that see the same data count once."""
         mine = {} if ranks.coordinates.tp else {name: value.cpu() for name, value in self.sums.items()}
         total: Sums = {}
         for one in ranks.gather(mine):
@@ -114,7 +115,7 @@ class Recorder:
 
     @property
     def done(self) -> int:
-        """Batches that are added up."""
+        """The number of batches that are added up."""
         return int(self.sums[_DONE]) if _DONE in self.sums else 0
 
     def _saw_norms(self, layer: int, norms_TK: Tensor) -> None:
@@ -148,7 +149,7 @@ class Recorder:
             masked_TE = chosen_TE * mask_T1
             # Sums of ones in float64 are whole numbers up to 2^53, and CUDA multiplies no integer matrices.
             add[f"{where}.pairs"] = (masked_TE.T @ chosen_TE).round().long()
-            by_document_DE = torch.zeros(tokens.documents, experts, dtype=torch.double, device=ids_TK.device)
+            by_document_DE = torch.zeros(tokens.drawn_RD.shape[1], experts, dtype=torch.double, device=ids_TK.device)
             by_document_DE.index_add_(0, tokens.document_T, masked_TE)
             add[f"{where}.replicates"] = (tokens.drawn_RD @ by_document_DE).round().long()
             add[f"{where}.weight"] = (weights_TE * mask_T1).sum(0)
@@ -158,7 +159,7 @@ class Recorder:
                 add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
 
     def scores(self, sources: list[int]) -> dict[int, LayerScores]:
-        """The statistics of these sources together."""
+        """Return the statistics of these sources together."""
         return {
             index: LayerScores(
                 num_experts=layer.shape.num_experts,
@@ -168,8 +169,8 @@ class Recorder:
             for index, layer in self.layers.items()
         }
 
-    def load(self) -> dict[int, list[int]]:
-        """All tokens of all sources that each expert of each layer received."""
+    def expert_load(self) -> dict[int, list[int]]:
+        """Return the tokens of all sources that each expert of each layer received."""
         found: dict[int, Tensor] = {}
         for name, value in self.sums.items():
             _, *where = name.split(".")
@@ -179,20 +180,16 @@ class Recorder:
         return {layer: tokens.tolist() for layer, tokens in sorted(found.items())}
 
     def count(self, source: int, scope: str) -> int:
-        """Tokens of a source."""
+        """Return the number of a source's tokens in a scope."""
         return int(self.sums[f"{source}.{scope}.count"])
 
     def _statistics(self, layer: MoeLayer, scope: str, sources: list[int]) -> Statistics:
-        def total(what: str) -> Tensor | None:
+        def total(what: str) -> Any:
             names = [f"{source}.{layer.index}.{scope}.{what}" for source in sources]
             found = [self.sums[name].cpu() for name in names if name in self.sums]
             return sum(found[1:], start=found[0]) if found else None
 
         pairs, replicates, weight, reap = (total(what) for what in ("pairs", "replicates", "weight", "reap"))
-        assert pairs is not None
-        assert replicates is not None
-        assert weight is not None
-        assert reap is not None
         if not (weight + reap).isfinite().all():
             raise UserError(f"the experts of layer {layer.index} give no numbers (nan or inf); its weights are damaged")
         count = sum(self.count(source, scope) for source in sources)
@@ -215,8 +212,9 @@ class Recorder:
         )
 
 
+@dataclass(frozen=True)
 class _Tokens:
-    """A batch's tokens as the recorder needs them.
+    """A batch's tokens.
 
     Attributes:
         scopes: scope -> whether each of T tokens is in it.
@@ -225,10 +223,10 @@ class _Tokens:
             (Chamandy et al., "Estimating uncertainty for massive data streams", 2012).
     """
 
-    def __init__(self, scopes: dict[str, Tensor], document_T: Tensor, documents: int, source: int, number: int) -> None:
-        self.scopes, self.document_T, self.documents, self.source = scopes, document_T, documents, source
-        drawn = np.random.default_rng([source, number]).poisson(1, (REPLICATES, self.documents))
-        self.drawn_RD = torch.from_numpy(drawn).double().to(document_T.device)
+    scopes: dict[str, Tensor]
+    document_T: Tensor
+    drawn_RD: Tensor
+    source: int
 
     @classmethod
     def of(cls, batch: Batch, documents: int, source: int, number: int) -> _Tokens:
@@ -241,11 +239,13 @@ class _Tokens:
         if "position_ids" in batch:
             starts_BS |= batch["position_ids"] == 0
         scopes = {"loss": (carries_BS & is_token_BS).flatten(), "all": is_token_BS.flatten()}
-        return cls(scopes, starts_BS.flatten().cumsum(0) - 1, documents, source, number)
+        drawn = np.random.default_rng([source, number]).poisson(1, (REPLICATES, documents))
+        drawn_RD = torch.from_numpy(drawn).double().to(ids_BS.device)
+        return cls(scopes, starts_BS.flatten().cumsum(0) - 1, drawn_RD, source)
 
 
 def documents_of(rows: Sequence[Row]) -> int:
-    """How many documents a batch of these rows has; padding behind packed ones is one more."""
+    """Return how many documents a batch of these rows has; padding behind packed ones is one more."""
     positions = [np.asarray(row["position_ids"]) if "position_ids" in row else np.zeros(1) for row in rows]
     return sum(1 + int((of_row[1:] == 0).sum()) for of_row in positions)
 

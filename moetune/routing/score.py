@@ -1,50 +1,44 @@
 """`moetune score`: one pass through a base over data, and what its routers did with it.
 
 The pass is that of training: the same base precision, the same way to make rows of documents, experts on the host if
-the run file says so. It runs the decoder stack alone, because no logits are needed. It can be interrupted: what was
-added up so far lies beside the output, and the same command goes on from there. Of several ranks, each that sees data
-of its own reads every so many-th batch, and what they have counted is added up.
+the run file says so. It runs the decoder stack alone, because no logits are needed. It can be interrupted: the sums so
+far lie beside the output, and the same command goes on from there. Of several ranks, each that sees data of its own
+reads every so many-th batch, and their sums are added.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import build_noting
 from moetune.config.load import load_run_config
-from moetune.config.schema import AdaptConfig, ChoiceConfig, DataConfig, HardwareConfig, ParallelConfig, RunConfig
+from moetune.config.schema import AdaptConfig, ChoiceConfig, RunConfig
 from moetune.errors import UserError
-from moetune.files import write_whole
+from moetune.files import write_output
+from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
-from moetune.report.progress import reading
+from moetune.report.progress import counting, reading
 from moetune.routing.recorder import Recorder, Sums, documents_of
+from moetune.routing.sources import Source, read_sources
 from moetune.run import validation
 from moetune.run.dtypes import kind_of
 from moetune.run.resolve import AnyRun, ResolvedRun, raise_problems, resolve
 from moetune.run.scores import Scored, Scores, read_scores
-from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.lm_head import split
@@ -53,19 +47,12 @@ TOKENS = 131_072
 SAVE_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Source:
-    """The rows of one data set that are read, in the order in which they are."""
-
-    name: str
-    rows: datasets.Dataset
-    digest: str
-
-
 def to_score(config: RunConfig) -> RunConfig:
-    """The run as it is scored: of `adapt:` what does not depend on the scores. Where that leaves nothing, the routers
-    stand in; what trains changes nothing that is counted. Ranks share the model as FSDP2 does: DeepSpeed shares it with
-    its optimizer, and here there is none."""
+    """Return the run as it is scored: of `adapt:` what does not depend on the scores.
+
+    Where that leaves nothing, the routers stand in; what trains changes no count. Ranks share the model as in FSDP2,
+    because DeepSpeed shares it with its optimizer, and scoring has none.
+    """
     adapt, lora = config.adapt, config.adapt.lora
     if isinstance(adapt.experts, ChoiceConfig):
         adapt = adapt.but(experts=None)
@@ -78,14 +65,9 @@ def to_score(config: RunConfig) -> RunConfig:
 
 
 def refuse_dense(run: ResolvedRun) -> None:
-    """Raises `UserError` if there is nothing to score."""
+    """Refuse a model without experts."""
     if not run.structure.moe_layers:
         raise UserError(f"{run.config.model.path!r} is a dense model: it has no experts to score")
-
-
-def on_one_rank(config: RunConfig) -> RunConfig:
-    """The run without the others."""
-    return config.but(parallel=ParallelConfig(), hardware=HardwareConfig(gpu=config.hardware.gpu))
 
 
 def score(
@@ -101,15 +83,15 @@ def score(
     on_batch: Callable[[int], None] = lambda done: None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Scores:
-    """Scores a base on data.
+    """Score a base on data.
 
     Args:
         run: if it is resolved, that of `to_score`.
         data: files or names as under `data.train`; each is one source.
         tokens: of each source, padding left out; whole rows are read until there are as many, in an order that
             `train.seed` draws.
-        out: where the scores are written, whole or not at all; what is needed to go on lies beside it until then.
-        on_batch: is told after each batch, of all ranks, how many are done.
+        out: where the scores are written, whole or not at all; the sums so far lie beside it until then.
+        on_batch: called after each batch, of all ranks, with the number of batches read.
         ranks: the ranks of the run, of which this process is one.
 
     Raises:
@@ -120,7 +102,6 @@ def score(
     if not isinstance(run, ResolvedRun):
         config = run if isinstance(run, RunConfig) else load_run_config(run)
         run = resolve(to_score(config), kind_of(device))
-    device = run.device(device)
     config = run.config
     raise_problems(validation.untrainable_settings(config))
     if config.parallel.ranks != ranks.parallel.ranks:
@@ -132,19 +113,12 @@ def score(
         raise UserError("--data: a file is named twice")
     if out is not None:
         _refuse_output(out, overwrite)
-    start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
     sources, padding = read_sources(run, data, tokens)
-    weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    with reading(console, weights) as on_read:
-        adapted, base = build_noting(run, device, on_read, ranks)
-    for note in start.load(adapted, base) if start is not None else ():
-        console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
-    if packs(config):
-        refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
+    adapted, base = load_base(run, run.device(device), console, ranks)
     content = None if base is None else base.fingerprint.content
-    about = _about(config)
-    begun = _Begun(out, {"base": content, "data": [source.digest for source in sources], "run": about})
-    recorder = Recorder(adapted, begun.read(adapted.model.device) if ranks.is_first else None)
+    settings = _settings(config)
+    kept = _Kept(out, {"base": content, "data": [source.digest for source in sources], "run": settings})
+    recorder = Recorder(adapted, kept.read(adapted.model.device) if ranks.is_first else None)
     saved = time.monotonic()
 
     def save(done: int) -> None:
@@ -152,7 +126,7 @@ def score(
         if ranks.any(time.monotonic() - saved >= save_seconds):
             total = recorder.total(ranks)
             if ranks.is_first:
-                begun.write(total)
+                kept.write(total)
             saved = time.monotonic()
         on_batch(done)
 
@@ -160,14 +134,31 @@ def score(
         record(recorder, adapted, sources, padding, console, save)
     except KeyboardInterrupt:
         if ranks.is_single:  # others may be elsewhere; what was saved last stays
-            begun.write(recorder.sums)
+            kept.write(recorder.sums)
         raise
     recorder.sums = recorder.total(ranks)
-    scores = _scores(recorder, sources, config.model.path, content, about)
+    scores = _scores(recorder, sources, config.model.path, content, settings)
     if out is not None and ranks.is_first:
-        _write(out, scores.to_text())
-        begun.remove()
+        write_output(out, scores.to_text(), replace=True)
+        kept.remove()
     return scores
+
+
+def load_base(
+    run: ResolvedRun, device: torch.device, console: Console, ranks: Ranks = SINGLE_RANK
+) -> tuple[Adapted, Base | None]:
+    """Build a run's model with the weights that training begins with, and refuse one that would let packed documents
+    see each other."""
+    config = run.config
+    start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
+    weights = run.model.source.folder if config.model.weights == "pretrained" else None
+    with reading(console, weights) as on_read:
+        adapted, base = build_noting(run, device, on_read, ranks)
+    for note in start.load(adapted, base) if start is not None else ():
+        console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
+    if config.packs:
+        refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
+    return adapted, base
 
 
 def record(
@@ -178,7 +169,7 @@ def record(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Lets the model read what the recorder has not yet; its hooks go with the last batch.
+    """Run the batches that the recorder has not counted yet, and remove its hooks.
 
     Ranks run each batch together: those that would have one less read the last one again, and count nothing of it.
     """
@@ -189,13 +180,13 @@ def record(
     if done:
         console.print(f"going on after {done} of {len(plan)} batches", highlight=False)
     try:
-        with _bar(console, len(plan), done) as advance, torch.no_grad():
+        with counting(console, "scoring", len(plan), done) as advance, torch.no_grad():
             for first in range(done, len(plan), ranks.data_size):
                 mine = first + ranks.data_index
                 number, at = plan[min(mine, len(plan) - 1)]
-                rows = sources[number].rows
-                some = [_row(rows, index) for index in range(at, min(at + size, len(rows)))]
-                read(recorder, adapted, some, padding, number, mine, counts=mine < len(plan))
+                source = sources[number]
+                rows = [source.row(index) for index in range(at, min(at + size, len(source.rows)))]
+                read(recorder, adapted, rows, padding, number, mine, counts=mine < len(plan))
                 ended = min(first + ranks.data_size, len(plan))
                 advance(ended - first)
                 on_batch(ended)
@@ -214,7 +205,7 @@ def read(
     counts: bool = True,
     at_least: int = 0,
 ) -> None:
-    """One batch: its rows go through the decoder stack.
+    """Run one batch of rows through the decoder stack.
 
     Args:
         source, number: as in `Recorder.batch`.
@@ -223,15 +214,14 @@ def read(
     """
     model = adapted.model
     batch = collate(rows, padding, at_least=at_least, documents_by_cu_seqlens=wants_cu_seqlens(model))
-    batch = {name: _on(value, model.device) for name, value in batch.items()}
+    batch = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
-    recording = recorder.batch(batch, documents_of(rows), source, number) if counts else recorder.nothing()
-    with recording, split(model, inputs):
+    with recorder.batch(batch, documents_of(rows), source, number, counts=counts), split(model, inputs):
         pass
 
 
 def _scores(
-    recorder: Recorder, sources: Sequence[Source], model: str, base: str | None, about: dict[str, Any]
+    recorder: Recorder, sources: Sequence[Source], model: str, base: str | None, settings: dict[str, Any]
 ) -> Scores:
     numbers = list(range(len(sources)))
     data = [
@@ -250,106 +240,39 @@ def _scores(
             "schema": 1,
             "model": model,
             "base": base,
-            "run": about,
+            "run": settings,
             "data": data,
             "tokens": sum(one.tokens for one in data),
             "loss_tokens": sum(one.loss_tokens for one in data),
-            "expert_load": recorder.load(),
+            "expert_load": recorder.expert_load(),
             "layers": recorder.scores(numbers),
         }
     )
 
 
-# --- Data ---------------------------------------------------------------------------------------------------------
-
-
-def packs(config: RunConfig) -> bool:
-    return config.data is None or config.data.packing
-
-
-def _about(config: RunConfig) -> dict[str, Any]:
-    """What of a run file decides about the result."""
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return what of a run file decides about the result."""
     return {
         "model": config.model.model_dump(mode="json", exclude={"path", "experts_on"}),
         "start_from": config.adapt.start_from,
-        "packing": packs(config),
+        "packing": config.packs,
         **{key: getattr(config.train, key) for key in ("sequence_length", "micro_batch", "seed")},
     }
 
 
-def read_sources(run: ResolvedRun, data: Sequence[str], tokens: int) -> tuple[list[Source], int]:
-    """Raises `UserError` with what is wrong with any of them."""
-    tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
-    sources, problems = [], []
-    for name in data:
-        try:
-            sources.append(read_source(run.config, name, tokenizer, tokens))
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
-    return sources, _padding(run, tokenizer, sources)
+def _refuse_output(out: Path, overwrite: bool) -> None:
+    if os.path.lexists(out):
+        if not overwrite:
+            raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")
+        if out.is_symlink():
+            raise UserError(f"--out {str(out)!r} is a link; name what it points to, or choose another")
+        read_scores(out, "--overwrite replaces scores only: --out")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}")
 
 
-def read_source(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Source:
-    """Rows of one data set with at least so many tokens, or all there are."""
-    how = {} if config.data is None else config.data.model_dump(exclude={"train", "eval", "validation"})
-    data = DataConfig.model_validate({**how, "train": name})
-    return some_of(name, load_data(data, tokenizer, config.train).train, config, tokens)
-
-
-def held_out_source(run: ResolvedRun, tokens: int) -> tuple[Source, int]:
-    """The same of the run's own held-out data."""
-    config, source = run.config, run.model.source
-    tokenizer = tokenizer_of(source.name, source.folder)
-    assert config.data is not None
-    rows = load_data(config.data, tokenizer, config.train).eval
-    assert rows is not None
-    held_out = some_of("held-out data", rows, config, tokens)
-    return held_out, _padding(run, tokenizer, [held_out])
-
-
-def _padding(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source]) -> int:
-    """The token that pads; raises `UserError` if the model does not know it, or one of the data's."""
-    padding = pad_token_id(tokenizer)
-    refuse_unknown_tokens(run.model.settings, run.config.model.path, padding, *(one.rows for one in sources))
-    return padding
-
-
-def some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> Source:
-    """As many rows, in an order that the run's seed draws, as have so many tokens."""
-    order = np.random.default_rng(config.train.seed).permutation(len(rows))
-    chosen, digest, count = [], hashlib.sha256(), 0
-    for index in order.tolist():
-        if count >= tokens:
-            break
-        row = _row(rows, index)
-        chosen.append(index)
-        count += int(row["is_token"].sum()) if "is_token" in row else len(row["input_ids"])
-        for key in sorted(row):
-            digest.update(key.encode() + row[key].astype("<i4").tobytes())
-    return Source(name, rows.select(chosen), digest.hexdigest())
-
-
-def names_of(config: RunConfig) -> list[str]:
-    """The data sets that a run trains on."""
-    train = () if config.data is None else config.data.train
-    return [one if isinstance(one, str) else one.path for one in ((train,) if isinstance(train, str) else train)]
-
-
-def _row(rows: datasets.Dataset, index: int) -> dict[str, np.ndarray]:
-    return {name: np.asarray(value, np.int64) for name, value in rows[index].items()}
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-# --- Files --------------------------------------------------------------------------------------------------------
-
-
-class _Begun:
-    """What was added up before an interruption, beside the output: safetensors, and in their metadata of what.
+class _Kept:
+    """The sums of a pass that was interrupted, beside its output: safetensors, with what they are of as metadata.
 
     Args:
         of: the base, the data and the settings; sums of anything else are not gone on with.
@@ -373,41 +296,8 @@ class _Begun:
     def write(self, sums: Sums) -> None:
         if self.file is not None:
             held = {name: value.contiguous().cpu() for name, value in sums.items()}
-            try:
-                write_whole(self.file, as_safetensors(held, {"of": self._of}))
-            except OSError as error:
-                raise UserError(f"{str(self.file)!r} cannot be written: {error.strerror or error}") from error
+            write_output(self.file, as_safetensors(held, {"of": self._of}), replace=True)
 
     def remove(self) -> None:
         if self.file is not None:
             self.file.unlink(missing_ok=True)
-
-
-def _refuse_output(out: Path, overwrite: bool) -> None:
-    if os.path.lexists(out):
-        if not overwrite:
-            raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")
-        if out.is_symlink():
-            raise UserError(f"--out {str(out)!r} is a link; name what it points to, or choose another")
-        read_scores(out, "--overwrite replaces scores only: --out")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}")
-
-
-def _write(out: Path, text: str) -> None:
-    try:
-        write_whole(out, text)
-    except OSError as error:
-        raise UserError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
-
-
-@contextmanager
-def _bar(console: Console, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A bar of the batches, on a terminal."""
-    if not console.is_terminal:
-        yield lambda batches: None
-        return
-    columns = (TextColumn("scoring"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("score", total=total, completed=done)
-        yield lambda batches: bar.advance(task, batches)

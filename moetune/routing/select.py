@@ -1,22 +1,29 @@
-"""A choice of experts in words becomes part of a run file."""
+"""A choice of experts as part of a run file: of options, and within a budget of memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from moetune.config.load import read_run_config
-from moetune.config.schema import ChoiceConfig, LoraConfig, RunConfig
+from moetune.config.load import load_run_config, read_run_config
+from moetune.config.schema import ChoiceConfig, ExpertsConfig, LoraConfig, RunConfig
 from moetune.errors import UserError
+from moetune.memory.report import MemoryReport
+from moetune.planning.predictor import Predictor
+from moetune.planning.solve import last_that_fits
+from moetune.report.units import gib
 
+Part = Literal["experts", "lora"]
 DEFAULT_LORA = LoraConfig(rank=16, alpha=32, targets=("experts",))
-"""Of a choice for LoRA without a run file."""
+"""For a choice of LoRA experts without a run file."""
 
 
 def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
-    """A choice, as a run file has it under `adapt.experts`. What is None is left out; `budget` may be a share as text.
+    """Return a choice as a run file has it under `adapt.experts`. None is left out; `budget` may be a share as text.
 
     Raises:
         UserError: it is none.
@@ -31,11 +38,81 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
         raise UserError("\n".join(line.replace("Value error, ", "") for line in lines)) from None
 
 
-def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: str) -> RunConfig:
-    """A run file that trains what is chosen, `part` being experts or lora; without one, of the model and this alone."""
+def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: Part) -> RunConfig:
+    """Return a run file that trains what is chosen; without one, of the model and this alone."""
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
     if part == "experts":
         return config.but(adapt={"experts": choice})
     lora = config.adapt.lora or DEFAULT_LORA
     targets = lora.targets if "experts" in lora.targets else (*lora.targets, "experts")
     return config.but(adapt={"lora": lora.but(ids=choice, targets=targets)})
+
+
+def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
+    """Return the run file with the largest `k` that fits in the place of a `budget` of memory; without one, as it is.
+
+    As in planning/solve.py: found by closed form, judged by traces. The closed form takes the first k experts of each
+    layer, so that layers are alike; the trace takes those that are chosen, because a layer's peak depends on which of
+    its experts train: the others are worked on in groups of neighbours.
+
+    Args:
+        on_try: called with each number that was tried, and whether it fits.
+
+    Raises:
+        UserError: not one expert a layer fits; or as `resolve` and `predict`.
+    """
+    config = run if isinstance(run, RunConfig) else load_run_config(run)
+    lora = config.adapt.lora
+    parts: dict[Part, Any] = {"experts": config.adapt.experts, "lora": None if lora is None else lora.ids}
+    choices = {
+        part: choice
+        for part, choice in parts.items()
+        if isinstance(choice, ChoiceConfig) and isinstance(choice.budget, str)
+    }
+    if not choices:
+        return config
+    if len(choices) > 1:
+        raise UserError(
+            "adapt.experts.budget, adapt.lora.ids.budget: one budget for the whole run; give one of them a k"
+        )
+    ((part, choice),) = choices.items()
+    predictor = Predictor(gpu=str(choice.budget))
+
+    def choosing(experts: ChoiceConfig | dict[int, tuple[int, ...]]) -> RunConfig:
+        if part == "lora":
+            return config.but(adapt={"lora": {"ids": experts}})
+        return config.but(
+            adapt={"experts": experts if isinstance(experts, ChoiceConfig) else ExpertsConfig(ids=experts)}
+        )
+
+    def chosen(k: int) -> RunConfig:
+        return choosing(choice.but(budget=None, k=k))
+
+    one = predictor.resolve(chosen(1))
+    ids = getattr(one.config.adapt, part).ids
+    most = min(layer.shape.num_experts for layer in one.structure.moe_layers if layer.index in ids)
+    judged: dict[int, MemoryReport] = {}
+
+    def predicted(number: int) -> MemoryReport:
+        k = number + 1
+        report = predictor.of(choosing({index: tuple(range(k)) for index in ids}))
+        on_try(k, bool(report.fits))
+        return report
+
+    def fits(k: int) -> bool:
+        if k not in judged:
+            judged[k] = predictor.traced(chosen(k))
+            on_try(k, bool(judged[k].fits))
+        return bool(judged[k].fits)
+
+    k = 1 + last_that_fits(most, predicted)[0]
+    while k < most and fits(k + 1):
+        k += 1
+    while k and not fits(k):
+        k -= 1
+    if not k:
+        raise UserError(
+            f"adapt.{part}: one expert of each of {len(ids)} layers takes {gib(judged[1].required)}, more than the "
+            f"budget of {choice.budget}; name fewer layers, or see moetune predict for what takes less"
+        )
+    return chosen(k)

@@ -33,7 +33,7 @@ def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: Lo
     """Return layer index -> the chosen experts, best first.
 
     Args:
-        choice: with a budget of memory already replaced by a number (routing/budget.py).
+        choice: with a budget of memory already replaced by a number (routing/select.py).
         where: the key of the run file, for messages.
         lora: what they train with, if not whole: `parameters` then counts its factors.
 

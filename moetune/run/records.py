@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -66,6 +67,7 @@ class _LayerDrift(TypedDict):
     distance: Number
     changed: Number
     died: list[Amount]
+    came: list[Amount]
 
 
 class DriftFile(TypedDict):
@@ -76,7 +78,7 @@ class DriftFile(TypedDict):
     layers: Annotated[dict[Amount, _LayerDrift], Field(min_length=1)]
 
 
-class _OfLoad(TypedDict):
+class _WithLoad(TypedDict):
     expert_load: Annotated[ExpertLoad, Field(min_length=1)]
 
 
@@ -88,7 +90,7 @@ def read_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
         UserError: the file, named by the key or option `what`, does not hold that.
     """
     remedy = "it holds {'expert_load': {layer: [tokens of each expert]}}"
-    found = read_json(file, _OfLoad, f"{what} {str(file)!r}", remedy)
+    found = read_json(file, _WithLoad, f"{what} {str(file)!r}", remedy)
     return {layer: tuple(load) for layer, load in found["expert_load"].items()}
 
 
@@ -107,10 +109,9 @@ def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
     """
     *whole, last = text.split(b"\n")
     found = [_line(line, f"{str(file)!r}, line {number:,}") for number, line in enumerate(whole, 1) if line.strip()]
-    try:
-        return [*found, *([_line(last, "")] if last.strip() else [])]
-    except UserError:
-        return found
+    with suppress(UserError):
+        found += [_line(last, "")] if last.strip() else []
+    return found
 
 
 def _line(line: bytes, what: str) -> MetricsLine:

@@ -95,7 +95,7 @@ class Side:
     def train_step(self) -> Tensor:
         loss = self.step()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return loss
 
 
@@ -223,7 +223,7 @@ def compare(moetune: Side, peft: Side) -> dict[str, float]:
         error = ((found[key] - gradient).norm() / gradient.norm()).item()
         errors["worst_gradient"] = max(errors["worst_gradient"], error)
     for side in (moetune, peft):
-        side.optimizer.zero_grad(set_to_none=True)
+        side.optimizer.zero_grad()
     if max(errors.values()) > TOLERANCE:
         raise SystemExit(f"the two sides disagree beyond {TOLERANCE}: {errors}")
     return {**errors, "tolerance": TOLERANCE, "loss_value": theirs.item()}

@@ -19,7 +19,7 @@ from moetune.memory.predict import time_of
 from moetune.memory.time.roofline import Duration
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
-from moetune.report.terminal import between, named
+from moetune.report.units import between, named
 from moetune.run.resolve import resolve
 
 LORA = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}

@@ -188,7 +188,7 @@ def random_ids(model: Any, tokens: int, length: int) -> Tensor:
 def updater(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     def update() -> None:
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
     return update
 
@@ -241,7 +241,7 @@ def run_case(case: Case, folder: Path | None, options: argparse.Namespace) -> It
             yield row | timed(side, count, device, options.repetitions) | counted(side, count, device)
         except torch.OutOfMemoryError as error:
             yield row | {"out_of_memory": first_of(error)}
-            side.model.zero_grad(set_to_none=True)
+            side.model.zero_grad()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

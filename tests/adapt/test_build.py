@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.count import count_trainable
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
-from moetune.experts.bank import ExpertBank
 from moetune.training.optim.optimizers import optimizer_over
 from tests.reference import (
     assert_close,
@@ -36,7 +31,7 @@ from tests.reference import (
 )
 from tests.resolved import build
 from tests.thinned import in_pairs
-from tests.toys import EXPERTS, HIDDEN, LAYERS, toy_model
+from tests.toys import EXPERTS, LAYERS, toy_model
 
 MODELS = ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"]
 BASES = ["nf4", "int8", "mxfp4", "fp32"]
@@ -127,33 +122,6 @@ def test_an_unquantized_build_is_the_checkpoint(model_type: str, adapt: dict[str
     model = build(config, "cpu").model.eval()  # factors still without effect
     with torch.no_grad():
         torch.testing.assert_close(model(token_ids()).logits, plain(token_ids()).logits, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("double_quant", [False, True])
-@pytest.mark.parametrize("model_type", MODELS)
-def test_packed_experts_are_the_checkpoint_s_own_quantized_one_by_one(
-    model_type: str, double_quant: bool, checkpoints: Any
-) -> None:
-    folder = checkpoints(model_type)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    config = run_config(
-        folder, {"experts": {"ids": [2]}}, model={"weights": "pretrained", "double_quant": double_quant}
-    )
-    adapted = build(config, "cpu")
-    for layer in adapted.structure.moe_layers:
-        bank, stock = adapted.model.get_submodule(layer.experts), plain.get_submodule(layer.experts)
-        assert isinstance(bank, ExpertBank)
-        for name, stack in (("gate_up_proj", bank.gate_up), ("down_proj", bank.down)):
-            weights = getattr(stock, name).detach()
-            weights = weights.transpose(1, 2) if layer.shape.is_transposed else weights
-            for expert, slot in bank.frozen_slots.items():
-                packed, state = bnb.quantize_4bit(
-                    weights[expert].contiguous(), quant_type="nf4", compress_statistics=double_quant
-                )
-                assert torch.equal(stack.data[slot], packed.view(-1))
-                assert torch.equal(stack.absmax[slot], state.absmax)
-            kept = bank.trained["2"].gate_up if name == "gate_up_proj" else bank.trained["2"].down
-            assert torch.equal(kept.weight, weights[2])
 
 
 def step(adapted: Adapted, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -280,70 +248,6 @@ def test_what_is_not_selected_has_neither_gradient_nor_optimizer_state(
     assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == trained
     assert {id(parameter) for parameter in optimizer.state} == trained
     assert frozen_digest(adapted) == before
-
-
-# What can be wrong with a checkpoint.
-
-
-def damaged(checkpoints: Any, folder: Path, change: Any) -> Path:
-    source = checkpoints("mixtral")
-    (folder / "config.json").write_text((source / "config.json").read_text())
-    tensors: dict[str, Tensor] = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("model.norm.weight"), "missing model.norm.weight"),
-        (
-            lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.zeros(2)}),
-            "unexpected model.layers.0.extra.weight",
-        ),
-        (
-            lambda tensors: tensors.update({"lm_head.weight": torch.zeros(7, HIDDEN)}),
-            "lm_head.weight is [7, 32], not [96, 32]",
-        ),
-        (
-            lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1.block_sparse_moe.experts" in name],
-            "missing model.layers.1.mlp.experts.down_proj",
-        ),
-        (
-            lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.3.w1.weight"),
-            "missing model.layers.1.mlp.experts.gate_up_proj of expert 3",
-        ),
-    ],
-    ids=["missing", "unexpected", "other shape", "no experts in a layer", "one expert too few"],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
-    change: Any, message: str, checkpoints: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        built(damaged(checkpoints, tmp_path, change), {"router": "all"})
-
-
-def test_a_truncated_file_is_refused(checkpoints: Any, tmp_path: Path) -> None:
-    file = damaged(checkpoints, tmp_path, lambda tensors: None) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match="cannot be read"):
-        built(tmp_path, {"router": "all"})
-
-
-def test_a_folder_without_weights_is_refused(checkpoints: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((checkpoints("mixtral") / "config.json").read_text())
-    with pytest.raises(UserError, match="only safetensors checkpoints are read"):
-        built(tmp_path, {"router": "all"})
-
-
-def test_a_checkpoint_that_is_quantized_already_is_refused(checkpoints: Any, tmp_path: Path) -> None:
-    folder = damaged(checkpoints, tmp_path, lambda tensors: None)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"already quantized \(gptq\)"):
-        built(folder, {"router": "all"})
 
 
 def test_a_base_in_more_bits_than_compute_is_refused(checkpoints: Any) -> None:

@@ -11,7 +11,7 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 
-from moetune.adapt.low_rank import FEW_ROWS, adapted, unpacked
+from moetune.adapt.low_rank import FEW_ROWS, adapted, dequantized
 from moetune.compat.bitsandbytes import prepare_4bit
 from moetune.experts.quantized import QuantizedLinear
 
@@ -58,7 +58,7 @@ def factors() -> tuple[nn.Linear, nn.Linear]:
 def test_output_and_gradients_are_those_of_autograd(base: nn.Module, shape: tuple[int, int]) -> None:
     A, B = factors()
     x = torch.randn(*shape, 128, requires_grad=True)
-    weight = unpacked(base, torch.float32)
+    weight = dequantized(base, torch.float32)
     expected = nn.functional.linear(x, weight, base.bias) + SCALE * (x @ A.weight.T @ B.weight.T)
     found = adapted(base, x, A, B, SCALE)
     assert found is not None
@@ -82,7 +82,7 @@ def test_4_bits_are_unpacked_as_bitsandbytes_does() -> None:
     for nested in (False, True):
         linear = in_4_bits(nested)(nn.Linear(128, 96))
         theirs: Tensor = dequantize_4bit(linear.weight, linear.weight.quant_state)
-        assert torch.equal(unpacked(linear, torch.float32), theirs)
+        assert torch.equal(dequantized(linear, torch.float32), theirs)
 
 
 def test_where_others_take_part_it_does_not() -> None:

@@ -25,8 +25,6 @@ RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "co
 COMMANDS = sorted(
     command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
 )
-FOR_PEOPLE = {"chat"}
-"""Commands that have nothing to say to programs."""
 HEAVY = {"torch", "transformers", "datasets", "numpy", "peft", "bitsandbytes", "pyarrow", "huggingface_hub"}
 
 
@@ -54,14 +52,6 @@ def test_help_is_instant() -> None:
         loaded = {name.partition(".")[0] for name in modules.split()}
         assert "typer" in loaded
         assert not HEAVY & loaded, command
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_speaks_json_and_explains_itself(command: str, moetune: Callable[..., Any]) -> None:
-    ended = moetune(command, "--help")
-    assert ended.code == 0
-    assert ("--json" in ended.out) is (command not in FOR_PEOPLE)
-    assert command in moetune("--help").out
 
 
 def test_python_m_moetune_is_the_script() -> None:

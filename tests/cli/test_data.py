@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from moetune.cli.main import app
 from moetune.errors import UserError
-from moetune.report.data import lines
+from moetune.report.data import words
 from tests.report.test_page import Page
 
 RUN = """
@@ -53,10 +53,11 @@ def test_counts_add_up(run: Path) -> None:
 
 
 def test_text_marks_what_carries_loss(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     text = data(run, "--records", "1")
     assert "«so" in text
     assert "</s>»" in text
-    for line in lines(json.loads(data(run, "--json"))):
+    for line in words(json.loads(data(run, "--json"))):
         assert line in text
 
 

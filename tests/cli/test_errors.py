@@ -15,9 +15,15 @@ import pytest
 import yaml
 
 from tests import small
+from tests.routing.made import write_scores
 from tests.thinned import thinned
 
-Edit = Callable[[dict[str, Any], Path], None]
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUN_FILES = {
+    "tiny": CONFIGS / "tiny-router.yaml",
+    "router": CONFIGS / "mixtral-8x7b-router.yaml",
+    "experts": CONFIGS / "mixtral-8x7b-experts.yaml",
+}
 
 
 @pytest.fixture
@@ -205,33 +211,89 @@ def test_an_existing_run(run_file: Path, moetune: Callable[..., Any]) -> None:
     assert (here / "runs" / "new" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fragments"),
-    [
-        (["count", "mixtral-8x7"], ["Did you mean 'mixtral-8x7b'?"]),
-        (["count"], ["count needs a MODEL or --run"]),
-        (["init"], ["init needs a recipe. There are: ", "tiny-router"]),
-        (["init", "tiny-routr"], ["recipe 'tiny-routr' does not exist. Did you mean 'tiny-router'?"]),
-        (
-            ["init", "tiny-router", "--out", "taken.yaml"],
-            ["'taken.yaml' exists and is not moetune's to replace"],
-        ),
-        (["init", "tiny-router", "--out", "taken.yaml/x.yaml"], ["there is no folder 'taken.yaml'"]),
-        (["init", "tiny-router", "--out", "no/x.yaml"], ["'no/x.yaml' cannot be written: there is no folder 'no'"]),
-    ],
-)
-def test_other_commands(
-    arguments: list[str],
-    fragments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    moetune: Callable[..., Any],
+REFUSED = {
+    "count mixtral-8x7": "Did you mean 'mixtral-8x7b'?",
+    "count": "count needs a MODEL or --run",
+    "count tiny-mixtral --set a=b": "--set changes a run file; give one with --run",
+    "count --run gone.yaml": "gone.yaml",
+    "init": "init needs a recipe. There are: ",
+    "init tiny-routr": "recipe 'tiny-routr' does not exist. Did you mean 'tiny-router'?",
+    "init tiny-router --out taken.yaml": "'taken.yaml' exists and is not moetune's to replace",
+    "init tiny-router --out taken.yaml/x.yaml": "there is no folder 'taken.yaml'",
+    "init tiny-router --out no/x.yaml": "'no/x.yaml' cannot be written: there is no folder 'no'",
+    "init tiny-lora --out mine.yaml --set train.stepps=7": "Did you mean 'steps'",
+    "init tiny-mixtral --gpu 24GiB --goal all": "--goal 'all': it is router, experts or lora",
+    "plan {tiny}": "give --solve KEY",
+    "plan tiny-mixtral": "plan needs a card",
+    "plan tiny-mixtral --gpu 24GiB --goal expert": "--goal 'expert'",
+    "plan tiny-mixtral --gpu 24GiB --solve train.micro_batch": "is none",
+    "plan tiny-mixtral --gpu 24GiB --host much": "--host 'much' is no size",
+    "plan tiny-mixtral --gpu 24GiB --set train.steps=1": "a plan chooses settings itself",
+    "plan llama-7b --gpu 24GiB --goal experts": "is a dense model",
+    "plan {tiny} --solve train.micro_batch --html p.html": "are of a plan for a model",
+    "plan tiny-mixtral --gpu 24GiB --figure plan.pdf": "a figure is .png or .svg",
+    "plan tiny-mixtral --gpu 44GiB --data nosuch.jsonl": "no such file: 'nosuch.jsonl'",
+    "predict tiny-mixtral": "it must be said what trains",
+    "predict {tiny} --lora 4": "leave --lora out",
+    "predict {router} --gpu l50s": "'l50s' | Did you mean 'l40s'? | 44GiB",
+    "predict {router} --set train.sequence_length=0": "train.sequence_length: 0 is not valid | greater than",
+    "predict {router} --set parallel.fsdp=16 --set parallel.ep=16 --set hardware.count=16": (
+        "parallel.ep: more ranks than experts, 16 and 8"
+    ),
+    "predict {router} --method guess": "--method 'guess': it is trace or formula",
+    "predict {router} --method formula --set parallel.pp=2 --set hardware.count=2": (
+        "parallel.pp: | pipeline stages run forward only | set parallel.pp: 1"
+    ),
+    "predict {experts} --method formula --set optimizer.lora.name=adamw": "optimizer: is either one optimizer",
+    "predict {router} --routing skew:0": "--routing 'skew:0' | a number from 1 up",
+    "predict {router} --routing nope": "--routing 'nope': is not balanced, skew:S, worst, or a file",
+    "predict {tiny} --figure x.gif": "'x.gif' | .png or .svg, not '.gif'",
+    "predict {tiny} --gpu 24GiB --html gone/deep/p.html": "there is no folder 'gone/deep'; make it first",
+    "predict none.yaml": "none.yaml' cannot be read: No such file or directory",
+    "predict {tiny} --measured gone": "cannot be read",
+    "predict {tiny} --measured {tiny}": "line 1 cannot be read",
+    "compare {tiny} --method guess": "--method 'guess'",
+    "eval tiny-mixtral": "has no held-out data of its own; name some with --data",
+    "eval tiny-mixtral --format alpca": "Did you mean 'alpaca'?",
+    "eval tiny-mixtral --base nf3": "--base 'nf3': it is nf4, int8 or mxfp4",
+    "generate gone --prompt a": "neither a catalog name, nor a folder that exists",
+    "generate tiny-mixtral --prompt a --temperature 1e-300": "--temperature 1e-300",
+    "generate tiny-mixtral --prompt a --seed 11111111111111111111111": "--seed",
+    "generate tiny-mixtral --prompt a\udcff": "is not UTF-8",
+    "score tiny-mixtral": "needs --data FILE",
+    "score tiny-mixtral --data x.jsonl --set a.b=1": "--set changes a run file",
+    "score tiny-mixtral --data gone.jsonl": "no such file: 'gone.jsonl'",
+    "score tiny-mixtral --data unicode-names --data unicode-names": "named twice",
+    "score tiny-mixtral --data unicode-names --out no/where.json": "there is no folder",
+    "score llama-7b --data unicode-names": "is a dense model",
+    "score llama-7b --predict": "is a dense model",
+    "score tiny-mixtral --data unicode-names --gpu l40s": "--gpu is the card that --predict",
+    "select missing.json --k 1": "'missing.json' cannot be read: No such file",
+    "select made.json": "says how many experts in no way",
+    "select made.json --k 1 --rule best": "--rule 'best'",
+    "select made.json --budget 44GiB": "give --run RUN.yaml",
+    "select made.json --k 1 --as both": "it is experts or lora",
+    "select made.json --k 9": "k: 9 is more than the 8 experts",
+    "select made.json --layers none": "--layers none",
+}
+"""Command lines, and what their message holds."""
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED.items(), ids=REFUSED)
+def test_a_command_that_is_refused(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moetune: Callable[..., Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("taken.yaml").write_text("mine")
-    assert_refused(moetune(*arguments), *fragments)
-    assert_refused(moetune(*arguments, "--json"), *fragments)
-    assert listing(tmp_path) == {"taken.yaml": b"mine"}
+    write_scores(tmp_path / "made.json", {layer: [1, 2, 3, 4, 5, 6, 7, 8] for layer in range(4)})
+    before = listing(tmp_path)
+    arguments = line.format(**RUN_FILES).split()
+    ended = moetune(*arguments)
+    if "--seed" in arguments:  # typer says this one
+        assert (ended.code, ended.out, said in ended.err) == (2, "", True)
+    else:
+        assert_refused(ended, *said.split(" | "))
+    assert listing(tmp_path) == before
 
 
 @pytest.mark.parametrize(

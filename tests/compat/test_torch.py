@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.compat.torch import (
     _IN_PLACE,
@@ -22,9 +23,12 @@ from moetune.compat.torch import (
     QuickFakeMode,
     add_missing_fakes,
     after_backward,
+    all_to_all,
     backward_pass,
+    called_by_autograd,
     consolidate,
     fake_process_group,
+    is_observed,
     noting_resizes,
     process_group,
     shard_place,
@@ -192,3 +196,49 @@ def test_what_ranks_wrote_becomes_one_file(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     dcp.save(tensors, storage_writer=writer, no_dist=True)
     torch.testing.assert_close(load_file(consolidate(tmp_path, ["a", "b"])), tensors, rtol=0, atol=0)
+
+
+class _Callers(TorchDispatchMode):
+    """Notes of each addition whether autograd's engine called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.add.Tensor:
+            self.seen.append(called_by_autograd())
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_addition_is_called_by_autograd_or_by_python() -> None:
+    x = torch.ones(2, requires_grad=True)
+    loss = (x * 2 + x * 3).sum()
+    with _Callers() as mode:
+        loss.backward()  # adds both gradients of x
+        _ = x.detach() + 1
+    assert mode.seen == [True, False]
+
+
+def test_operators_are_observed_by_modes_profilers_and_subclasses() -> None:
+    tensor = torch.zeros(2)
+    assert not is_observed(tensor)
+    assert not is_observed(torch.nn.Parameter(tensor))
+    with QuickFakeMode() as mode:
+        assert is_observed(tensor)
+        fake = torch.zeros(2)
+    assert fake.fake_mode is mode
+    assert is_observed(fake)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_observed(tensor)
+
+
+def test_an_all_to_all_has_a_gradient_and_memory_of_its_own() -> None:
+    rows = torch.ones(4, 3, requires_grad=True)
+    with fake_process_group(0, 2):
+        received = all_to_all(rows, [1, 4], [2, 2], torch.distributed.group.WORLD)
+        assert received.shape == (5, 3)
+        assert type(received) is torch.Tensor
+        received.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.shape == rows.shape

@@ -2,19 +2,27 @@
 
 import inspect
 
+import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, MixtralForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moetune.compat.transformers import (
     activation_of,
+    attention_of,
     checkpoint_by,
     draw,
+    dtypes_kept,
     fix_rotary_length,
+    has_flash_interface,
+    is_rms_norm,
     mark_initialized,
+    reads_weight,
+    set_attention,
+    unmatched_keys,
 )
-from moetune.models.structure import read_structure
-from tests.toys import toy_model
+from moetune.models.structure import meta_model, read_structure
+from tests.toys import toy_config, toy_model
 
 
 def test_layers_checkpoint_by_another_function() -> None:
@@ -61,3 +69,52 @@ def test_a_rotary_embedding_that_asks_for_the_length_does_not() -> None:
     rotary(x, positions)  # beyond the length that it was made for
     assert rotary.inv_freq is before
     assert config.rope_parameters["rope_type"] == "dynamic"
+
+
+def test_an_attention_function_is_chosen_by_name() -> None:
+    model = toy_model("mixtral")
+    set_attention(model.config, "eager")
+    assert attention_of(model) == "eager"
+    assert has_flash_interface(model)
+    assert not has_flash_interface(toy_model("gpt_oss"))  # its sinks need a kernel of their own
+
+
+def test_a_models_authors_keep_some_parameters_in_float32() -> None:
+    model = toy_model("deepseek_v3")
+    kept = dtypes_kept(model, torch.bfloat16)
+    assert {name.rpartition(".")[2] for name in kept} == {"e_score_correction_bias"}
+    assert set(kept.values()) == {torch.float32}
+    assert not dtypes_kept(model, torch.float32)
+
+
+def test_keys_that_may_be_missing_or_surplus() -> None:
+    """Tied to others, and rotary frequencies, which older checkpoints hold; all else is named."""
+    missing, unexpected = ["lm_head.weight", "model.norm.weight"], ["model.layers.0.rotary_emb.inv_freq", "extra"]
+    model = MixtralForCausalLM(toy_config("mixtral", tie_word_embeddings=True))
+    assert unmatched_keys(model, missing, unexpected) == ({"model.norm.weight"}, {"extra"})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path", "weight", "dtype"),
+    [
+        ("jamba", "model.layers.0.mamba.dt_proj", True, True),
+        ("jamba", "model.layers.0.mamba.in_proj", False, False),
+        ("nemotron_h", "model.layers.0.mixer.out_proj", True, True),
+        ("deepseek_v32", "model.layers.0.self_attn.indexer.weights_proj", False, True),
+        ("mixtral", "model.layers.0.self_attn.q_proj", False, False),
+    ],
+)
+def test_a_weight_that_is_read_without_a_call(model_type: str, path: str, weight: bool, dtype: bool) -> None:
+    owner, _, name = path.rpartition(".")
+    module = meta_model(toy_config(model_type)).get_submodule(owner)
+    assert hasattr(module, name)
+    assert reads_weight(module, name) == weight
+    assert reads_weight(module, name, or_its_dtype=True) == dtype
+
+
+def test_norms_are_told_by_their_code() -> None:
+    norms = {
+        kind: is_rms_norm(meta_model(toy_config(kind)).get_submodule("model.norm"))
+        for kind in ("mixtral", "gpt_oss", "qwen3_next")
+    }
+    assert norms == {"mixtral": True, "gpt_oss": True, "qwen3_next": False}  # that adds one to its weight

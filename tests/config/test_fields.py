@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moetune.config.fields import parse_ids
 from moetune.config.schema import ChoiceConfig, TrainConfig
+from moetune.models.selection import ranges
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,7 @@ def test_wrong_ids(written: object, message: str) -> None:
 
 @given(st.sets(st.integers(0, 99), min_size=1))
 def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
-    runs = [list(run) for _, run in itertools.groupby(sorted(ids), key=lambda i: i - sorted(ids).index(i))]
-    assert parse_ids(",".join(f"{run[0]}-{run[-1]}" for run in runs)) == tuple(sorted(ids))
+    assert parse_ids(ranges(ids)) == tuple(sorted(ids))
 
 
 @pytest.mark.parametrize(

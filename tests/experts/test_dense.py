@@ -206,11 +206,8 @@ def test_where_it_cannot_be_it_is_refused(sections: dict[str, Any], message: str
 
 def test_a_router_with_weights_of_another_kind_is_refused(tmp_path: Path) -> None:
     toy_config("phimoe").save_pretrained(tmp_path)
-    config = RunConfig.model_validate(
-        {"model": {"path": str(tmp_path), "weights": "random"}, "adapt": {"router": "all"}, "train": DENSE}
-    )
     with pytest.raises(UserError, match=r"neither a softmax nor a sigmoid"):
-        resolve(config, "cpu")
+        resolve(toy_run(tmp_path, "phimoe", {"router": "all"}, train=DENSE), "cpu")
 
 
 def weights_of(configs: list[RunConfig]) -> list[dict[str, Tensor]]:

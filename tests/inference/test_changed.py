@@ -21,6 +21,7 @@ from moetune.training.run_folder import RunFolder
 from moetune.watch import memory_record
 from tests import small
 from tests.resolved import train, write_packed_base
+from tests.thinned import in_pairs
 
 Change = Callable[[Path], object]
 ADAPT = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"]}, "router": "all"}
@@ -211,15 +212,25 @@ def made(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copied(made: Path, to: Path) -> Path:
-    """The same elsewhere: what is in it says where."""
-    folder = Path(shutil.copytree(made, to))
-    for file in (*folder.rglob("*.yaml"), folder / "adapter/adapter_config.json"):
+NEEDS = {
+    "run": ("model", "run"),
+    "packed_run": ("model", "packed", "packed_run"),
+    "adapter": ("model", "adapter"),
+    "model": ("model", "adapter"),
+}
+"""Folders that are read with one."""
+
+
+def copied(made: Path, folder: Path, what: str) -> Path:
+    """The same elsewhere, without the folders that are not read: what is in it says where."""
+    others = {item.name for item in made.iterdir() if item.is_dir()} - set(NEEDS[what])
+    shutil.copytree(made, folder, ignore=shutil.ignore_patterns(*others))
+    names = (folder / "adapter/adapter_config.json", folder / "packed/packed.json")
+    for file in (*folder.rglob("*.yaml"), *filter(Path.is_file, names)):
         file.write_text(file.read_text().replace(str(made), str(folder)))
-    manifest = folder / "packed/packed.json"
-    manifest.write_text(manifest.read_text().replace(str(made), str(folder)))
-    for checkpoint in (*RunFolder(folder / "run").checkpoints(), *RunFolder(folder / "packed_run").checkpoints()):
-        write_manifest(checkpoint, int(checkpoint.name[5:]))
+    for run in ("run", "packed_run"):
+        for checkpoint in RunFolder(folder / run).checkpoints() if (folder / run).is_dir() else ():
+            write_manifest(checkpoint, int(checkpoint.name[5:]))
     return folder
 
 
@@ -246,13 +257,14 @@ def answer(
     return (REFUSED if ended.code else SAID), ended.err
 
 
-def sample(row: int, column: int) -> bool:
-    """On a push each row has one command, and each command several rows."""
-    return row % len(COMMANDS[:7]) == column
+def is_sampled(row: int, column: int, name: str) -> bool:
+    """On a push every other row has one command, and each command several rows, of each kind of change at least one."""
+    first = [*(other.partition(":")[0] for other in RUNS)].index(name.partition(":")[0])
+    return row % len(COMMANDS[:7]) == column and (row % 2 == 0 or row == first)
 
 
 CELLS = [
-    pytest.param(name, command, marks=() if sample(row, column) else pytest.mark.full, id=f"{name}-{command}")
+    pytest.param(name, command, marks=[pytest.mark.full] * (not is_sampled(row, column, name)), id=f"{name}-{command}")
     for row, name in enumerate(RUNS)
     for column, command in enumerate(COMMANDS[:7])
 ]
@@ -262,10 +274,10 @@ CELLS = [
 def test_a_run_of_which_something_changed(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = copied(made, tmp_path / "copy")
+    what = "packed_run" if name.startswith("packed") else "run"
+    folder = copied(made, tmp_path / "copy", what)
     change, message, expected = RUNS[name]
     change(folder)
-    what = "packed_run" if name.startswith("packed") else "run"
     found, err = answer(moetune, monkeypatch, command, folder, what)
     mentions = bool(message) and re.search(message, err) is not None
     if expected[command] == AS_BEFORE:
@@ -290,12 +302,11 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["eval", "score"])
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(("name", "command"), in_pairs(ADAPTERS, ["eval", "score"], every=2))
 def test_an_adapter_that_matches_in_part(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = copied(made, tmp_path / "copy")
+    folder = copied(made, tmp_path / "copy", "adapter")
     change, message = ADAPTERS[name]
     change(folder)
     found, err = answer(moetune, monkeypatch, command, folder, "adapter")
@@ -335,7 +346,7 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
     "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
     "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "1000000000"),
-    "900 layers": ("eval", said("model/config.json", num_hidden_layers=900), "describes|does not fit"),
+    "90 layers": ("eval", said("model/config.json", num_hidden_layers=90), "describes|does not fit"),
     "an index without metadata": ("eval", indexed({}), "metadata"),
     "an index with other metadata": ("eval", indexed({"metadata": "x"}), "metadata"),
     "not a number": ("eval", values(MODEL, lambda t: t["model.embed_tokens.weight"].fill_(float("nan"))), "nan"),
@@ -356,18 +367,24 @@ MODELS: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("also", [None, *(pytest.param(it, marks=pytest.mark.full) for it in ("score", "generate"))])
-@pytest.mark.parametrize("name", MODELS)
+def on_models() -> list[Any]:
+    """On a push the command that is named, of what every command reads with `--all` two more."""
+    cases = []
+    for name, (command, *_) in MODELS.items():
+        others = ("score", "generate") if command == "eval" else ()
+        cases += [pytest.param(name, command), *(pytest.param(name, one, marks=pytest.mark.full) for one in others)]
+    return cases
+
+
+@pytest.mark.parametrize(("name", "command"), on_models())
 def test_a_model_that_cannot_be_used(
-    name: str, also: str | None, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One error that names what is wrong, or, where the value decides nothing, an answer."""
-    folder = copied(made, tmp_path / "copy")
-    command, change, message = MODELS[name]
-    if also is not None and command != "eval":
-        pytest.skip(f"of {command} alone")
+    folder = copied(made, tmp_path / "copy", "model")
+    _, change, message = MODELS[name]
     change(folder)
-    found, err = answer(moetune, monkeypatch, also or command, folder, "model")
+    found, err = answer(moetune, monkeypatch, command, folder, "model")
     assert (found, re.search(message, err) is not None) == (REFUSED if message else SAID, True), err
 
 
@@ -383,7 +400,7 @@ def test_eval_says_which_step_and_which_data(made: Path, moetune: Any) -> None:
 
 
 def test_a_pattern_that_never_ends(made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = copied(made, tmp_path / "copy")
+    folder = copied(made, tmp_path / "copy", "adapter")
     said("adapter/adapter_config.json", target_modules="(.+)+(.+)+(.+)+(.+)+!")(folder)
     monkeypatch.setattr("moetune.errors.time_limit.__wrapped__.__defaults__", (0.5,))
     found, err = answer(moetune, monkeypatch, "eval", folder, "adapter")
@@ -392,14 +409,10 @@ def test_a_pattern_that_never_ends(made: Path, tmp_path: Path, moetune: Any, mon
 
 def test_scores_of_another_base(made: Path, tmp_path: Path, moetune: Any) -> None:
     """Of equal shapes: refused by `train` and by `select`, which name both."""
-    folder = copied(made, tmp_path / "copy")
+    folder = copied(made, tmp_path / "copy", "run")
     moetune("score", folder / "start.yaml", "--set", "adapt.start_from=null", "--out", folder / "scores.json")
-    choice = (
-        "--set",
-        f"adapt={{experts: {{from: {folder / 'scores.json'}, k: 1}}}}",
-        "--set",
-        f"output={folder / 'new'}",
-    )
+    adapt = f"adapt={{experts: {{from: {folder / 'scores.json'}, k: 1}}}}"
+    choice = ("--set", adapt, "--set", f"output={folder / 'new'}")
     values(MODEL, lambda t: t["lm_head.weight"].add_(1))(folder)
     for arguments in (
         ("train", folder / "run.yaml", *choice),
@@ -407,7 +420,5 @@ def test_scores_of_another_base(made: Path, tmp_path: Path, moetune: Any) -> Non
     ):
         ended = moetune(*arguments)
         assert ended.code == 2, ended
-        assert re.search(r"the scores are of '.*model' \(base \w+\), and model.path is '.*model' \(base", ended.err), (
-            ended
-        )
+        assert re.search(r"the scores are of '.*model' \(base \w+\), and model.path is '.*model' \(base", ended.err)
     assert not (folder / "new").exists()

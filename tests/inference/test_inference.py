@@ -132,15 +132,8 @@ def test_the_commands(run: Callable[..., Path], moetune: Callable[..., Any], tmp
     assert "held-out loss" in moetune("eval", folder).out
     written = json.loads(moetune("generate", folder, "--prompt", TEXT, "--max-new-tokens", "4", "--json").out)
     assert moetune("generate", folder, "--prompt", TEXT, "--max-new-tokens", "4").out.strip() == written["text"].strip()
-    for arguments, said in [
-        (("eval", folder, "--base", "nf4"), "on a base that is packed as it was in training; leave --base out"),
-        (("eval", folder, "--base", "nf3"), "--base 'nf3': it is nf4, int8 or mxfp4"),
-        (("eval", "tiny-mixtral", "--format", "alpca"), "Did you mean 'alpaca'?"),
-        (("eval", "tiny-mixtral"), "has no held-out data of its own; name some with --data"),
-        (("generate", tmp_path / "gone", "--prompt", "a"), "neither a catalog name, nor a folder that exists"),
-    ]:
-        ended = moetune(*arguments)
-        assert (ended.code, said in ended.err) == (2, True), ended.err
+    ended = moetune("eval", folder, "--base", "nf4")
+    assert (ended.code, "as it was in training; leave --base out" in ended.err) == (2, True)
 
 
 def test_the_page_of_a_run(run: Callable[..., Path], moetune: Callable[..., Any], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ IN_GROUPS = {"deepseek-v3": 16}
 """Its router looks at the best two experts of each of eight groups."""
 SETTINGS = {"router": ("full", 2048), "lora": ("none", 256)}
 ELSEWHERE = ("llama-7b", "mixtral-8x7b")
-"""In test_trace.py."""
+"""In trace/test_tracing.py."""
 LARGER_SIBLINGS = ("gpt-oss-120b", "llama-13b", "llama-30b", "llama-65b", "mixtral-8x22b", "qwen3-235b-a22b")
 QUICK = ("tiny-mixtral",)
 CASES = [

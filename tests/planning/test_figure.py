@@ -12,10 +12,12 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Parts
 from moetune.memory.time.roofline import Duration, Range
-from moetune.planning.figure import front, save_figure, write_page
+from moetune.planning.figure import front, plan_chart
 from moetune.planning.plan import Miss, Plan
 from moetune.planning.search import Candidate
 from moetune.planning.strategies import Strategy
+from moetune.planning.tables import plan_view
+from moetune.report.page import page as rendered
 from tests.report.sample import sample
 from tests.report.test_page import Page
 
@@ -41,10 +43,8 @@ def test_the_front_is_what_nothing_beats() -> None:
 
 
 @pytest.mark.parametrize("time", [None, Duration(1000, 1e12, 1e14, Range(1, 2), {}, {})])
-def test_the_page_shows_names_as_text_and_speed_if_it_is_known(time: Duration | None, tmp_path: Path) -> None:
-    file = tmp_path / "plan.html"
-    write_page(made(TRAINED, time), file)
-    text = file.read_text(encoding="utf-8")
+def test_the_page_shows_names_as_text_and_speed_if_it_is_known(time: Duration | None) -> None:
+    text = rendered(plan_view(made(TRAINED, time)), [plan_chart(made(TRAINED, time))])
     page = Page(text)
     assert "<model> on 44GiB (44.00 GiB)" in page.text
     assert "5 steps" in page.text
@@ -56,13 +56,10 @@ def test_the_page_shows_names_as_text_and_speed_if_it_is_known(time: Duration | 
     assert not [value for name, value in page.attributes if name in ("src", "href") and not value.startswith("#")]  # type: ignore[union-attr]
 
 
-def test_where_nothing_fits_the_page_says_what_is_nearest(tmp_path: Path) -> None:
+def test_where_nothing_fits_the_page_says_what_is_nearest() -> None:
     config = RunConfig.model_validate({"model": {"path": "m"}, "adapt": {}})
-    none = replace(
-        made({}), miss=Miss(config, replace(sample(), about=(("trains", "one expert"),)), None, ("NVIDIA H200",))
-    )
-    write_page(none, tmp_path / "plan.html")
-    text = Page((tmp_path / "plan.html").read_text(encoding="utf-8")).text
+    none = replace(made({}), miss=Miss(config, sample(about=(("trains", "one expert"),)), None, ("NVIDIA H200",)))
+    text = Page(rendered(plan_view(none))).text
     for said in ("nothing fits 44GiB", "nearest: one expert, 1 × 2048 tokens", "no change", "it fits NVIDIA H200"):
         assert said in text
 
@@ -70,8 +67,8 @@ def test_where_nothing_fits_the_page_says_what_is_nearest(tmp_path: Path) -> Non
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_picture(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"plan{suffix}"
-    save_figure(made(TRAINED), file)
+    plan_chart(made(TRAINED)).save(file)
     assert file.stat().st_size > 5_000
-    save_figure(made({}), file)
+    plan_chart(made({})).save(file)
     with pytest.raises(UserError, match=r"a figure is \.png or \.svg"):
-        save_figure(made(TRAINED), tmp_path / "plan.pdf")
+        plan_chart(made(TRAINED)).save(tmp_path / "plan.pdf")

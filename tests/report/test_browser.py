@@ -11,7 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from screenshot import opened
 
-from moetune.planning.figure import write_page as write_plan
+from moetune.planning.figure import plan_chart
+from moetune.planning.tables import plan_view
+from moetune.report.memory import memory_view
+from moetune.report.memory_charts import memory_chart
 from moetune.report.page import write_page
 from tests.planning.test_figure import TRAINED, made
 from tests.report.sample import sample
@@ -26,9 +29,9 @@ BAD = '<img src="http://example.invalid/x.png"><script>console.error("boom")</sc
 def test_a_page_opens_without_a_request_or_an_error(page: str, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     if page == "report":
-        write_page(sample(), file)
+        write_page(memory_view(sample()), file, [memory_chart(sample())])
     elif page == "plan":
-        write_plan(made(TRAINED), file)
+        write_page(plan_view(made(TRAINED)), file, [plan_chart(made(TRAINED))])
     else:
         file.write_text(BAD, encoding="utf-8")
     asked, said = opened(file, tmp_path / "page.png")

@@ -27,4 +27,4 @@ def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1
 
     with watched.adapted.expert_context.hooks.using(count_rows=recorded):
         log = follow(watched, watched.tracker(), sources, tracking=not is_cuda)
-    return Trace.of(log, 0, watched.adapted.ranks.axis_of), calls
+    return Trace.of(log, watched.adapted.ranks.axis_of), calls

@@ -14,7 +14,7 @@ import torch
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.routing.drift import Drift, drift, jensen_shannon
-from moetune.routing.score import read_sources
+from moetune.routing.sources import read_sources
 from moetune.training.checkpoint import read_trained
 from tests import small
 from tests.resolved import build, train

@@ -13,10 +13,10 @@ import yaml
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.routing import parse_routing
-from moetune.routing.budget import within_budget
 from moetune.routing.drift import drift
 from moetune.routing.recorder import Recorder
 from moetune.routing.score import score, to_score
+from moetune.routing.select import within_budget
 from moetune.run.records import read_load
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores, read_scores
@@ -185,37 +185,6 @@ def test_score_then_select_then_count(
     assert set(written["ids"]) == {0, 1}
     assert written["targets"] == ["experts"]
     assert "share of the routed tokens" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["score", "tiny-mixtral"], "needs --data FILE"),
-        (["score", "tiny-mixtral", "--data", "x.jsonl", "--set", "a.b=1"], "--set changes a run file"),
-        (["score", "tiny-mixtral", "--data", "missing.jsonl"], "no such file: 'missing.jsonl'"),
-        (["score", "tiny-mixtral", "--data", "unicode-names", "--data", "unicode-names"], "named twice"),
-        (["score", "tiny-mixtral", "--data", "unicode-names", "--out", "no/where.json"], "there is no folder"),
-        (["score", "llama-7b", "--data", "unicode-names"], "is a dense model"),
-        (["score", "llama-7b", "--predict"], "is a dense model"),
-        (["score", "tiny-mixtral", "--data", "unicode-names", "--gpu", "l40s"], "--gpu is the card that --predict"),
-        (["select", "missing.json", "--k", "1"], "'missing.json' cannot be read: No such file"),
-        (["select", "made.json"], "says how many experts in no way"),
-        (["select", "made.json", "--k", "1", "--rule", "best"], "--rule: "),
-        (["select", "made.json", "--budget", "44GiB"], "give --run RUN.yaml"),
-        (["select", "made.json", "--k", "1", "--as", "both"], "it is experts or lora"),
-        (["select", "made.json", "--k", "9"], "k: 9 is more than the 8 experts"),
-    ],
-)
-def test_bad_input_is_named(
-    arguments: list[str], message: str, moetune: Moetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_scores(tmp_path / "made.json", {layer: [1, 2, 3, 4, 5, 6, 7, 8] for layer in range(4)})
-    ended = moetune(*arguments)
-    assert ended.code == 2
-    assert ended.err.startswith("error: ")
-    assert message in ended.err
-    assert [file.name for file in tmp_path.iterdir()] == ["made.json"]
 
 
 @pytest.mark.slow

@@ -45,31 +45,6 @@ def test_a_run_that_learns_says_nothing(small_model: Path, small_data: Path, tmp
         assert (line["idle_experts"], line["unchanged"], line["notices"]) == (0, [], [])
 
 
-def collapse(name: str, tensor: torch.Tensor) -> None:
-    """Every token goes to the first two experts, if what comes to the router is positive."""
-    if "gate.weight" in name:
-        tensor.zero_()
-        tensor[0], tensor[1] = 5.0, 4.0
-    if "post_attention_layernorm" in name:
-        tensor.zero_()
-
-
-def test_experts_without_tokens_and_collapsed_routers(
-    small_model: Path, small_data: Path, tmp_path: Path, capsys: Err
-) -> None:
-    """Logits are all 0 then, and of equal ones the router takes the same two always."""
-    model = changed(small_model, tmp_path / "model", collapse)
-    experts = {"experts": {"layers": "all", "ids": [0, 1, 2, 3]}}
-    adapt, accumulate = experts | {"router": "none"}, {"accumulate": 4}
-    train(small.run_config(model, small_data, tmp_path / "run", "experts", adapt=adapt, train=accumulate))
-    notes = said(capsys)
-    assert [note for note in notes if "routing of layer 1 has collapsed: of 4 experts 2.0 are in use" in note]
-    assert [note for note in notes if " to be trained (layer:expert 0:" in note]
-    last = small.read_metrics(tmp_path / "run")[-1]
-    assert last["idle_experts"] == small.LAYERS * (small.EXPERTS - small.TOP_K)
-    assert "collapsed routers" in last["notices"]
-
-
 def test_updates_that_round_away(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
     optimizer = {"name": "sgd", "lr": 1e-12}
     train(small.run_config(small_model, small_data, tmp_path / "run", "router", optimizer=optimizer))

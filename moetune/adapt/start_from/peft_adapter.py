@@ -55,7 +55,7 @@ class _Scales(BaseModel):
 
 
 def load_peft(adapted: Adapted, folder: Path) -> None:
-    """Copies a PEFT adapter's factors and saved modules into an adapted model of the same selection.
+    """Copy a PEFT adapter's factors and saved modules into an adapted model of the same selection.
 
     Raises:
         UserError: the folder holds no adapter in safetensors, one that is more than LoRA, or one that differs from the
@@ -68,7 +68,7 @@ def load_peft(adapted: Adapted, folder: Path) -> None:
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
-    """Raises what `load_peft` would, as far as a model on the meta device tells: frozen weights are not compared."""
+    """Raise what `load_peft` would, on a model on the meta device: frozen weights are not compared."""
     _values(adapted, folder)
 
 
@@ -135,7 +135,7 @@ class _Reading:
         return values
 
     def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
-        """Notes experts that have factors on one side only."""
+        """Note experts whose factors the selection lacks, and the other way round."""
         for expert in range(len(A)):
             has_A, has_B = bool(A[expert].any()), bool(B[expert].any())
             if expert in ids and not has_A and not has_B:
@@ -196,7 +196,7 @@ class _Reading:
         return values
 
     def _refuse_rest(self) -> None:
-        """Notes what the selection does not have; a frozen tensor with the value that it has here may be there."""
+        """Note what the selection leaves out. A frozen tensor may be in the adapter, if it has the base's value."""
         model = self.adapted.model
         frozen: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -214,7 +214,7 @@ class _Reading:
                 self.problems.append(problem)
 
     def _remedy(self, name: str, tensor: Tensor) -> str:
-        """Which key would make it train; none if the model has no such parameter."""
+        """The key that would make a parameter train; empty if the model has no such parameter."""
         here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
         if here is None or here.shape != tensor.shape:
             return ""

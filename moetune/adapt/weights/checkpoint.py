@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
@@ -47,6 +47,13 @@ class CheckpointReader:
         self._mappings = key_mappings(plain, self._stored, split=True)
         self._names = set(plain.state_dict())
         self._missing = self._names - self._mappings.keys()
+        described = sum(parameter.numel() for parameter in plain.parameters())
+        held = sum(tensor.numel for tensor in self._stored.values())
+        if described > 2 * held:
+            raise UserError(
+                f"the weights in {str(folder)!r} do not fit {name!r}: config.json describes {described:,} parameters, "
+                f"and there are {held:,}"
+            )
         with reading(f"the weights of {name!r} in {str(folder)!r}"):
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
 
@@ -190,6 +197,17 @@ def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
     """
     folder = model.source.weights()
     CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
+    finish_reading(target.model, folder)
+
+
+def finish_reading(model: PreTrainedModel, folder: Path) -> None:
+    """Leave a model as transformers leaves one that it has read from `folder`: in evaluation mode, with the settings of
+    generation that are there."""
+    model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        with reading(repr(str(folder / "generation_config.json"))):
+            model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    model.eval()
 
 
 def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:

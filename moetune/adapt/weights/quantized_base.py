@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moetune.adapt.weights.checkpoint import finish_reading
 from moetune.adapt.weights.random import fill_randomly, realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.documents import read_json
@@ -190,6 +191,7 @@ def read_quantized_base(
     manifest, folder = run.model.source.quantized_base, Path(str(run.model.source.folder))
     assert manifest is not None
     fill_randomly(target, draws=False)
+    finish_reading(target.model, folder)
     mine = sorted(manifest.files)[ranks.rank :: ranks.parallel.ranks]
     with digesting([folder / name for name in mine], _THREADS) as digests:
         _fill(target, folder, manifest, on_read)

@@ -102,8 +102,8 @@ def dequantize_nf4(
     # A row that is no whole number of blocks is dequantized alone: docs/reference/upstream.md has bitsandbytes' bug.
     together = 1 if weights % BLOCK == 0 else count
     return _joined(
-        ops.dequantize_4bit(packed.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(packed), weights), dtype)
-        for packed, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
+        ops.dequantize_4bit(part.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(part), weights), dtype)
+        for part, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedExperts
 
-TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 5, 192, 144, 12
+TOP_K, EXPERTS = 3, 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Relative to the largest number of a result; torch rounds more often in 16 bits. Dequantization is exact."""
 
@@ -22,7 +22,7 @@ def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, toke
     """Return the operators whose kernel in `module` differs from torch's operations, and by how much."""
     found = []
     with torch.no_grad():
-        for name, args in _calls(device, dtype, tokens):
+        for name, args in calls(device, dtype, tokens):
             one, other = (_results(run, args) for run in (getattr(module, name), kernels.REFERENCES[name]))
             off = float(
                 torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max()
@@ -43,7 +43,15 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).abs().max() / other.abs().max().clamp_min(1e-30)
 
 
-def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tuple[str, list[Any]]]:
+def calls(
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    *,
+    hidden: int = 192,
+    intermediate: int = 144,
+    rank: int = 12,
+) -> Iterator[tuple[str, list[Any]]]:
     """Each operator with arguments, for several experts of which one has no rows, and for one expert alone."""
     generator = torch.Generator().manual_seed(0)
 
@@ -51,17 +59,17 @@ def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tu
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     for double_quant in (True, False):
-        stack = QuantizedExperts(2, (HIDDEN, 64), "nf4", double_quant=double_quant)
+        stack = QuantizedExperts(2, (hidden, 64), "nf4", double_quant=double_quant)
         for number in range(2):
-            stack.quantize_(number, torch.randn(HIDDEN, 64, generator=generator))
+            stack.quantize_(number, torch.randn(hidden, 64, generator=generator))
         buffers: Mapping[str, Tensor] = {name: buffer.to(device) for name, buffer in stack.named_buffers()}
         nested = [buffers[name] if double_quant else None for name in ("nested_absmax", "nested_code", "offset")]
-        yield "dequantize_nf4", [buffers["data"], buffers["absmax"], *nested, HIDDEN * 64, dtype]
+        yield "dequantize_nf4", [buffers["data"], buffers["absmax"], *nested, hidden * 64, dtype]
 
-    int8, mxfp4 = (QuantizedExperts(2, (HIDDEN, 96), storage) for storage in ("int8", "mxfp4"))
+    int8, mxfp4 = (QuantizedExperts(2, (hidden, 96), storage) for storage in ("int8", "mxfp4"))
     for number in range(2):
         for stack in (int8, mxfp4):
-            stack.quantize_(number, torch.randn(HIDDEN, 96, generator=generator))
+            stack.quantize_(number, torch.randn(hidden, 96, generator=generator))
     of_rows = int8.data.flatten(0, 1), int8.absmax.flatten()
     yield "dequantize_int8", [*(tensor.to(device) for tensor in of_rows), dtype]
     of_blocks = mxfp4.data.flatten(), mxfp4.scales.flatten(), mxfp4.pairs
@@ -70,9 +78,9 @@ def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tu
     chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:TOP_K] for _ in range(tokens)]).flatten()
     counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
     order, ends = torch.argsort(chosen, stable=True).to(device), torch.tensor([*accumulate(counts)], dtype=torch.int32)
-    x, weights = drawn(tokens, HIDDEN), drawn(tokens * TOP_K, dtype=torch.float32)
+    x, weights = drawn(tokens, hidden), drawn(tokens * TOP_K, dtype=torch.float32)
     inverse = torch.argsort(order).int()
-    rows = drawn(tokens * TOP_K, HIDDEN)
+    rows = drawn(tokens * TOP_K, hidden)
     yield "gather_rows", [x, order, TOP_K, torch.zeros_like(inverse)]
     yield "sum_rows_", [torch.zeros_like(x), rows, inverse, weights]
     of_first = slice(0, counts[0])
@@ -80,15 +88,15 @@ def _calls(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[tu
     yield "add_rows_", [x, rows[of_first], order[of_first], TOP_K, None]
 
     for gate in ((False, 1.0, 0.0), (True, 1.702, 1.5)):
-        gate_up, dact = drawn(tokens * TOP_K, 2 * INTERMEDIATE), drawn(tokens * TOP_K, INTERMEDIATE)
+        gate_up, dact = drawn(tokens * TOP_K, 2 * intermediate), drawn(tokens * TOP_K, intermediate)
         yield "gated", [gate_up, *gate]
         yield "gated_backward_", [gate_up, dact, weights, order, torch.zeros_like(weights), *gate]
 
     for parts, groups in ((1, (None, [len(rows)])), (2, (ends.to(device), counts))):
         experts = 1 if groups[0] is None else EXPERTS
-        A, B = (drawn(experts, parts, *shape, dtype=torch.float32) for shape in ((RANK, HIDDEN), (INTERMEDIATE, RANK)))
-        wide = drawn(len(rows), parts, INTERMEDIATE) if parts > 1 else drawn(len(rows), INTERMEDIATE)
-        narrow = drawn(len(rows), parts, RANK)
+        A, B = (drawn(experts, parts, *shape, dtype=torch.float32) for shape in ((rank, hidden), (intermediate, rank)))
+        wide = drawn(len(rows), parts, intermediate) if parts > 1 else drawn(len(rows), intermediate)
+        narrow = drawn(len(rows), parts, rank)
         yield "low_rank", [rows, A, B, wide, torch.zeros_like(wide), *groups, 0.5]
         yield "low_rank", [wide, B.mT, A.mT, rows, torch.zeros_like(rows), *groups, 0.5]
         gradients = torch.zeros_like(A), torch.zeros_like(B)

@@ -20,22 +20,11 @@ from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.record import NoClosedForm, record
-from moetune.memory.closed_form.sizes import (
-    CHUNK_NAMES,
-    HELD_OUT_NAMES,
-    ExpertRows,
-    Shape,
-    Sizes,
-    alignment,
-    exchanged,
-    lengths,
-    rows_and_cu_seqlens,
-    sizes_of_chunks,
-)
+from moetune.memory.closed_form.sizes import ExpertRows, Shape, Sizes, alignment, exchanged, sizes_of
 from moetune.memory.closed_form.store import KnownHead, Recorded
 from moetune.memory.ranks import by_kind
 from moetune.memory.routing import BALANCED, Routing
-from moetune.memory.trace.alike import Shortened, groups, kinds_of, unshortened
+from moetune.memory.trace.alike import Shortened, groups, kinds_of
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
 from moetune.memory.trace.tracing import NotTraceable, can_be_shortened, faked
@@ -89,7 +78,7 @@ class ClosedForm:
     def short(self) -> Shortened:
         """The layers that are run, and what they stand for."""
         if not can_be_shortened(self.run.config):
-            return unshortened(self.run)
+            return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
         kept, units = groups(self.kinds)
         return Shortened(self.run, tuple(kept), tuple(units))
 
@@ -160,14 +149,7 @@ class ClosedForm:
         one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
         longer = tuple(sorted(limit for limit in self.limits if limit > length))
         shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
-        sizes = {
-            **rows_and_cu_seqlens(train.micro_batch, "B"),
-            **lengths(length),
-            **sizes_of_chunks(batch, CHUNK_NAMES),
-        }
-        if held_out is not None:
-            sizes |= {**rows_and_cu_seqlens(more, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
-        return _Size(shape, sizes, rows, batch, held_out)
+        return _Size(shape, sizes_of(train.micro_batch, length, batch, more, held_out), rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, ExpertRows]:
         """Rows of each expert, by layer, for these numbers of tokens."""
@@ -235,7 +217,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     kind["train"]["expert_memory"] = run.expert_memory
     kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
-    kind["data"] = {"packing": config.data is None or config.data.packing}
+    kind["data"] = {"packing": config.packs}
     kind["published"] = run.model.source.quantization.method
     kind["settings"] = run.model.settings.to_dict()
     return kind

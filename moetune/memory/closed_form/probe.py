@@ -9,16 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from moetune.memory.closed_form.sizes import (
-    CHUNK_NAMES,
-    HELD_OUT_NAMES,
-    MOST_ALIGNED,
-    Shape,
-    Sizes,
-    lengths,
-    rows_and_cu_seqlens,
-    sizes_of_chunks,
-)
+from moetune.memory.closed_form.sizes import MOST_ALIGNED, Shape, Sizes, lengths, sizes_of
 from moetune.training.step.loss import Chunks
 
 
@@ -79,12 +70,9 @@ class ProbeSizes:
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
 
     def sizes(self) -> Sizes:
-        sizes = {**lengths(self.sequence), **sizes_of_chunks(self.batch, CHUNK_NAMES)}
-        if self.rows > 1:
-            sizes |= rows_and_cu_seqlens(self.rows, "B")
-        if self.held_out is not None:
-            sizes |= {**rows_and_cu_seqlens(self.held_out_rows, "E"), **sizes_of_chunks(self.held_out, HELD_OUT_NAMES)}
-        return sizes
+        sizes = sizes_of(self.rows, self.sequence, self.batch, self.held_out_rows, self.held_out)
+        # A single row is no factor, and what has its two documents is constant.
+        return sizes if self.rows > 1 else {name: size for name, size in sizes.items() if name not in ("B", "2B+1")}
 
 
 def primes(start: int) -> Iterator[int]:

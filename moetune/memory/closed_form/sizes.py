@@ -142,6 +142,18 @@ def lengths(sequence: int) -> Sizes:
     return {"S": sequence, **near, **{f"S↑{n}": -(-sequence // n) * n for n in _ROUNDED}}
 
 
+def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out: Chunks | None) -> Sizes:
+    """All sizes of a step.
+
+    Args:
+        batch, held_out: how the loss divides the tokens of a batch, and of a held-out one that counts.
+    """
+    sizes = {**lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES), **rows_and_cu_seqlens(rows, "B")}
+    if held_out is not None:
+        sizes |= {**rows_and_cu_seqlens(held_out_rows, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
+    return sizes
+
+
 @dataclass(frozen=True)
 class ExpertRows:
     """Rows of each expert, of a batch and of a held-out one."""

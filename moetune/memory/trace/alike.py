@@ -57,11 +57,6 @@ def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
 
 
-def unshortened(run: ResolvedRun) -> Shortened:
-    """The run with all its layers, where what happens outside of them grows with their number."""
-    return Shortened(run, tuple(range(run.structure.num_layers)), ())
-
-
 def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
     """Choose the layers to run, by the kind of each, and what they stand for."""
     kept: list[int] = []

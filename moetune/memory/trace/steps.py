@@ -53,19 +53,24 @@ def evaluated_rows(config: RunConfig) -> int:
     return config.train.eval_micro_batch or config.train.micro_batch
 
 
-def batches_of(adapted: Adapted, length: int | None = None) -> Callable[[int], Batch]:
+def batches_of(
+    adapted: Adapted, length: int | None = None, device: torch.device | None = None
+) -> Callable[[int], Batch]:
     """Return a function that makes batches of so many rows as the run's data would give them.
 
     Args:
         length: tokens of a row; by default `train.sequence_length`.
     """
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
-    packing, tokens = config.data is None or config.data.packing, length or config.train.sequence_length
+    packing, tokens = config.packs, length or config.train.sequence_length
     by_border = wants_cu_seqlens(adapted.model)
 
     def batch_of(rows: int) -> Batch:
         made = random_rows(rows, tokens, vocabulary, packing=packing)
-        return collate(made, 0, at_least=tokens, documents_by_cu_seqlens=by_border)
+        batch = collate(made, 0, at_least=tokens, documents_by_cu_seqlens=by_border)
+        if device is None:
+            return batch
+        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
     return batch_of
 

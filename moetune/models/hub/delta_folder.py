@@ -54,7 +54,7 @@ class Delta:
 
 
 def read_delta(folder: Path) -> Delta:
-    """Reads manifest and header, and compares every byte of the tensors with the manifest's digest.
+    """Read manifest and header, and compares every byte of the tensors with the manifest's digest.
 
     Raises:
         UserError: this is no delta, or it is damaged.

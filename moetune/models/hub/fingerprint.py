@@ -61,7 +61,7 @@ class Fingerprint:
     @model_validator(mode="wrap")
     @classmethod
     def _check_content(cls, raw: Any, read: Callable[[Any], Fingerprint]) -> Fingerprint:
-        """Refuses what `to_json` did not give."""
+        """Refuse what `to_json` did not give."""
         made = read(raw)
         if made.content != raw.get("content"):
             raise ValueError("the fingerprint of the base is damaged")
@@ -85,10 +85,10 @@ def take_fingerprint(
     on_read: Callable[[int], None] | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> Fingerprint:
-    """Reads the headers, then every byte once, in blocks; with `copy_to` the files are copied there on the way.
+    """Read the headers, then every byte once, in blocks; with `copy_to` the files are copied there on the way.
 
     Args:
-        on_read: is told the bytes of each block.
+        on_read: called with the bytes of each block.
         part: (k, n) if n readers share the files and this is the k-th: its fingerprint has its files only.
 
     Raises:

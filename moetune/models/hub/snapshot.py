@@ -30,7 +30,7 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def copy_small_file(file: Path, folder: Path, to: Path) -> None:
-    """Copies a file of a checkpoint's `folder` to the same place in another.
+    """Copy a file of a checkpoint's `folder` to the same place in another.
 
     Raises:
         UserError: it is a link to a file outside of the folder, which belongs to something else. Links of the hub's

@@ -87,7 +87,7 @@ class Stored:
         return self.rows(device=device).reshape(self.shape)
 
     def write(self, rows: Tensor, start: int = 0) -> None:
-        """Overwrites rows from `start` on, cast to the file's dtype."""
+        """Overwrite rows from `start` on, cast to the file's dtype."""
         assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
         assert start + len(rows) <= self.num_rows
         data = rows.to(self.torch_dtype).contiguous().view(-1).view(torch.uint8).numpy()
@@ -198,7 +198,7 @@ def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
 
 
 def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:
-    """Writes a file with these tensors, all zero until `Stored.write` fills them, and gives their places."""
+    """Write a file with these tensors, all zero until `Stored.write` fills them, and gives their places."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     # Widest dtype first: then every tensor begins at a multiple of its item size, as readers of safetensors want.

@@ -5,18 +5,22 @@ sources.py opens files, records.py reads them, encoder.py tokenizes records, pac
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from moetune.config.schema import DataConfig, TrainConfig, WeightedData
+from moetune.config.schema import DataConfig, TrainConfig, data_sets
 from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
@@ -29,6 +33,8 @@ from moetune.training.data.sources import Row, Source, looks_like_a_file, open_s
 from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds
+
+_MOST_GROWTH = 1000  # of a text, by a tokenizer's replacements; a space becomes three bytes
 
 
 @dataclass(frozen=True)
@@ -93,12 +99,12 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
             problems[str(error)] = None
         return _joined(parts)
 
-    one_by_spec = {spec: read(spec) for spec, _ in (*_weighted(data.train), *_weighted(data.eval))}
+    one_by_spec = {spec: read(spec) for spec, _ in (*data_sets(data.train), *data_sets(data.eval))}
     if problems:
         raise UserError("\n".join(problems))
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(one_by_spec[spec], weight, draw) for spec, weight in _weighted(part)])
+        _joined([_times(one_by_spec[spec], weight, draw) for spec, weight in data_sets(part)])
         for part in (data.train, data.eval)
     )
     if data.validation is not None:
@@ -115,7 +121,33 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a model's folder; raise `UserError` if it cannot be loaded."""
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
         on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
-        return AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
+        if tokenizer.is_fast:
+            _refuse_growth(tokenizer.backend_tokenizer)
+        return tokenizer
+
+
+def _refuse_growth(backend: Tokenizer) -> None:
+    """Refuse a tokenizer whose replacements multiply a text: it would run without end, and cannot be interrupted."""
+    empty = Tokenizer(BPE())
+    empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
+    settings = json.loads(empty.to_str())
+
+    def growth(step: dict[str, Any] | None) -> float:
+        if step is None or step["type"] not in ("Sequence", "Replace"):
+            return 1.0
+        if step["type"] == "Sequence":
+            steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
+            return float(np.prod([growth(one) for one in steps]))
+        pattern = step["pattern"].get("String")
+        return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
+
+    for part in ("normalizer", "decoder"):
+        if (times := growth(settings[part])) > _MOST_GROWTH:
+            raise UserError(
+                f"the {part} in tokenizer.json may make a text {times:.3g} times as long, and {_MOST_GROWTH} is the "
+                "most; take the original tokenizer of the model"
+            )
 
 
 def chat_template(spec: str) -> str:
@@ -145,12 +177,6 @@ def _announced(source: Source) -> Iterator[Row]:
             print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
             wait *= 2
         yield row
-
-
-def _weighted(part: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
-    """Return what a key of the run file names, each with its weight."""
-    specs = [] if part is None else [part] if isinstance(part, str) else part
-    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in specs]
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:

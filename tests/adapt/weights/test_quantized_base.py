@@ -1,4 +1,4 @@
-"""A packed base on disk: the same model, bit for bit, and nothing of a damaged one is used."""
+"""A quantized base on disk: the same model, bit for bit, and nothing of a damaged one is used."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from moetune.errors import UserError
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
-from tests.adapt.weights.test_quantizer import write
+from tests.adapt.weights.test_checkpoint import write
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build, write_packed_base
 
@@ -28,17 +28,30 @@ def states(folder: Path, **model: Any) -> dict[str, torch.Tensor]:
         return build(run_config(folder, LORA, model={"weights": "pretrained", **model}), "cpu").model.state_dict()
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8"])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss"])
-def test_it_is_the_model_that_packing_gives(model_type: str, base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "base"),
+    [
+        ("mixtral", "nf4"),
+        ("qwen2_moe", "int8"),
+        ("deepseek_v2", "nf4"),
+        ("deepseek_v3", "int8"),  # keeps its correction biases in float32
+        ("gpt_oss", "nf4"),
+        ("gpt_oss", "int8"),
+        ("gemma4_text", "nf4"),  # a buffer that is computed beside a weight that is read
+    ],
+)
+def test_it_is_the_model_that_quantizing_gives(model_type: str, base: str, tmp_path: Path) -> None:
+    """Wherever the experts are."""
     write(tmp_path / "plain", model_type)
     with small_linears_are_packed():
         write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", base, True)
-    plain, packed = (states(tmp_path / name, base=base, dtype="bf16") for name in ("plain", "packed"))
-    assert plain.keys() == packed.keys()
-    for name, tensor in plain.items():
-        assert packed[name].dtype == tensor.dtype, name
-        assert packed[name].equal(tensor), name
+    expected = states(tmp_path / "plain", base=base, dtype="bf16")
+    for name, experts_on in (("packed", "gpu"), ("packed", "host"), ("plain", "host")):
+        found = states(tmp_path / name, base=base, dtype="bf16", experts_on=experts_on)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert found[key].dtype == tensor.dtype, key
+            assert found[key].equal(tensor), key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.self_check import differing
+from moetune.experts.kernels.self_check import calls, differing
 from moetune.experts.quantized import QuantizedExperts
 
 triton = pytest.importorskip("triton")
@@ -88,35 +88,29 @@ def shuffled(tokens: int, top_k: int, experts: int) -> tuple[Tensor, list[int]]:
     return torch.argsort(ids, stable=True), torch.bincount(ids, minlength=experts).tolist()
 
 
-@pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("shape", [(64, 512), (24, 20), (96, 32), (15, 9)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nf4(interpreted: ModuleType, shape: tuple[int, int], double_quant: bool, dtype: torch.dtype) -> None:
-    stack = QuantizedExperts(3, shape, "nf4", double_quant=double_quant)
-    for number in range(3):
-        stack.quantize_(number, random(*shape, seed=number))
-    nested = (stack.nested_absmax, stack.nested_code, stack.offset) if double_quant else (None, None, None)
-    found, expected = both(interpreted, "dequantize_nf4", stack.data, stack.absmax, *nested, shape[0] * shape[1], dtype)
-    assert torch.equal(found[0], expected[0])
-
-
-@pytest.mark.parametrize("shape", [(24, 20), (15, 9), (3, 160)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8(interpreted: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    stack = QuantizedExperts(1, shape, "int8")
-    stack.quantize_(0, random(*shape))
-    found, expected = both(interpreted, "dequantize_int8", stack.data[0], stack.absmax[0], dtype)
-    assert torch.equal(found[0], expected[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp4(interpreted: ModuleType, dtype: torch.dtype) -> None:
-    """Every byte, at exponents that the dtype has a normal number for."""
-    stack, near = QuantizedExperts(1, (64, 64), "mxfp4"), 120 if dtype == torch.float32 else 12
+def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
+    """Of NF4 and int8, whole blocks and not; of MXFP4 every byte, at exponents of normal numbers."""
+    for shape, double_quant in product([(64, 512), (24, 20), (96, 32), (15, 9)], [True, False]):
+        nf4 = QuantizedExperts(3, shape, "nf4", double_quant=double_quant)
+        for number in range(3):
+            nf4.quantize_(number, random(*shape, seed=number))
+        nested = (nf4.nested_absmax, nf4.nested_code, nf4.offset) if double_quant else (None, None, None)
+        yield "dequantize_nf4", [nf4.data, nf4.absmax, *nested, shape[0] * shape[1], dtype]
+    for shape in [(24, 20), (15, 9), (3, 160)]:
+        int8 = QuantizedExperts(1, shape, "int8")
+        int8.quantize_(0, random(*shape))
+        yield "dequantize_int8", [int8.data[0], int8.absmax[0], dtype]
+    near = 120 if dtype == torch.float32 else 12
     exponents = torch.arange(127 - near, 128 + near, dtype=torch.uint8)
     data, scales = torch.arange(256, dtype=torch.uint8).repeat(len(exponents)), exponents.repeat_interleave(16)
-    found, expected = both(interpreted, "dequantize_mxfp4", data, scales, stack.pairs, dtype)
-    assert torch.equal(found[0], expected[0])
+    yield "dequantize_mxfp4", [data, scales, QuantizedExperts(1, (64, 64), "mxfp4").pairs, dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantization_is_exact(interpreted: ModuleType, dtype: torch.dtype) -> None:
+    for name, args in dequantizations(dtype):
+        found, expected = both(interpreted, name, *args)
+        assert torch.equal(found[0], expected[0]), (name, args)
 
 
 GATES = [(False, 1.0, 0.0), (True, 1.0, 0.0), (True, 1.702, 1.5), (False, 1.702, 1.5)]
@@ -292,36 +286,15 @@ def type_of(value: object) -> str:
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Each kernel as it is called of an expert of Qwen3-30B-A3B's width, and with the ranks that are unlike."""
+    """Each kernel as it is called for an expert of Qwen3-30B-A3B's width, and with the ranks that are unlike."""
     module = load()
     taken = {name: Launch(value.jitted) for name, value in vars(module).items() if isinstance(value, QuickLaunch)}
     assert taken
     for name, launch in taken.items():
         setattr(module, name, launch)
-    stack = QuantizedExperts(2, (64, 256), "nf4")
-    module.dequantize_nf4(
-        stack.data, stack.absmax, stack.nested_absmax, stack.nested_code, stack.offset, 64 * 256, dtype
-    )
-    module.dequantize_nf4(stack.data, stack.absmax.float(), None, None, None, 64 * 256, dtype)
-    int8, mxfp4 = QuantizedExperts(1, (64, 2048), "int8"), QuantizedExperts(1, (64, 2048), "mxfp4")
-    module.dequantize_int8(int8.data[0], int8.absmax[0], dtype)
-    module.dequantize_mxfp4(mxfp4.data[0], mxfp4.scales[0], mxfp4.pairs, dtype)
-    gate_up, act, order, weights = (
-        torch.zeros(64, 1536, dtype=dtype), torch.zeros(64, 768, dtype=dtype), torch.arange(64), torch.zeros(64),
-    )  # fmt: skip
-    for gate in GATES[::2]:
-        module.gated(gate_up, *gate)
-        module.gated_backward_(gate_up, act, weights, order, weights, *gate)
-    rows, inverse = torch.zeros(64, 2048, dtype=dtype), order.int()
-    module.gather_rows(rows, order, 8, inverse)
-    module.sum_rows_(rows[:8], rows, inverse, weights)
-    module.add_rows_(rows[:8], rows, order, 8, weights)
-    ends = torch.tensor([20, 64], dtype=torch.int32)
-    for rank, own_ends in ((64, None), (256, ends), (16, ends)):
-        A, B, parts = torch.zeros(2, 2, rank, 2048), torch.zeros(2, 2, 768, rank), gate_up.view(64, 2, 768)
-        narrow = module.low_rank(rows, A, B, parts, parts, own_ends, [20, 44], 2.0)
-        module.low_rank(parts, B.mT, A.mT, rows, rows, own_ends, [20, 44], 2.0)
-        module.low_rank_gradients_(narrow, rows, narrow, parts, A, B, weights, order, own_ends, [20, 44], 2.0)
+    for rank in (16, 64, 256):
+        for name, args in calls(torch.device("cpu"), dtype, 8, hidden=2048, intermediate=768, rank=rank):
+            getattr(module, name)(*args)
     for name, launch in taken.items():
         assert launch.sources, f"{name} is never launched"
         yield from ((name, *source) for source in launch.sources)

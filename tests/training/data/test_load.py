@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moetune.config.schema import DataConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.training.data import chat_template, encoder
-from moetune.training.data.load import load_data, pad_token_id
+from moetune.training.data.load import load_data, pad_token_id, tokenizer_of
 from moetune.training.step.batch import collate
 
 CHATML = (
@@ -722,3 +722,16 @@ def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, monkeypa
     before = peak()
     load(file, tokenizer, 1024)
     assert peak() - before < 80 * size
+
+
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
+    steps = {"normalizer": normalizers.Replace("a", "a" * 9), "decoder": decoders.Replace("a", "a" * 9)}
+    for part, step in steps.items():
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(tmp_path / part)
+        assert tokenizer_of("own", str(tmp_path / part)).is_fast
+        sequence = normalizers.Sequence if part == "normalizer" else decoders.Sequence
+        setattr(tokenizer.backend_tokenizer, part, sequence([step] * 30))
+        tokenizer.save_pretrained(tmp_path / part)
+        with pytest.raises(UserError, match=rf"{part} in tokenizer.json .* 4.24e\+28 times"):
+            tokenizer_of("own", str(tmp_path / part))

@@ -5,30 +5,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetune.errors import UserError
 from moetune.training.data.documents import Document
 from moetune.training.data.packing import packed, separate
-from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import collate
-from tests import toys
+from tests.training.test_isolation import excited
 
 PAD = 0
-TOY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "pad_token_id": None,
-}
-EXPERTS = {
-    "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
-}
 
 
 def document(size, prompt=1, first=0, divisible=True):
@@ -108,15 +91,6 @@ def test_best_fit_fills_the_fullest_sequence_with_room():
     assert contents == [[1, 4], [2, 3], [5]]
 
 
-def toy_model(model_type, attention="sdpa"):
-    config = AutoConfig.for_model(model_type, **TOY, **EXPERTS[model_type])
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.1)
-    return model
-
-
 def toy_batch():
     """Two sequences of documents of unlike lengths, the second one padded."""
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +106,7 @@ def toy_batch():
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_packed_logits_and_gradients_equal_those_of_each_document_alone(model_type, attention, checkpointing):
     torch.set_num_threads(1)
-    model = toy_model(model_type, attention).train()
+    model = excited(model_type, attn_implementation=attention).train()
     documents, batch = toy_batch()
     assert batch["input_ids"].shape == (2, 16)
     if checkpointing:
@@ -155,51 +129,3 @@ def test_packed_logits_and_gradients_equal_those_of_each_document_alone(model_ty
         start += len(one)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(together[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-def test_models_that_isolate_documents_pass_and_are_left_as_they_were(model_type, attention):
-    model = toy_model(model_type, attention).train()
-    state = torch.get_rng_state()
-    for micro_batch in (1, 3):
-        refuse_leaky_packing(model, micro_batch, 16)
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_models_that_mix_documents_are_refused():
-    model = toy_model("mixtral")
-    decoder = model.model.forward
-    # What gpt_oss does in transformers 5.23: its mask never hears of the positions.
-    model.model.forward = lambda position_ids, **inputs: decoder(**inputs)
-    with pytest.raises(
-        UserError, match="mixtral with attention sdpa and 2 sequences of 16 tokens a batch lets one packed doc"
-    ):
-        refuse_leaky_packing(model, 2, 16)
-    model.model.forward = decoder
-    refuse_leaky_packing(model, 2, 16)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "sizes"),
-    [
-        (
-            "minimax_m3_vl_text",
-            {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["minimax_m3_sparse"] * 4},
-        ),
-        ("deepseek_v4", {}),
-        ("jamba", {}),
-    ],
-)
-def test_models_whose_choices_or_blocks_mix_documents_are_refused_at_the_length_that_trains(model_type, sizes):
-    model = toys.toy_model(model_type, **sizes)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.1)
-    with pytest.raises(UserError, match="64 tokens a batch lets one packed document see another"):
-        refuse_leaky_packing(model, 1, 64)
-
-
-def test_an_indexer_whose_choice_sees_the_mask_passes():
-    refuse_leaky_packing(toys.toy_model("deepseek_v32", index_topk=8, index_n_heads=64), 1, 64)

@@ -100,16 +100,6 @@ def test_in_float32_fused_is_unfused(name: str, clip: float, small_model: Path) 
         torch.testing.assert_close(fused.weights()[key], weight, rtol=0, atol=apart, msg=key)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_lomo_is_sgd_in_float32(clip: float, small_model: Path) -> None:
-    sgd = Run(run_config(small_model, {"name": "sgd"}, max_grad_norm=clip))
-    lomo = Run(run_config(small_model, {"name": "lomo"}, max_grad_norm=clip))
-    losses = sgd.steps(), lomo.steps()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if clip else 0)
-    for key, weight in sgd.weights().items():
-        torch.testing.assert_close(lomo.weights()[key], weight, rtol=0, atol=1e-6 if clip else 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(UNPAGED, 3))
 def test_in_bfloat16_losses_are_those_of_float32(name: str, small_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that are what their suffix says, drawn from any report; the charts were looked at by eye."""
+"""Files that are what their suffix says, drawn from any report; the chart was looked at by eye."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from moetune.errors import UserError
 from moetune.memory.report import LoadPeaks, MemoryReport, Parts, RankMemory, Sample
-from moetune.report.figures import inline_svg, phases, save_figure, thinned
+from moetune.report.memory_charts import memory_chart, phases, thinned
 from tests.report.sample import GIB, MIB, PEAK, formula_only, many_ranks, rank, sample, timeline, too_big
 
 MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".PNG": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
@@ -21,7 +21,7 @@ MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".PNG": b"\x89PNG\r\n\x1a\n", ".svg": b"<
 )
 def test_a_file_is_what_its_suffix_says(tmp_path: Path, make: Callable[..., MemoryReport], suffix: str) -> None:
     path = tmp_path / f"figure{suffix}"
-    save_figure(make(), path)
+    memory_chart(make()).save(path)
     assert path.read_bytes().startswith(MAGIC[suffix])
     assert list(path.parent.iterdir()) == [path]
 
@@ -29,7 +29,7 @@ def test_a_file_is_what_its_suffix_says(tmp_path: Path, make: Callable[..., Memo
 @pytest.mark.parametrize("name", ["figure.pdf", "figure"])
 def test_another_suffix_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"a figure is \.png or \.svg, not") as error:
-        save_figure(sample(), tmp_path / name)
+        memory_chart(sample()).save(tmp_path / name)
     assert str(tmp_path / name) in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -37,36 +37,31 @@ def test_another_suffix_is_named(tmp_path: Path, name: str) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "figure.png").mkdir()
     with pytest.raises(UserError, match=r"figure\.png' exists and is no ordinary file"):
-        save_figure(formula_only(), tmp_path / "figure.png")
+        memory_chart(formula_only()).save(tmp_path / "figure.png")
     assert list(tmp_path.iterdir()) == [tmp_path / "figure.png"]
 
 
 def test_the_same_report_gives_the_same_file(tmp_path: Path) -> None:
     for name in ("one.svg", "two.svg"):
-        save_figure(sample(), tmp_path / name)
+        memory_chart(sample()).save(tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_labels_are_text() -> None:
-    svg, box = inline_svg(too_big())
-    for label in ("34.05 GiB", "RTX 4090: 24.00 GiB usable", "peak 33.02 GiB", "forward", "backward", "frozen weights"):
+def test_labels_are_text_and_follow_the_theme() -> None:
+    svg = memory_chart(too_big()).svg()
+    for label in ("34.05 GiB", "RTX 4090: 24.00 GiB usable", "forward", "backward", "frozen weights"):
         assert f">{label}</text>" in svg
-    assert box is not None
-    assert 0 < box.left < box.left + box.width < 1
-    assert 0 < box.top < box.top + box.height < 1
-
-
-def test_without_a_timeline_there_is_no_place_for_it() -> None:
-    svg, box = inline_svg(formula_only())
-    assert box is None
-    assert "backward" not in svg
+    for said in ("peak 33.02 GiB", "above 30.68 GiB that stand still"):
+        assert said in svg
+    assert "var(--ink)" in svg
+    assert "#1b1f24" not in svg
+    assert "backward" not in memory_chart(formula_only()).svg()
 
 
 def test_a_card_far_larger_than_the_need_leaves_the_bars_readable() -> None:
     tiny = RankMemory(0, Parts(frozen_weights=4 * MIB), 2 * MIB, 20 * MIB)
-    svg, _ = inline_svg(sample(ranks=(tiny,), load=LoadPeaks(0, 4 * MIB), timeline=(Sample("forward", tiny.parts),)))
-    assert "far beyond this chart" in svg
-    assert "far above" in svg
+    report = sample(ranks=(tiny,), load=LoadPeaks(0, 4 * MIB), timeline=(Sample("forward", tiny.parts),))
+    assert "far beyond this chart" in memory_chart(report).svg()
 
 
 def test_odd_reports_are_drawn_without_a_warning() -> None:
@@ -74,8 +69,9 @@ def test_odd_reports_are_drawn_without_a_warning() -> None:
     ranks = tuple(rank(n, Parts(frozen_weights=n * GIB)) for n in range(20))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        inline_svg(sample(ranks=(nothing,), load=LoadPeaks(0, 0), gpu=None, timeline=()))
-        svg, _ = inline_svg(sample(ranks=ranks, model="of $x$ and $y", gpu=None))
+        memory_chart(sample(ranks=(nothing,), load=LoadPeaks(0, 0), gpu=None, timeline=())).svg()
+        memory_chart(sample(ranks=(nothing,), load=LoadPeaks(0, 0), timeline=(Sample("forward", Parts()),))).svg()
+        svg = memory_chart(sample(ranks=ranks, model="of $x$ and $y", gpu=None)).svg()
     assert "the 12 fullest of 20 kinds of rank" in svg
 
 

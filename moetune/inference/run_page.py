@@ -1,0 +1,110 @@
+"""A run folder as a page: curves, memory, expert load, what trained, the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from moetune.adapt.count import count
+from moetune.documents import read_json
+from moetune.errors import counted
+from moetune.exporting.finished_run import config_of, refuse_other_model
+from moetune.report.charts import COLOURS, Chart
+from moetune.report.console import note
+from moetune.report.run import drift_chart, drift_section, heatmaps, memory_table, trainable_table
+from moetune.report.view import Section, View
+from moetune.run.dtypes import this_device
+from moetune.run.records import DriftFile, MemoryFile
+from moetune.run.resolve import ResolvedRun, resolve
+from moetune.training.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
+
+_PACKAGES = ("moetune", "torch", "transformers", "peft", "bitsandbytes", "datasets")
+Metrics = Sequence[Mapping[str, Any]]
+
+
+def run_of(path: Path) -> ResolvedRun:
+    """Resolve the run of a run folder for this machine.
+
+    Raises:
+        UserError: it is no run folder, or its model is gone.
+    """
+    run = resolve(config_of(path), this_device())
+    for text in refuse_other_model(RunFolder(path), run.model):
+        note(text)
+    return run
+
+
+def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
+    """Describe what a run folder holds now."""
+    metrics = RunFolder(path).metrics()
+    memory: Any = None
+    if (path / MEMORY_FILE).is_file():
+        memory = read_json(path / MEMORY_FILE, MemoryFile, remedy="delete it, and the page goes without")
+    drift: Any = None
+    if (path / DRIFT_FILE).is_file():
+        drift = read_json(path / DRIFT_FILE, DriftFile, remedy="write it again with moetune drift")
+    verdict, *lines = _words(metrics, run.config.train.steps)
+    sections = [*_sections(path, run, memory), *([] if drift is None else [drift_section(drift)])]
+    charts = [Chart("curves", (10, 5.4), lambda figure: _draw_curves(figure, metrics))]
+    if memory is not None and memory.get("expert_load"):
+        charts.append(heatmaps("tokens each expert received", {"": memory["expert_load"]}))
+    if drift is not None:
+        charts.append(drift_chart(drift))
+    return View(f"{path.resolve().name}: {run.config.model.path}", verdict, None, lines, sections=sections), charts
+
+
+def _words(metrics: Metrics, steps: int) -> Iterator[str]:
+    evaluations = [line for line in metrics if "eval_loss" in line]
+    losses = [line["loss"] for line in metrics if line.get("loss") is not None]
+    done = f"{max((line['step'] for line in metrics), default=0):,} of {counted(steps, 'step')}"
+    if len(evaluations) > 1:
+        yield f"{done}: held-out loss {evaluations[0]['eval_loss']:.4f} → {evaluations[-1]['eval_loss']:.4f}"
+    else:
+        yield f"{done}: loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else done
+    if evaluations:
+        best = min(evaluations, key=lambda line: line["eval_loss"])
+        yield f"best held-out loss {best['eval_loss']:.4f}, at step {best['step']:,}"
+    if speeds := [line["tokens_per_second"] for line in metrics if line.get("tokens_per_second")]:
+        yield f"{sum(speeds) / len(speeds):,.0f} tokens a second on average"
+    if skipped := sum(line.get("skipped_steps") or 0 for line in metrics):
+        yield f"{counted(skipped, 'step')} skipped: a gradient was not finite"
+
+
+def _sections(path: Path, run: ResolvedRun, memory: Any) -> Iterator[Section]:
+    if memory is None:
+        yield Section("memory", "Nothing has been measured yet.")
+    else:
+        measured = f"memory of the first {counted(memory['steps'], 'step')}, on {memory['device']}"
+        yield Section(measured, memory_table(memory["predicted"], memory["measured"]))
+    parameters = count(run)
+    assert parameters.trainable is not None
+    yield Section("what trains", trainable_table(parameters.trainable, parameters.parameter_count.total))
+    yield Section("versions", ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES))
+    yield Section("the resolved run file", (path / RUN_FILE).read_text(encoding="utf-8"))
+
+
+def _draw_curves(figure: Figure, metrics: Metrics) -> None:
+    trained = [line for line in metrics if "lr" in line]
+    keys = ("loss", "loss"), ("lr", "learning rate"), ("tokens_per_second", "tokens/s"), ("grad_norm", "gradient norm")
+    for axes, (key, title) in zip(figure.subplots(2, 2).flatten(), keys, strict=True):
+        _line(axes, trained, key, "training", COLOURS["frozen_weights"])
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if key == "loss":
+            _line(axes, metrics, "eval_loss", "held out", COLOURS["gradients"])
+            axes.legend()
+        else:
+            axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+
+
+def _line(axes: Axes, lines: Metrics, key: str, label: str, colour: str) -> None:
+    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    marker = "." if len(points) < 30 else None
+    axes.plot([x for x, _ in points], [y for _, y in points], color=colour, label=label, marker=marker)

@@ -1,0 +1,213 @@
+"""A memory report in words and tables: the verdict first, then what it rests on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+
+from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term
+from moetune.memory.time.roofline import Duration
+from moetune.memory.time.work import Work
+from moetune.models.selection import ranges
+from moetune.report.units import between, gib, hours, named, percent
+from moetune.report.view import Section, Table, View
+
+METHODS = {
+    "trace": "traced: what runs, on tensors without storage",
+    "formula": "closed form: a recorded step, at these sizes",
+}
+_PHASES = {
+    "load": "while loading",
+    "forward": "in the forward pass",
+    "recompute": "in the recomputation",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer's step",
+    "evaluation": "in an evaluation",
+}
+
+
+def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
+    """Describe a report; changes of the run file only if it does not fit.
+
+    Args:
+        tokens: also state the hours that so many take.
+    """
+    lines = [most(report), on_host(report), "" if report.time is None else pace(report.time, tokens)]
+    return View(
+        report.model,
+        verdict(report),
+        report.verdict,
+        [line for line in lines if line],
+        [("model", report.model), *report.about, ("method", METHODS[report.method])],
+        [section for section in _sections(report) if section.body != () and section.body != []],
+    )
+
+
+def _sections(report: MemoryReport) -> Iterator[Section]:
+    if report.fits is False:
+        changes = [f"{flags(change)}\n{effect(change)}" for change in report.changes]
+        yield Section("what makes it fit, the mildest change first", changes)
+    yield Section(peak(report), _parts(report.fullest))
+    if len(report.ranks) > 1:
+        yield Section(f"{len(report.ranks)} ranks", _ranks(report))
+    if report.moment is not None and report.moment.largest:
+        yield Section("largest allocations alive at the peak", _largest(report.moment), True)
+    if report.terms:
+        yield Section("formula terms", _terms(report.terms), True)
+    load = report.load
+    at_load = [f"host: {gib(load.host)}", f"GPU: {gib(load.gpu)}, and what is outside the allocator"]
+    yield Section("loading, before the first step", at_load, True)
+    if report.collectives:
+        rows = [(one.what, one.kind, one.axis, f"{one.calls:,}", gib(one.bytes)) for one in report.collectives]
+        table = Table(("what", "kind", "axis", ">calls", ">bytes"), rows)
+        yield Section("communication of one step, leaving each rank", table, True)
+    yield Section("assumed", report.assumptions, True)
+    if report.time is not None:
+        yield Section("time of a step, if each part were alone", _times(report.time), True)
+    yield Section("notes", report.notes)
+
+
+# --- Words --------------------------------------------------------------------------------------------------------
+
+
+def verdict(report: MemoryReport) -> str:
+    """State whether it fits, what is left or missing, and if it is tight, what may come to be missing."""
+    if report.gpu is None or report.headroom_bytes is None:
+        return f"needs {gib(report.required)}; no GPU named to compare with"
+    card = f"{report.gpu.name} ({gib(report.gpu.usable_bytes)} usable)"
+    if report.verdict == "no":
+        return f"does NOT fit: {gib(-report.headroom_bytes)} too much for {card}"
+    if report.verdict == "tight":
+        short = report.allowance - report.headroom_bytes
+        return f"tight: {gib(report.headroom_bytes)} left on {card}, may be {gib(short)} short"
+    return f"fits: yes, {gib(report.headroom_bytes)} headroom on {card}"
+
+
+def most(report: MemoryReport) -> str:
+    """State what the fullest process needs and takes, and whether in a step or before the first."""
+    fullest = report.fullest
+    who = "The process" if len(report.ranks) == 1 else f"Rank {fullest.rank}, the fullest of {len(report.ranks)},"
+    in_a_step = report.load.gpu <= max(rank.peak_allocated for rank in report.ranks)
+    moment = "at the peak of a step" if in_a_step else "while the weights load"
+    cached = f", and takes {gib(report.peak_process)} with what it caches" * (report.peak_process > report.required)
+    return f"{who} needs {gib(report.required)} {moment}{cached}."
+
+
+def on_host(report: MemoryReport) -> str:
+    """State what is in host memory; empty if nothing is."""
+    most = max(rank.host_bytes for rank in report.ranks)
+    return f"Beside that {gib(most)} of tensors are in pinned host memory." if most else ""
+
+
+def peak(report: MemoryReport) -> str:
+    """State which rank's peak it is, and when it comes."""
+    whose = f" on rank {report.fullest.rank}" if len(report.ranks) > 1 else ""
+    return f"the peak of a step{whose}" + ("" if report.moment is None else f": {when(report.moment)}")
+
+
+def when(moment: Moment) -> str:
+    where = f" of {moment.module}" if moment.module else ""
+    return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
+
+
+def pace(time: Duration, tokens: int | None = None) -> str:
+    """State tokens a second, seconds a step, and the hours for `tokens`, from the fast end to the slow one."""
+    speed, seconds, share = time.tokens_per_second, time.seconds, time.share
+    if time.measured is not None:
+        return (
+            f"Measured of a run like it: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
+        )
+    return (
+        f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
+        f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of what the card can multiply."
+    )
+
+
+def flags(change: Change) -> str:
+    """Write a change as it is typed into a shell."""
+    return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
+
+
+def effect(change: Change) -> str:
+    return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}; {change.why}"
+
+
+# --- Tables -------------------------------------------------------------------------------------------------------
+
+
+def _parts(rank: RankMemory) -> Table:
+    rows = [(named(name), gib(count), percent(count, rank.peak_allocated)) for name, count in rank.parts.items()]
+    return Table(("part", ">bytes", ">share"), rows, [(line, gib(count), "") for line, count in balance(rank)])
+
+
+def balance(rank: RankMemory) -> list[tuple[str, int]]:
+    """List what leads from the tensors' bytes to the process's."""
+    return [
+        ("allocated at the peak", rank.peak_allocated),
+        ("+ cached, not in use", rank.peak_reserved - rank.peak_allocated),
+        ("= reserved", rank.peak_reserved),
+        ("+ outside the allocator", rank.outside_allocator),
+        ("= process", rank.peak_process),
+    ]
+
+
+def _largest(moment: Moment) -> Table:
+    rows = []
+    for one in moment.largest:
+        where = f"{one.module or 'the step itself'}\n{one.op}"
+        rows.append((f"{named(one.part)}\n{one.phase}", where, f"{one.count:,}", gib(one.bytes)))
+    return Table(("part, made in", "module, operation", ">count", ">bytes"), rows)
+
+
+def _terms(terms: tuple[Term, ...]) -> Table:
+    rows = []
+    for term in folded(terms):
+        said = "\n".join(filter(None, (term.name, term.formula, term.numbers)))
+        rows.append((f"{named(term.part)}\ndocs/{term.page}", said, gib(term.bytes)))
+    total = "sum", "", gib(sum(term.bytes for term in terms))
+    return Table(("part, page", "term, formula, numbers", ">bytes"), rows, [total])
+
+
+def folded(terms: Iterable[Term]) -> list[Term]:
+    """Return the terms, those of a part that are below 0.1 % of all as one."""
+    terms = list(terms)
+    least = sum(term.bytes for term in terms) / 1000
+    shown = []
+    for part in PART_NAMES:
+        large = [term for term in terms if term.part == part and term.bytes >= least]
+        small = [term for term in terms if term.part == part and term.bytes < least]
+        if len(small) > 1:
+            taken = sum(term.bytes for term in small)
+            small = [
+                Term(part, f"{len(small)} smaller ones", "each below 0.1 %", "--json lists them", taken, small[0].page)
+            ]
+        shown += [*large, *small]
+    return shown
+
+
+def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
+    """Group ranks of equal memory: their numbers, as in `0-3,6`, and one of them."""
+    groups: dict[tuple[object, ...], list[RankMemory]] = {}
+    for rank in ranks:
+        groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes), []).append(rank)
+    return [(ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
+
+
+def _ranks(report: MemoryReport) -> Table:
+    rows = [
+        (numbers, *map(gib, (one.peak_allocated, one.peak_reserved, one.outside_allocator, one.peak_process)))
+        for numbers, one in alike(report.ranks)
+    ]
+    return Table(("rank", ">allocated", ">reserved", ">outside", ">process"), rows)
+
+
+def _times(time: Duration) -> Table:
+    rows = []
+    works: dict[str, Work] = dict(time.work.items())
+    for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1].slow):
+        work = works.get(part, Work())
+        moved = work.bytes + work.product_bytes + work.copied
+        counted = ((work.flops + work.flops32) / 1e12, 2), (moved / 1e9, 1), (work.launches, 0)
+        cells = [f"{number:,.{digits}f}" if number else "" for number, digits in counted]
+        rows.append((named(part), *cells, f"{1000 * seconds.fast:,.1f}", f"{1000 * seconds.slow:,.1f}"))
+    return Table(("part", ">TFLOP", ">GB", ">launches", ">ms, fast", ">ms, slow"), rows)

@@ -1,0 +1,82 @@
+"""The data that a pass over routing reads: rows as training makes them, in an order that the run's seed draws."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import datasets
+import numpy as np
+
+from moetune.config.schema import DataConfig, RunConfig
+from moetune.errors import UserError
+from moetune.run.resolve import ResolvedRun
+from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one data set that are read, in their order."""
+
+    name: str
+    rows: datasets.Dataset
+    digest: str
+
+    def row(self, index: int) -> dict[str, np.ndarray]:
+        return _row(self.rows, index)
+
+
+def names_of(config: RunConfig) -> list[str]:
+    """Return the data sets that a run trains on."""
+    train = () if config.data is None else config.data.train
+    return [one if isinstance(one, str) else one.path for one in ((train,) if isinstance(train, str) else train)]
+
+
+def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[Source], int]:
+    """Read so many tokens, or all there are, of each data set; of the run's held-out data for None.
+
+    Returns:
+        The sources, and the token that pads them.
+
+    Raises:
+        UserError: all that is wrong with any of them.
+    """
+    config, model = run.config, run.model.source
+    tokenizer = tokenizer_of(model.name, model.folder)
+    how = {} if config.data is None else config.data.model_dump(exclude={"train", "eval", "validation"})
+    sources, problems = [], []
+    for name in ("held-out data",) if data is None else data:
+        try:
+            if data is None:
+                assert config.data is not None
+                rows = load_data(config.data, tokenizer, config.train).eval
+            else:
+                rows = load_data(DataConfig.model_validate({**how, "train": name}), tokenizer, config.train).train
+            assert rows is not None
+            sources.append(_some_of(name, rows, config, tokens))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    padding = pad_token_id(tokenizer)
+    refuse_unknown_tokens(run.model.settings, config.model.path, padding, *(one.rows for one in sources))
+    return sources, padding
+
+
+def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> Source:
+    order = np.random.default_rng(config.train.seed).permutation(len(rows))
+    chosen, digest, count = [], hashlib.sha256(), 0
+    for index in order.tolist():
+        if count >= tokens:
+            break
+        row = _row(rows, index)
+        chosen.append(index)
+        count += int(row["is_token"].sum()) if "is_token" in row else len(row["input_ids"])
+        for key in sorted(row):
+            digest.update(key.encode() + row[key].astype("<i4").tobytes())
+    return Source(name, rows.select(chosen), digest.hexdigest())
+
+
+def _row(rows: datasets.Dataset, index: int) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value, np.int64) for name, value in rows[index].items()}

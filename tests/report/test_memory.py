@@ -1,0 +1,149 @@
+"""A memory report in words and tables: the verdict in each case, sums that balance, nothing cut off at 80 columns."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from moetune.memory.report import LoadPeaks, MemoryReport, Moment, Parts
+from moetune.report.memory import alike, balance, memory_view, verdict, when
+from moetune.report.terminal import show
+from moetune.report.units import gib, percent
+from tests.report.sample import GIB, L40S, MIB, PEAK, formula_only, many_ranks, rank, sample, tight, too_big
+
+REPORTS = [sample, tight, too_big, many_ranks, formula_only]
+
+
+def printed(report: MemoryReport, width: int = 80, *, verbose: bool = True) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(memory_view(report), console, verbose=verbose)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def counts(report: MemoryReport) -> list[int]:
+    """The bytes that a view has to hold."""
+    return [
+        *report.fullest.parts,
+        *(count for _, count in balance(report.fullest)),
+        report.load.host,
+        *(term.bytes for term in report.terms),
+        *(item.bytes for item in report.collectives),
+        *(rank.peak_process for rank in report.ranks),
+        *(item.bytes for item in (report.moment.largest if report.moment else ())),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"), (1023, "1.00 KiB"), (512, "512 B"), (1024, "1.00 KiB"), (33_554_432, "32.00 MiB"),
+        (2**30 - 1, "1.00 GiB"), (25_000_000_000, "23.28 GiB"), (-(3 * 2**30), "-3.00 GiB"),
+        (5000 * 2**30, "5,000.00 GiB"),
+    ],
+)  # fmt: skip
+def test_bytes_in_words(count: int, text: str) -> None:
+    assert gib(count) == text
+
+
+def test_a_share_of_nothing_is_not_a_number() -> None:
+    assert (percent(1, 4), percent(0, 0)) == ("25.0 %", "")
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (sample(), "fits: yes, 11.34 GiB headroom on L40S (44.99 GiB usable)"),
+        (too_big(), "does NOT fit: 9.65 GiB too much for RTX 4090 (24.00 GiB usable)"),
+        (tight(), "tight: 360.44 MiB left on L40S (34.00 GiB usable), may be 328.67 MiB short"),
+        (sample(gpu=None), "needs 33.65 GiB; no GPU named to compare with"),
+    ],
+    ids=["room", "too small", "little room", "no card"],
+)
+def test_the_verdict(report: MemoryReport, said: str) -> None:
+    assert verdict(report) == said
+
+
+@pytest.mark.parametrize("make", REPORTS)
+def test_the_verdict_comes_first_and_last_and_the_rest_fits_a_screen(make: Callable[..., MemoryReport]) -> None:
+    about = (("run file", "runs/mine.yaml"), ("trains", "LoRA rank 16 on attention, experts"))
+    for verbose in (True, False):
+        text = printed(make(about=about), verbose=verbose, width=200)
+        assert text.startswith(verdict(make()))
+        assert text.rstrip().endswith(verdict(make()))
+        assert all(said in text for _, said in about)
+    assert len(printed(make(about=about), verbose=False).splitlines()) <= (60 if make is many_ranks else 45)
+    assert "--verbose" in printed(make(), verbose=False)
+
+
+def test_host_memory_is_named_where_there_is_any() -> None:
+    assert "host memory" not in printed(sample())
+    with_host = replace(sample().fullest, host_bytes=65 * GIB)
+    assert "Beside that 65.00 GiB of tensors are in pinned host memory." in printed(sample(ranks=(with_host,)))
+
+
+def test_parts_and_their_sum_are_printed() -> None:
+    lines = printed(sample()).splitlines()
+    for name, count in (*PEAK.items(), ("allocated at the peak", PEAK.total)):
+        assert any(name.replace("_", " ") in line and gib(count) in line for line in lines), name
+
+
+def test_the_balance_adds_up() -> None:
+    allocated, cached, reserved, outside, process = (count for _, count in balance(rank()))
+    assert (allocated + cached, reserved + outside) == (reserved, process)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("make", REPORTS)
+def test_nothing_is_cut_off(make: Callable[..., MemoryReport], width: int) -> None:
+    text = printed(make(), width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert [gib(count) for count in counts(make()) if gib(count) not in text] == []
+
+
+def test_brackets_are_text_and_not_markup() -> None:
+    assert "[E, h, i per layer]" in " ".join(printed(sample(), 120).split())
+    assert "[red]model" in printed(sample(model="[red]model"))
+
+
+def test_the_moment_of_the_peak_is_said() -> None:
+    text = " ".join(printed(sample()).split())
+    assert "step 1, micro-step 7 (from 0), in the backward pass of model.layers.31.mlp" in text
+    assert when(Moment(0, 0, "optimizer", "", ())) == "step 0, micro-step 0 (from 0), in the optimizer's step"
+
+
+def test_a_peak_while_loading_is_said_and_decides() -> None:
+    report = sample(load=LoadPeaks(host=GIB, gpu=60 * GIB))
+    assert report.fits is False
+    assert "The process needs 60.62 GiB while the weights load." in printed(report)
+
+
+def test_changes_in_their_order_as_they_are_typed_and_only_where_it_does_not_fit() -> None:
+    text = printed(too_big(), 120)
+    assert [line.strip() for line in text.splitlines() if "--set" in line] == [
+        "- --set optimizer.name=adamw8bit",
+        "- --set 'adapt.experts={layers: 0-2, ids: [0, 1]}' --set optimizer.name=lomo",
+    ]
+    assert "saves 12.00 GiB: the process then needs 22.82 GiB; optimizer states of one byte" in text
+    assert "--set" not in printed(too_big(gpu=L40S))
+
+
+def test_equal_ranks_are_one_row() -> None:
+    fuller = rank(4, Parts(gradients=MIB))
+    ranks = [rank(0), rank(1), rank(2), fuller, rank(3), rank(5)]
+    assert [numbers for numbers, _ in alike(ranks)] == ["0-3,5", "4"]
+
+
+def test_sections_only_where_there_is_something_to_say() -> None:
+    several, one, formula = printed(many_ranks()), printed(sample()), printed(formula_only())
+    for said in ("8 ranks", "all-gather", "Rank 0, the fullest of 8, needs", "communication"):
+        assert said in several
+        assert said not in one
+    assert "largest allocations" in one
+    assert "largest allocations" not in formula
+    assert "closed form" in formula
