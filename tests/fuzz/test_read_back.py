@@ -63,7 +63,7 @@ READ_BY = {
     "models/hub/delta_folder.py": "delta/manifest.json",
     "models/hub/quantized.py": "config.json: test_models.py",
     "models/hub/tensor_files.py": "delta/delta.safetensors",
-    "inference/summary.py": "run/memory.json",
+    "inference/run_page.py": "run/memory.json",
     "parallel/launch.py": "a rank's last words, in a folder of our own",
     "run/deepspeed_json.py": "deepspeed.json",
     "models/source_quantization.py": "packed/packed.json",
@@ -81,6 +81,7 @@ RAW = {
     "models/catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",
     "training/data/formats.py": "a value in a record: test_data.py",
+    "training/data/load.py": "a tokenizer as it says itself: test_load.py",
     "documents.py": "the reader",
     "files.py": "a lock of another process",
 }
