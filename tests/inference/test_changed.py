@@ -345,7 +345,7 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "more experts a token": ("eval", said("model/config.json", num_experts_per_tok=99), "99 experts"),
     "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
     "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
-    "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "1000000000"),
+    "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "128,000,172,864"),
     "90 layers": ("eval", said("model/config.json", num_hidden_layers=90), "describes|do(es)? not fit"),
     "an index without metadata": ("eval", indexed({}), ""),
     "an index with other metadata": ("eval", indexed({"metadata": "x"}), ""),

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import core_model_loading
 
 from moetune.cli.quantize import quantize
 from moetune.config.schema import RunConfig
 from moetune.experts.context import read_received
+from moetune.models.hub.tensor_files import Stored
 from moetune.parallel.ranks import Ranks
 from tests import small
 from tests.parallel import layouts, steps, world
@@ -53,15 +53,15 @@ def test_a_rank_without_tokens(adapt: str, small_model: Path) -> None:
 def bytes_read(config: RunConfig) -> dict[str, int]:
     """Of a checkpoint's experts, and of all else, on one rank."""
     sums = {"experts": 0, "rest": 0}
-    materialize = core_model_loading._materialize_copy
+    rows = Stored.rows
 
-    def counting(tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = materialize(tensor, *args, **kwargs)
-        kind = "experts" if {*made.shape} == {64, 96} else "rest"  # as `tests.small` has them
-        sums[kind] += made.nbytes
-        return made
+    def counting(self: Stored, *args: Any, **kwargs: Any) -> torch.Tensor:
+        read = rows(self, *args, **kwargs)
+        kind = "experts" if {*read.shape} == {64, 96} else "rest"  # as `tests.small` has them
+        sums[kind] += read.nbytes
+        return read
 
-    core_model_loading._materialize_copy = counting
+    Stored.rows = counting
     build(config, "cpu", ranks=Ranks.join(config.parallel, "cpu"))
     return sums
 
