@@ -1,1 +1,1 @@
-"""Training: the loop, its steps, optimizers and data; run folders and checkpoints."""
+"""Training: the loop, metrics, run folders and checkpoints; data, steps and optimizers are in the packages below."""
