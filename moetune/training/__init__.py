@@ -1,1 +1,1 @@
-"""Training: the loop, metrics, run folders and checkpoints; data, steps and optimizers are in the packages below."""
+"""Training: loop, metrics, run folders and checkpoints; the packages below have data, steps and optimizers."""

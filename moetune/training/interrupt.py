@@ -1,5 +1,4 @@
-"""Signals: on Ctrl-C or SIGTERM a run saves a checkpoint after the current step and ends; a second one ends it at
-once."""
+"""Ctrl-C and SIGTERM: a run saves a checkpoint after the current step and ends; a second signal ends it at once."""
 
 from __future__ import annotations
 

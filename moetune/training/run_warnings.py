@@ -1,4 +1,4 @@
-"""Warnings during training (idle experts, collapsed routing, lost updates), printed once and named in the metrics."""
+"""Warnings of a run (idle experts, collapsed routing, lost updates), printed once and named in the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a run folder: check that a run may use it, lock it, write its files and checkpoints, delete old checkpoints.
+"""Writes a run folder: whether a run may start in it, lock, files, new checkpoints, deletion of old checkpoints.
 
 The ledger, `.moetune` in the run folder, lists the paths that moetune has written. Any other file is the user's, and is
 neither replaced nor deleted. A file or checkpoint is written under a temporary name and renamed when it is complete. On
@@ -81,7 +81,7 @@ class RunWriter(RunFolder):
         """Check that a run may start in this folder, and return the checkpoint that it continues from; None for a new
         run.
 
-        The contents of the folder are not changed. A lock file that is there already is taken over.
+        The contents of the folder are not changed. If a lock file is there already, its lock is taken.
 
         Args:
             config: the run file of the run that is to start.
@@ -89,9 +89,10 @@ class RunWriter(RunFolder):
             overwrite: whether a run in the folder may be replaced; excludes `resume`.
 
         Raises:
-            UserError: the folder is not a run folder and not empty; holds a run, and neither `resume` nor `overwrite`
-                was given; holds a run with other settings than the run to resume; is being written by another process;
-                or cannot be written.
+            UserError: the folder holds files and no run; holds a run, and neither `resume` nor `overwrite` was given;
+                holds a run with other settings than the run to resume, or only damaged checkpoints; holds a file that
+                moetune has not written where the run will write; is being written by another process; or cannot be
+                written.
         """
         if resume != "never" and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
@@ -187,7 +188,8 @@ class RunWriter(RunFolder):
         )
 
     def _is_run(self) -> bool:
-        """Return whether the folder holds a run, by its ledger or, if there is none, by a valid `inputs.json`."""
+        """Return whether the folder holds a run: run file, checkpoints folder, and a ledger or, without one, a valid
+        `inputs.json`."""
         if not (self.path / RUN_FILE).is_file() or not self.checkpoints_path.is_dir():
             return False
         try:

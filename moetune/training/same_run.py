@@ -1,5 +1,4 @@
-"""Compare a run with its beginning: which settings may change on resume, and whether its data and tokenizer are the
-same."""
+"""Compare a run with its beginning on resume and export: settings, training data and the base's small files."""
 
 from __future__ import annotations
 
@@ -187,14 +186,14 @@ def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[
 def _settings(run: RunConfig | Path) -> dict[str, Any]:
     """Return a run file as a flat dict, `{"train.steps": 9, …}`; settings that it leaves out have their defaults.
 
-    `train.accumulate` is given as the sum over all ranks that see different data.
+    `train.accumulate` is multiplied by the number of ranks that see different data.
     """
     config = run if isinstance(run, RunConfig) else None
     if isinstance(run, Path):
         with reading(repr(str(run))):
             text = run.read_text(encoding="utf-8")
         tree = parse(text, repr(str(run)))
-        with suppress(ValidationError):  # a run file of an earlier version that is not valid now: compare its keys as they are
+        with suppress(ValidationError):  # from an earlier version, and not valid now: compare its keys
             config = RunConfig.model_validate(tree)
     if config is not None:
         tree = config.model_dump(mode="json")

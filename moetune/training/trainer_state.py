@@ -100,10 +100,10 @@ def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise `UserError` if a file of a checkpoint cannot be read, or holds other values than it should.
+    """Raise `UserError` if a file of a checkpoint cannot be read, or does not hold what it should.
 
-    This finds wrong files that the SHA-256 of the manifest does not, because they were written so. The contents of
-    `optimizer/` are not read.
+    This finds files that were written wrong, whose SHA-256 in the manifest is right. Trained weights are read whole and
+    must be finite; of optimizer states only the headers are read.
     """
     with refusing_damage(folder):
         for file in sorted(folder.glob("generators/*")):
