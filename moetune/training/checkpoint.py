@@ -45,7 +45,7 @@ from moetune.training.optim.zero import ZeroUpdater
 
 TRAINED_FILE = "trained.safetensors"
 OPTIMIZER_FOLDER, OPTIMIZER_FILE = "optimizer", "optimizer.json"
-_FILE_BYTES = 2**30  # aimed at for one file, because a file is built in memory
+_FILE_BYTES = 2**30  # largest file, unless one tensor is larger: a file is built in memory
 _TABLES = ("qmap1", "qmap2")  # states of bitsandbytes: quantization tables, equal for all parameters
 _BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # states of bitsandbytes: one scale for each block of 256 weights
 
@@ -92,9 +92,10 @@ class Part:
 
 
 def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
-    """Return parameter -> the `Part`s under which it is saved, for each parameter that trains on this rank.
+    """Return a dict of each parameter that trains on this rank -> the `Part`s under which the parameter is saved.
 
-    A stack of experts' low-rank factors has one `Part` for each expert that this rank holds, any other parameter one.
+    A stack of experts' low-rank factors has one `Part` for each expert that this rank holds; any other parameter has
+    one.
     """
     banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
     parts: dict[nn.Parameter, list[Part]] = {}
@@ -178,7 +179,7 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 def _contents(
     parts: Mapping[nn.Parameter, list[Part]], optimizer: CombinedOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Collect what is written of all optimizers.
+    """Return everything that the optimizers have to save on this rank.
 
     Returns:
         the trained weights by name; the states that are tensors by name; the states that are numbers, as name of the

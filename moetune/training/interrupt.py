@@ -35,12 +35,13 @@ class Interrupted(KeyboardInterrupt):
 class Signals:
     """Context manager that records SIGINT and SIGTERM instead of letting them end the process.
 
-    The first signal is only recorded, for `received`. A second signal, more than `_SAME` seconds later, is handled as
-    before the `with`. Outside of the main thread, where Python allows no handlers, nothing is recorded.
+    The first signal is only recorded, and returned by `received`. A second signal, more than `_SAME` seconds later, is
+    handled as it was before the `with`. Outside of the main thread, where Python allows no signal handlers, nothing is
+    recorded.
 
     Args:
-        ranks: the ranks of the run, which `received` asks.
-        device: the device of the tensor by which `received` communicates.
+        ranks: the ranks of the run; `received` combines the signals of all of them.
+        device: the device of the tensor that `received` sums over the ranks.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -71,7 +72,7 @@ class Signals:
         return signal.SIGTERM if by_term else signal.SIGINT if by_keyboard else 0
 
     def _note(self, number: int, frame: Any) -> None:
-        """Handle a signal: record the first; let a later one take its effect from before the `with`."""
+        """Record the first signal; send a later one again, to the handler from before the `with`."""
         if not self._number:
             self._number, self._at = number, time.monotonic()
         elif time.monotonic() - self._at > _SAME:

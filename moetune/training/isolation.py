@@ -1,14 +1,14 @@
 """Test that a model keeps packed documents apart: some models do not, and transformers does not report it.
 
-Documents packed into one row must not see each other. transformers turns `position_ids` into a block-diagonal mask only
-under four conditions:
+Documents packed into one row must not affect each other. transformers keeps them apart by a block-diagonal mask, made
+from `position_ids`, and this works only if all of the following holds:
 
     - the model's code passes `position_ids` to the mask builder (gpt_oss does not)
-    - tokens are mixed by attention only, not by Mamba, linear-attention or convolution layers
-    - every choice among tokens uses the mask (not so: an indexer that picks the best keys, scores of blocks)
-    - with flash attention: the batch has one row
+    - only attention mixes tokens (Mamba, linear-attention and convolution layers do too)
+    - every choice among tokens applies the mask (an indexer that picks the best keys, or scores of blocks, may not)
+    - with flash attention, the batch has one row
 
-Instead of checking these conditions, the test runs the model, on rows of the length that it trains with.
+The code of a model does not show this reliably, so the model is run, on rows of the length that it trains with.
 """
 
 from __future__ import annotations

@@ -48,17 +48,17 @@ class Loop:
     """Train an adapted model; write checkpoints and `metrics.jsonl`.
 
     Args:
-        adapted: the model with what trains in it.
+        adapted: the model, with the parameters that train.
         data: the tokenized training and evaluation data.
         folder: the run folder, locked and created.
         pad_token_id: the token that fills rows shorter than the longest of their batch.
         console: where messages are printed.
-        warnings: the run's warnings, with the data already checked.
+        warnings: the run's warnings, after `about_data`.
         watcher: observes the run.
         resume: the folder of the checkpoint to continue from; None to begin at step 0.
 
     Attributes:
-        step: number of updates taken since the run began.
+        step: number of updates since the run began.
         micro_batch: rows per forward pass: `train.micro_batch`, or fewer after memory ran out (`train.on_oom`).
         tokens: number of tokens trained on since the run began, without padding, on all ranks, up to the last line of
             metrics.
@@ -367,7 +367,8 @@ class Watcher:
     """Interface of an observer of a run; this base class does nothing. The implementation is in `moetune/watch/`.
 
     Attributes:
-        pace: predicted operations per step and the limit of the card, with which the measured speed is compared.
+        pace: predicted operations of a step and the card's limit, with which `metrics.jsonl` compares the measured
+            speed.
     """
 
     pace = Pace()

@@ -127,8 +127,8 @@ class Interval:
             moves: the learning rate was above 0 and past the warmup, so that weights should have changed.
             total_load: expert load since the run began; the load of this interval is added in place.
             ranks: the ranks of the run.
-            pace: with what the measured speed is compared.
-            warnings: checks the interval, prints warnings and adds them to the line.
+            pace: predicted operations of a step and the card's limit.
+            warnings: the run's warnings; the entries that `about_step` returns are added to the line.
         """
         loss = torch.stack(self.losses).mean().item() if self.losses else None
         seconds = time.perf_counter() - self.since
@@ -162,7 +162,7 @@ def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
 
 
 def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
-    """Summarize expert load; empty if there are no MoE layers.
+    """Summarize expert load in three numbers; an empty dict if there is no load.
 
     Returns:
         `max_over_mean`: the highest ratio, among layers, of the largest load to the mean load: 1 is balanced, E / K the

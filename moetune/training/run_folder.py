@@ -134,10 +134,10 @@ class RunFolder:
         return read_sealed(file, Inputs, remedy="copy it back from a checkpoint") if os.path.lexists(file) else None
 
     def metrics(self) -> list[MetricsLine]:
-        """Return every complete line of `metrics.jsonl`; an empty list if the file is missing.
+        """Return every complete line of `metrics.jsonl`.
 
-        If the file does not begin with the copy in the newest checkpoint, the file is damaged, and the copy is read
-        instead.
+        If the file is missing, or does not begin with the copy in the newest checkpoint (it is damaged then), that copy
+        is read instead. Without either the list is empty.
 
         Raises:
             UserError: a line is not what a run writes (`parse_metrics`).

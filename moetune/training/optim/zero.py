@@ -1,4 +1,4 @@
-"""Updates by DeepSpeed's ZeRO (parallel/deepspeed.py), which shards gradients, states and weights over the ranks."""
+"""Updates by DeepSpeed's ZeRO (parallel/deepspeed.py), which shards gradients, states and weights over ranks."""
 
 from __future__ import annotations
 
