@@ -314,10 +314,10 @@ class RunWriter(RunFolder):
             (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
 
     def own(self, name: str) -> None:
-        """Add a file that another command is about to write into the run folder to the ledger, so that it can be
-        replaced later.
+        """Record in the ledger a file that another command is about to write into the run folder, or check only if it
+        is no run.
 
-        If the folder holds no run, only the check is done.
+        A file in the ledger may be replaced later.
 
         Args:
             name: the name of the file in the run folder.
@@ -339,7 +339,7 @@ class RunWriter(RunFolder):
     def _write(self, name: str, text: str) -> None:
         """Write a file of the run folder under a temporary name, and rename it."""
         aside = self.path / f"{_ASIDE}{name}"
-        aside.unlink(missing_ok=True)  # of a run that was killed; a link must not be followed
+        aside.unlink(missing_ok=True)  # left by a run that was killed, or a link, which must not be followed
         write_whole(self.path / name, text, aside=aside)
 
     @contextmanager

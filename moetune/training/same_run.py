@@ -100,7 +100,7 @@ class Inputs:
     ) -> list[str]:
         """Raise `UserError` if the base's config.json or tokenizer is not the one that the run began with.
 
-        What is empty on either side is not known, and not compared.
+        A `config` or `files` that is empty on either side is unknown, and not compared.
 
         Args:
             config, files: of the base as it is now, from `beside_weights`.
