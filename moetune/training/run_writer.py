@@ -314,10 +314,9 @@ class RunWriter(RunFolder):
             (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
 
     def own(self, name: str) -> None:
-        """Record in the ledger a file that another command is about to write into the run folder, or check only if it
-        is no run.
+        """Record in the ledger a file that another command is about to write into the run folder.
 
-        A file in the ledger may be replaced later.
+        A file in the ledger may be replaced later. If the folder holds no run, the name is only checked.
 
         Args:
             name: the name of the file in the run folder.
