@@ -1,1 +1,1 @@
-"""Training: the loop, its steps, optimizers and data; run folders and checkpoints."""
+"""Training: loop, metrics, run folders and checkpoints; the packages below have data, steps and optimizers."""

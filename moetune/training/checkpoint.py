@@ -1,12 +1,13 @@
-"""Trained weights and optimizer states on disk; they can be read by any number of ranks.
+"""Tensors in a checkpoint: write and read trained weights and optimizer states, with any number of ranks.
 
-    trained.safetensors    trained weights, whole
-    optimizer/             `<name>.<state>`, and `<name>.master` of float32 copies
-    optimizer.json         numbers among the states, the loss scale, the scheduler's step
+    trained.safetensors    trained weights, each whole
+    optimizer/             optimizer states `<name>.<state>`, and float32 copies of weights `<name>.master`
+    optimizer.json         states that are numbers, the loss scale, the scheduler's step
 
-torch.distributed.checkpoint writes each rank's part as safetensors, which execute nothing when they are read, and
-re-shards them. A tensor has the same name in every layout: its parameter's, and for an expert's low-rank factors, which
-are rows of a stack, that of the stack and the expert: `….lora.down_A.5`.
+torch.distributed.checkpoint writes each rank's part of a tensor as safetensors, which execute nothing when they are
+read, and re-shards them for other ranks. The name of a tensor does not depend on the ranks: it is the name of its
+parameter. Low-rank factors of several experts are stacked in one parameter and saved expert by expert, under the name
+of the stack and the expert's index: `….lora.down_A.5`.
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ from moetune.training.optim.zero import ZeroUpdater
 
 TRAINED_FILE = "trained.safetensors"
 OPTIMIZER_FOLDER, OPTIMIZER_FILE = "optimizer", "optimizer.json"
-_FILE_BYTES = 2**30  # of a file, which is built in memory
-_TABLES = ("qmap1", "qmap2")  # the same for every weight
-_BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # one number for each block of weights
+_FILE_BYTES = 2**30  # largest file, unless one tensor is larger: a file is built in memory
+_TABLES = ("qmap1", "qmap2")  # states of bitsandbytes: quantization tables, equal for all parameters
+_BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # states of bitsandbytes: one scale for each block of 256 weights
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the checkpoint: a parameter, or one expert's row of a stack.
+    """A tensor that is saved under one name: a whole parameter, or the row of one expert in a stack of low-rank
+    factors.
 
     Attributes:
-        row: index in this rank's part of the stack; None for a whole parameter.
+        name: the name in the checkpoint.
+        parameter: the parameter, of which this rank may hold a part.
+        row: index of the expert's row in this rank's part of the stack; None for a whole parameter.
     """
 
     name: str
@@ -62,7 +66,17 @@ class Part:
     row: int | None = None
 
     def of(self, tensor: Tensor, *, like: bool = True) -> Tensor:
-        """Return this part of a tensor of the parameter, such as a state; `like`: one of the shape it has here."""
+        """Return what belongs to this `Part` in a local tensor of its parameter, such as the weight or an optimizer
+        state.
+
+        Args:
+            tensor: this rank's weight or state, for all rows of the parameter.
+            like: whether the tensor has the shape of the parameter on this rank. If so, and the parameter is a DTensor,
+                the result is a DTensor too, so that it is saved with its place in the whole.
+
+        Returns:
+            a view of the row, a DTensor of the same storage, or the tensor itself; never a copy.
+        """
         if self.row is not None:
             return tensor[self.row]
         if like and isinstance(self.parameter, DTensor):
@@ -78,13 +92,17 @@ class Part:
 
 
 def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
-    """Return the parts of each parameter that trains on this rank."""
+    """Return a dict of each parameter that trains on this rank -> the `Part`s under which the parameter is saved.
+
+    A stack of experts' low-rank factors has one `Part` for each expert that this rank holds; any other parameter has
+    one.
+    """
     banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
     parts: dict[nn.Parameter, list[Part]] = {}
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
         if isinstance(bank, ExpertBank) and bank.lora is not None:
-            rows = range(len(bank.lora.slots))  # DeepSpeed has all of them while they are gathered
+            rows = range(len(bank.lora.slots))  # DeepSpeed gathers all rows when it saves
             if isinstance(parameter, DTensor):
                 (first, *_), (count, *_) = shard_place(parameter)
                 rows = range(first, first + count)
@@ -102,7 +120,14 @@ def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
 
 
 def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: int) -> None:
-    """Write into an existing folder; every rank takes part."""
+    """Write trained weights, optimizer states and `optimizer.json` into a checkpoint folder; every rank must call this.
+
+    Args:
+        folder: an existing folder.
+        adapted: the model, whose trained weights and router biases are written.
+        optimizer: the optimizers, whose states are written.
+        step: number of updates since the run began.
+    """
     parts, ranks = parts_of(adapted), adapted.ranks
     trained, states, numbers = _contents(parts, optimizer)
     _save_trained(trained | adapted.router_biases(), folder, ranks)
@@ -116,7 +141,10 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: in
 
 
 def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Write one file of whole tensors. Several ranks' parts are joined on disk, so that no rank holds all of them."""
+    """Write `trained.safetensors`, with whole tensors; every rank must call this.
+
+    With several ranks their parts are written to files and joined on disk, so that no rank holds all tensors in memory.
+    """
     if ranks.is_single:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TRAINED_FILE)
         return
@@ -129,6 +157,8 @@ def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> Non
 
 
 def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    """Write tensors as safetensors of about `_FILE_BYTES` each; every rank must call this, and DTensors are written in
+    parts."""
     sizes = dict(ChainMap(*ranks.gather({name: local_tensor(tensor).nbytes for name, tensor in tensors.items()})))
     if not sizes:  # lomo has no states
         return
@@ -149,7 +179,12 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 def _contents(
     parts: Mapping[nn.Parameter, list[Part]], optimizer: CombinedOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return weights and states by name, and the numbers among the states by the name of their part."""
+    """Return everything that the optimizers have to save on this rank.
+
+    Returns:
+        the trained weights by name; the states that are tensors by name; the states that are numbers, as name of the
+            `Part` -> state -> value and, for a tensor of one element, its dtype.
+    """
     trained: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -169,6 +204,10 @@ def _contents(
 
 
 def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
+    """Return the name under which a state of a `Part` is written, and the tensor, a view if possible.
+
+    A state that cannot be re-sharded gets the mark of `_cut` at the end of its name.
+    """
     if state in _TABLES:  # shared by all parameters, which safetensors refuses
         return f"{part.name}.{state}", value.clone()
     if part.row is not None:
@@ -185,13 +224,22 @@ def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
 
 
 def _axis(part: Part, state: str, dims: int) -> int:
-    """Return the axis of experts in the state of a stack; it is the second where AdEMAMix keeps two averages."""
+    """Return the axis of the experts in the state of a stack: 0, but 1 where AdEMAMix keeps two averages in one tensor.
+
+    Args:
+        state: name of the state.
+        dims: number of dimensions of the state.
+    """
     return dims - 2 if state in _BLOCKWISE else int(dims > part.parameter.dim())
 
 
 def _cut(part: Part) -> str:
-    """Return a mark for a state that cannot be re-sharded, because blocks of weights share a number: `@` and the place
-    of the part in its parameter, or the number of experts in the stack."""
+    """Return the end of the name of a state that cannot be re-sharded, because blocks of 256 weights share a scale.
+
+    It is `@` and the place of this rank's part in the parameter, `offset+size` for each dimension; or `@` and the
+    number of experts in the stack, if the parameter is not sharded. A rank can read the state only if its own mark is
+    the same.
+    """
     if not isinstance(part.parameter, DTensor):
         return f"@{len(part.parameter)}"
     return "@" + ",".join(f"{first}+{size}" for first, size in zip(*shard_place(part.parameter), strict=True))
@@ -201,24 +249,42 @@ def _cut(part: Part) -> str:
 
 
 class _Number(TypedDict):
+    """A state that is a number, in `optimizer.json`; `dtype` if it was a tensor of one element."""
+
     value: int | float | bool | None
     dtype: NotRequired[str]
 
 
 class _Optimizer(TypedDict):
+    """The contents of `optimizer.json`; `numbers` is name of a parameter -> state -> value."""
+
     numbers: dict[str, dict[str, _Number]]
     loss_scale: dict[str, float]
     scheduler_step: Amount
 
 
 def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
-    """Read a JSON file of a checkpoint; raise `UserError` if it is damaged."""
+    """Read a JSON file of a checkpoint folder, as a value of type `kind` (`documents.read_json`).
+
+    Args:
+        folder: the checkpoint folder.
+        name: the name of the file in it.
+        kind: a TypedDict or another type that pydantic can validate.
+
+    Raises:
+        UserError: the file cannot be read, or its contents are not of that type.
+    """
     what = f"checkpoint {str(folder)!r} is damaged: {name}"
     return read_json(folder / name, kind, what, "resume from an earlier one with --resume PATH")
 
 
 def check(folder: Path) -> None:
-    """Open each file; raise what its reader raises if it is damaged."""
+    """Check that the tensor files of a checkpoint can be opened, and that the trained weights are finite.
+
+    Raises:
+        UserError: `optimizer.json` is damaged, or a weight is not finite.
+        Exception: any, from the reader of a damaged file; `trainer_state.refusing_damage` turns it into a `UserError`.
+    """
     read_part(folder, OPTIMIZER_FILE, _Optimizer)
     for path in (folder, folder / OPTIMIZER_FOLDER):
         if path.is_dir():
@@ -227,10 +293,10 @@ def check(folder: Path) -> None:
 
 
 def read_trained(folder: Path, adapted: Adapted) -> None:
-    """Read the trained weights; every rank takes part.
+    """Copy the trained weights and router biases from a checkpoint folder into the model; every rank must call this.
 
     Raises:
-        UserError: the checkpoint has other tensors.
+        UserError: the checkpoint has tensors of other names, shapes or dtypes than the model trains.
     """
     parts = [part for all_ in parts_of(adapted).values() for part in all_]
     stored: dict[str, Any] = dict(_reader(folder).read_metadata().state_dict_metadata)
@@ -247,14 +313,15 @@ def read_trained(folder: Path, adapted: Adapted) -> None:
     if differing:
         raise UserError(f"checkpoint {str(folder)!r} holds other trained tensors: {differing[0]}")
     _load(tensors, folder, adapted.ranks)
-    reshard(adapted.model)  # weights that are still gathered are the old ones
+    reshard(adapted.model)  # FSDP2 must gather the weights again
 
 
 def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer) -> None:
-    """Restore the optimizer's states; every rank takes part.
+    """Restore optimizer states, float32 copies of weights and the loss scale; every rank must call this.
 
     Raises:
-        UserError: states in 8 bits were cut into blocks for other ranks.
+        UserError: `optimizer.json` is damaged, or 8-bit states were written by ranks that divided a parameter in
+            another way.
     """
     said = read_part(folder, OPTIMIZER_FILE, _Optimizer)
     path = folder / OPTIMIZER_FOLDER
@@ -278,7 +345,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
 
     others = [updater for updater in optimizer.updaters if not isinstance(updater, ZeroUpdater)]
     for updater in optimizer.updaters:
-        if isinstance(updater, ZeroUpdater):  # its tensors are whole: one parameter's at a time
+        if isinstance(updater, ZeroUpdater):  # each rank gets whole tensors, so one parameter at a time is read
             for parameter in updater.parameters:
                 with updater.engine.gathered(parameter):
                     updater.restore(states_of([parameter]))
@@ -290,7 +357,15 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
 
 
 def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return empty tensors, by name, for the states that the checkpoint has of a part."""
+    """Return empty tensors, by name in the checkpoint, into which the states of a `Part` can be read.
+
+    Args:
+        states: names of the states that the checkpoint has for this `Part`, with the marks of `_cut`.
+        stored: name -> metadata (size, dtype) of all tensors of the checkpoint.
+
+    Raises:
+        UserError: a state has a mark, and none for this rank's part of the parameter.
+    """
     room: dict[str, Tensor] = {}
     for state in states:
         name = f"{part.name}.{state}"
@@ -298,7 +373,7 @@ def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[
         kind, mark, cut = state.partition("@")
         if mark and f"@{cut}" != _cut(part):
             if any(other.startswith(kind + _cut(part)) for other in states):
-                continue  # another rank's
+                continue  # the state of another rank's part
             raise UserError(
                 f"the optimizer's states of {part.name} are in 8 bits, in blocks that were cut for other ranks; resume "
                 "with the parallel: that the run had"
@@ -306,13 +381,19 @@ def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[
         parameter = part.parameter
         if not mark and part.row is None and isinstance(parameter, DTensor) and size == tuple(parameter.shape):
             room[name] = part.of(torch.empty_like(local_tensor(parameter), dtype=dtype))
-        else:  # on the host; the optimizer moves it to where its states are
+        else:  # on the host; the optimizer moves the state to the device that it needs
             room[name] = torch.empty(size, dtype=dtype)
     return room
 
 
 def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
-    """Return the states of a parameter, from those of its parts."""
+    """Return the states of a parameter, joined from the states of its `Part`s; empty if this rank holds no part.
+
+    Args:
+        parts: the `Part`s of the parameter.
+        tensors: name of a `Part` -> state -> tensor.
+        numbers: `numbers` of `optimizer.json`.
+    """
     if not parts:
         return {}
     first = parts[0]
@@ -335,6 +416,7 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    """Read the named tensors in place from a folder of safetensors; does nothing if no rank wants any."""
     if any(ranks.gather(bool(tensors))):
         with _quiet():
             dcp.load(tensors, storage_reader=_reader(folder), no_dist=ranks.is_single)
@@ -342,7 +424,13 @@ def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warning about a single process, and raise what it wraps in errors of its own, even Ctrl-C."""
+    """Silence torch's warning about saving with a single process, and unwrap the errors of
+    torch.distributed.checkpoint.
+
+    Raises:
+        BaseException: the wrapped one, if it is not an `Exception`: `KeyboardInterrupt`, for example.
+        RuntimeError: the first wrapped `Exception`, in one line.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"torch\.distributed is .* in a single process")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the current step, which is saved; a second one ends it at once."""
+"""Ctrl-C and SIGTERM: a run saves a checkpoint after the current step and ends; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import torch
 from moetune.parallel.ranks import Ranks
 
 _SAME = 1.0
-"""Seconds within which signals count as one: both the terminal and the ranks' launcher send it to every process."""
+"""Seconds within which repeated signals count as a single one.
+
+The terminal and the launcher of the ranks may both send the same Ctrl-C to every process.
+"""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended a run; its last step is in a checkpoint.
+    """Raised when a signal has ended a run, after a checkpoint of the last step was written.
 
     Attributes:
-        number: the signal's.
+        number: the number of the signal, `signal.SIGINT` or `signal.SIGTERM`.
     """
 
     def __init__(self, number: int) -> None:
@@ -30,7 +33,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """Records SIGINT and SIGTERM inside the `with`, on the main thread, the only one that may set handlers."""
+    """Context manager that records SIGINT and SIGTERM instead of letting them end the process.
+
+    The first signal is only recorded, and returned by `received`. A second signal, more than `_SAME` seconds later, is
+    handled as it was before the `with`. Outside of the main thread, where Python allows no signal handlers, nothing is
+    recorded.
+
+    Args:
+        ranks: the ranks of the run; `received` combines the signals of all of them.
+        device: the device of the tensor that `received` sums over the ranks.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
@@ -47,7 +59,10 @@ class Signals:
             signal.signal(number, handler)
 
     def received(self) -> int:
-        """Return the signal that any rank has received, the same on all ranks; 0 without one."""
+        """Return the number of the signal that any rank has received, 0 if none has.
+
+        All ranks must call this, and all get the same number; SIGTERM if some ranks received SIGTERM and others SIGINT.
+        """
         if self._ranks.is_single:
             return self._number
         found = torch.zeros(2, device=self._device)
@@ -57,6 +72,7 @@ class Signals:
         return signal.SIGTERM if by_term else signal.SIGINT if by_keyboard else 0
 
     def _note(self, number: int, frame: Any) -> None:
+        """Record the first signal; send a later one again, to the handler from before the `with`."""
         if not self._number:
             self._number, self._at = number, time.monotonic()
         elif time.monotonic() - self._at > _SAME:

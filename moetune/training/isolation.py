@@ -1,9 +1,14 @@
-"""Whether a model keeps packed documents apart. Some do not, and nothing in transformers says so.
+"""Test that a model keeps packed documents apart: some models do not, and transformers does not report it.
 
-transformers turns `position_ids` into a block-diagonal mask only if the model's code passes them to the mask builder
-(gpt_oss does not), only attention mixes tokens (not Mamba, linear-attention or convolution layers), every choice among
-tokens sees the mask (not an indexer that picks the best keys, nor scores of blocks), and, with flash attention, the
-batch has one row. So the model is tested, at the length that it trains with.
+Documents packed into one row must not affect each other. transformers keeps them apart by a block-diagonal mask, made
+from `position_ids`, and this works only if all of the following holds:
+
+    - the model's code passes `position_ids` to the mask builder (gpt_oss does not)
+    - only attention mixes tokens (Mamba, linear-attention and convolution layers do too)
+    - every choice among tokens applies the mask (an indexer that picks the best keys, or scores of blocks, may not)
+    - with flash attention, the batch has one row
+
+The code of a model does not show this reliably, so the model is run, on rows of the length that it trains with.
 """
 
 from __future__ import annotations
@@ -25,23 +30,25 @@ from moetune.training.run_warnings import refuse_broken_weights
 
 @torch.no_grad()
 def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> None:
-    """Compare a document's hidden states behind two different documents, bit by bit.
+    """Raise `UserError` if the hidden states of a packed document depend on the document before it in the row.
 
-    What a mask hides contributes exactly zero, so there is no tolerance. Experts are left out: other tokens would
-    change the sizes of their products, and so the rounding. It takes less than two forward passes of a micro-step.
+    The same random document is put behind two different ones, and its hidden states [rows, tokens, hidden] are compared
+    bit by bit: what a mask hides contributes exactly zero, so there is no tolerance. During the test a function without
+    weights replaces the experts, because different tokens would change the sizes of the experts' matrix products and so
+    the rounding. The test costs less than two forward passes of a micro-step.
 
     Args:
-        model: a causal LM, or PEFT's wrapper of one, with its weights, as it will train.
-        micro_batch: the most rows of a batch in training and evaluation.
-        length: tokens of a row.
+        model: a causal LM, or PEFT's wrapper of one, with weights loaded, in the form in which it will train.
+        micro_batch: the larger number of rows of a batch in training and in evaluation. At most 2 rows are tested.
+        length: tokens per row; rows of one token are not tested.
 
     Raises:
-        UserError: the hidden states differ.
+        UserError: the hidden states differ, or a weight of the model is not finite.
     """
     wrapped: Any = model
     embedding = wrapped.get_input_embeddings()
     device, rows = embedding.weight.device, min(micro_batch, 2)
-    first = length // 2 | 1  # odd: no block of a power of two ends there
+    first = length // 2 | 1  # odd, so that no block of 2, 4, 8, … tokens ends where the first document does
     if length <= first:
         return
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +58,7 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
     documents = cu_seqlens([first, length - first] * rows) if wants_cu_seqlens(wrapped) else {}
     documents = {name: value.to(device) if torch.is_tensor(value) else value for name, value in documents.items()}
     stack, was_training = decoder_stack(wrapped), model.training
-    model.eval()  # dropout and router jitter would draw from the random state
+    model.eval()  # no dropout or router jitter, which would draw random numbers
     try:
         with _without_experts(model):
             one, other = (
@@ -72,7 +79,10 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
 
 
 class _Scaling(nn.Module):
-    """Replaces experts: each multiplies its rows by a number of its own, so that choices and weights still matter."""
+    """Stands in for the experts: expert e scales its tokens by 1 / (1 + e), so that routing still affects the output.
+
+    Shapes: hidden_states [tokens, hidden]; top_k_index and top_k_weights [tokens, K].
+    """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return hidden_states * (top_k_weights / (1 + top_k_index)).sum(-1, keepdim=True).to(hidden_states.dtype)
@@ -80,6 +90,7 @@ class _Scaling(nn.Module):
 
 @contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
+    """Replace the experts of every layer by `_Scaling` inside the `with`."""
     experts = {
         path: module for path, module in model.named_modules() if isinstance(module, ExpertBank) or is_experts(module)
     }

@@ -1,4 +1,4 @@
-"""The training loop: `Loop.train`, to be read from top to bottom."""
+"""The training loop: `Loop.train`, and `Watcher`, the interface of what observes a run."""
 
 from __future__ import annotations
 
@@ -45,14 +45,26 @@ from moetune.training.trainer_state import refusing_damage
 
 
 class Loop:
-    """Trains an adapted model; writes checkpoints and `metrics.jsonl`.
+    """Train an adapted model; write checkpoints and `metrics.jsonl`.
+
+    Args:
+        adapted: the model, with the parameters that train.
+        data: the tokenized training and evaluation data.
+        folder: the run folder, locked and created.
+        pad_token_id: the token that fills rows shorter than the longest of their batch.
+        console: where messages are printed.
+        warnings: the run's warnings, after `about_data`.
+        watcher: observes the run.
+        resume: the folder of the checkpoint to continue from; None to begin at step 0.
 
     Attributes:
-        step: updates so far.
-        micro_batch: rows of a forward pass: `train.micro_batch`, or fewer since memory ran out.
-        tokens: trained on since the run began, on all ranks, padding left out, up to the last line of metrics.
-        total_load: expert load [E] by layer since the run began, up to the last line.
-        where: the current step, micro-step and phase.
+        step: number of updates since the run began.
+        micro_batch: rows per forward pass: `train.micro_batch`, or fewer after memory ran out (`train.on_oom`).
+        tokens: number of tokens trained on since the run began, without padding, on all ranks, up to the last line of
+            metrics.
+        total_load: layer index -> tokens [E] that each expert received since the run began, up to the last line of
+            metrics.
+        where: the current step, micro-step and phase, for reports of memory.
     """
 
     def __init__(
@@ -76,23 +88,24 @@ class Loop:
         self.step, self.tokens, self.micro_batch = 0, 0, self.config.train.micro_batch
         self.total_load: dict[int, Tensor] = {}
         self.resume = resume
-        if resume is not None:  # before the optimizer copies, or shards, the weights
+        if resume is not None:  # before the optimizer makes copies or shards of the weights
             self._restore_weights(resume)
         self.optimizer = make_optimizer(adapted)
         self.stepper = Stepper(adapted, self.optimizer, RouterWatch(adapted), self.where)
         self.reporters = Reporters(self.config, folder.path) if self.ranks.is_first else None
 
     def train(self) -> None:
-        """Take the steps of a run, from its beginning or from a checkpoint.
+        """Run all steps up to `train.steps`, from the beginning or from the checkpoint `resume`.
 
         Raises:
-            UserError: a gradient or weight is not finite; the disk is full; the checkpoint is damaged.
-            Interrupted: SIGINT or SIGTERM came; the last step is in a checkpoint.
-            torch.OutOfMemoryError: and `train.on_oom` does not help.
+            UserError: a gradient or weight is not finite, a file cannot be written (disk full), or the checkpoint is
+                damaged.
+            Interrupted: SIGINT or SIGTERM was received; a checkpoint of the last step has been written.
+            torch.OutOfMemoryError: GPU memory ran out, and `train.on_oom` did not allow a smaller micro-batch.
         """
         train, ranks, rows, resume = self.config.train, self.ranks, self.data.train, self.resume
         set_seed(train.seed)
-        if not ranks.is_single:  # ranks that see different data draw different dropout
+        if not ranks.is_single:  # ranks with different data draw different dropout masks
             torch.manual_seed(train.seed + ranks.data_index)
         if resume is not None:
             with refusing_damage(resume):
@@ -108,20 +121,20 @@ class Loop:
         with Signals(ranks, self.device) as signals:
             an_epoch = -(-len(share(range(len(rows)), train.micro_batch, ranks)) // train.accumulate)
             for epoch in count(self.step // an_epoch):
-                # This rank's micro-batches of the epoch, in seeded order; each step takes `accumulate` of them.
+                # The micro-batches of this rank in this epoch, in seeded order; each step takes `accumulate` of them.
                 mine = share(shuffled(len(rows), train.seed, epoch), train.micro_batch, ranks)
                 left = mine[self.step % an_epoch * train.accumulate :]
                 if resume is not None and len(left) == len(mine):
                     self._restore_generators(resume)
                     resume = None
                 loader = iter(DataLoader(rows, batch_sampler=[batch.rows for batch in left], collate_fn=list))
-                if resume is not None:  # within an epoch: making its loader draws a random number
+                if resume is not None:  # within an epoch: after `iter(DataLoader)`, which draws a random number
                     self._restore_generators(resume)
                     resume = None
                 for first in range(0, len(left), train.accumulate):
                     batches = [(next(loader), batch) for batch in left[first : first + train.accumulate]]
 
-                    # Forward and backward of each micro-batch; reduce and clip the gradients; update.
+                    # One step: forward and backward of each micro-batch; reduce and clip the gradients; update.
                     factor = rate_factor(train, self.step)
                     for group in self.optimizer.param_groups:
                         group["lr"] = group["initial_lr"] * factor
@@ -135,11 +148,11 @@ class Loop:
                     interval.add(sums, reduced)
                     self.watcher.step_ends()
 
-                    # Metrics, held-out loss, checkpoint.
+                    # After the step: metrics, held-out loss, checkpoint.
                     ends, signal = self.step == train.steps, signals.received()
                     saves = ends or bool(signal) or self.step % train.save_every == 0
                     so_far = epoch + (min(first + train.accumulate, len(left)) + len(mine) - len(left)) / len(mine)
-                    if saves or self.step % train.log_every == 0:  # a checkpoint does not hold the interval's sums
+                    if saves or self.step % train.log_every == 0:  # a checkpoint does not save `interval`
                         lr = self.optimizer.param_groups[0]["lr"]
                         moves = lr > 0 and self.step > train.warmup
                         tokens = torch.tensor(interval.sums.tokens, device=self.device)
@@ -167,15 +180,21 @@ class Loop:
     # --- A step -----------------------------------------------------------------------------------------------------
 
     def _micro_steps(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
-        """Run forward and backward of a step's micro-batches. Where memory runs out, under `train.on_oom`, run them
-        again in smaller ones, from the same random numbers."""
+        """Run forward and backward of all micro-batches of a step, and return this rank's sums over them.
+
+        When memory runs out and `train.on_oom` allows it, the whole step is repeated with a smaller micro-batch and the
+        same random numbers.
+
+        Args:
+            batches: the rows of each micro-batch, with their indices.
+        """
         drawn = generator_states(self.device)
         while True:
             try:
                 return self._attempt(batches)
             except torch.OutOfMemoryError as error:
                 self._halve(error)
-            # outside of the handler, where nothing refers to the tensors of the failed attempt
+            # after the `except` block, whose exception would keep the tensors of the failed attempt alive
             self.stepper.forget()
             gc.collect()
             if self.device.type == "cuda":
@@ -184,6 +203,7 @@ class Loop:
             set_generator_states(drawn, self.device)
 
     def _attempt(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
+        """Run forward and backward of a step's micro-batches, in pieces of `self.micro_batch` rows."""
         predicted = sum(
             int((np.asarray(row["labels"])[1:] != IGNORED).sum())
             for rows, batch in batches
@@ -209,7 +229,11 @@ class Loop:
         return {name: x.to(self.device) if torch.is_tensor(x) else x for name, x in batch.items()}
 
     def _halve(self, error: torch.OutOfMemoryError) -> None:
-        """Divide the micro-batch by its smallest divisor; re-raise the error where that is not allowed."""
+        """Divide `self.micro_batch` by its smallest divisor above 1, and report this in the metrics and on the console.
+
+        Raises:
+            torch.OutOfMemoryError: `error` itself, if `train.on_oom` is `error` or the micro-batch has one row.
+        """
         size, where = self.micro_batch, self.where
         if self.config.train.on_oom == "error" or size == 1:
             raise error
@@ -224,7 +248,8 @@ class Loop:
         )
 
     def smaller_run(self) -> ResolvedRun:
-        """Return the run with its current micro-batch; its steps are the same."""
+        """Return the resolved run with the current micro-batch, and `train.accumulate` increased so that a step has the
+        same rows."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
         smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
@@ -232,6 +257,8 @@ class Loop:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
+        """Prefix a `UserError` of the body with the step. At the first step, if a weight of the base is not finite,
+        raise that."""
         try:
             yield
         except UserError as error:
@@ -245,7 +272,11 @@ class Loop:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def _log(self, line: dict[str, Any], epoch: float) -> None:
-        """Write a line of metrics, and send it to the watcher and the trackers."""
+        """Write a line of metrics to `metrics.jsonl`, and pass it to the watcher and the trackers.
+
+        Args:
+            epoch: number of epochs so far, with a fraction, for the trackers.
+        """
         self.folder.append_metrics(line)
         self.watcher.logged(line)
         if self.reporters is not None:
@@ -254,7 +285,11 @@ class Loop:
             self.reporters.log(numbers.pop("step"), numbers | load | {"epoch": epoch})
 
     def _evaluate(self, epoch: float) -> None:
-        """Log the held-out loss: the mean over all predicted tokens, whatever the batches and ranks."""
+        """Compute and log the held-out loss: the mean over all predicted tokens, independent of batch sizes and ranks.
+
+        Args:
+            epoch: as in `_log`.
+        """
         self.where.step, self.where.phase = self.step, "evaluation"
         model, train, rows = self.adapted.model.eval(), self.config.train, self.data.eval
         assert rows is not None
@@ -269,20 +304,24 @@ class Loop:
         self._log({"step": self.step, "eval_loss": total / tokens, "eval_tokens": int(tokens)}, epoch)
 
     def _save(self) -> None:
-        """Write a checkpoint; raise `UserError` if a weight is not finite."""
+        """Write a checkpoint; raise `UserError` if a trained weight is not finite."""
         self._refuse_broken()
         optimizer, trained = self.optimizer, self.adapted.trainable().values()
-        needed = sum(x.nbytes for x in (*trained, *optimizer.states(), *optimizer.masters())) + 2**20  # for all else
+        # bytes: the tensors, and 1 MiB for the other files
+        needed = sum(x.nbytes for x in (*trained, *optimizer.states(), *optimizer.masters())) + 2**20
         with self.folder.new_checkpoint(self.step, self.config.train.keep_checkpoints, needed) as aside:
             checkpoint.write(aside, self.adapted, optimizer, self.step)
-            if self.ranks.coordinates.tp == 0:  # ranks that see the same data draw the same numbers
+            if self.ranks.coordinates.tp == 0:  # the other tp ranks have the same random numbers
                 trainer_state.write_generators(aside, self.ranks.data_index, self.device)
             if self.ranks.is_first:
                 trainer_state.write_state(aside, self.step, self.micro_batch, self.tokens, self.total_load)
 
     @torch.no_grad()
     def _refuse_broken(self) -> None:
-        """Raise `UserError` if the last update made a weight NaN or infinite; a later gradient would have shown it."""
+        """Raise `UserError` if a trained weight, or its float32 copy, is NaN or infinite on any rank.
+
+        Checks of gradients would notice this only in the next step, after the checkpoint.
+        """
         held = {name: local_tensor(weight) for name, weight in self.adapted.trainable().items()}
         held |= {f"a float32 copy of a weight ({number})": copy for number, copy in enumerate(self.optimizer.masters())}
         held = {name: weight for name, weight in held.items() if weight.numel()}
@@ -298,12 +337,13 @@ class Loop:
             )
 
     def _interrupted(self, number: int) -> Interrupted:
+        """Return the exception for a signal, and print where the last step is saved."""
         interrupted = Interrupted(number)
         self._say(f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}")
         return interrupted
 
     def _restore_weights(self, folder: Path) -> None:
-        """Read the trained weights and the state of the run."""
+        """Restore the trained weights, the counters and the expert load from a checkpoint folder."""
         with refusing_damage(folder):
             checkpoint.read_trained(folder, self.adapted)
             losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
@@ -318,28 +358,37 @@ class Loop:
             )
 
     def _restore_generators(self, folder: Path) -> None:
+        """Restore the states of the random generators from a checkpoint folder."""
         with refusing_damage(folder):
             trainer_state.read_generators(folder, self.ranks.data_index, self.device)
 
 
 class Watcher:
-    """Observes a run (`moetune/watch/`). This one does nothing.
+    """Interface of an observer of a run; this base class does nothing. The implementation is in `moetune/watch/`.
 
     Attributes:
-        pace: what the speed is compared with.
+        pace: predicted operations of a step and the card's limit, with which `metrics.jsonl` compares the measured
+            speed.
     """
 
     pace = Pace()
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
-        """Enter while weights are read from a folder; yield a function that takes the fraction read so far."""
+        """Return a context manager to enter while weights are read.
+
+        Args:
+            folder: the folder or hub name of the checkpoint that is read; None for random weights.
+
+        Yields:
+            a function to call with the fraction read so far (0 to 1), or None if progress is not shown.
+        """
         return nullcontext()
 
     def begin(self, loop: Loop) -> None:
         """Called before the first step."""
 
     def step_begins(self) -> None:
-        """Called before the micro-steps of each step; again where a step is repeated with smaller micro-batches."""
+        """Called before the micro-steps of each step, and again when a step is repeated with a smaller micro-batch."""
 
     def step_ends(self) -> None:
         """Called after each update."""
@@ -348,8 +397,13 @@ class Watcher:
         """Called with each line of metrics."""
 
     def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
-        """Return why memory ran out, in the loop or before it; None if that is not known."""
+        """Return an error that explains why memory ran out; None if the reason is not known.
+
+        Args:
+            run: the resolved run.
+            loop: the loop in which memory ran out; None if it ran out while the model was built.
+        """
         return None
 
     def end(self) -> None:
-        """Called once, however training ends."""
+        """Called once when training ends, also after an error."""

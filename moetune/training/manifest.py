@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: the size and digest of every file in it, by which damage is found."""
+"""The manifest of a checkpoint: size and SHA-256 of each of its files, written last and checked to find damage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ class _Manifest(TypedDict):
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Write the manifest, itself sealed."""
+    """Write `manifest.json` of a complete checkpoint, with a seal (a digest of the manifest itself).
+
+    Args:
+        folder: the checkpoint folder.
+        step: the number of updates after which the checkpoint was written.
+    """
     files = {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _digest(file)}
         for file in files_in(folder)
@@ -34,12 +39,15 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return every file of a folder and of the folders in it."""
+    """Return every file in a folder and its subfolders, sorted by path."""
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def sealed_files(folder: Path) -> set[str]:
-    """Return the manifest's name and the names that it lists; none if it is damaged or missing."""
+    """Return the paths, relative to the checkpoint folder, that its manifest lists, and the manifest's own name.
+
+    The set is empty if the manifest is missing or damaged.
+    """
     try:
         return {*read_sealed(folder / MANIFEST, _Manifest)["files"], MANIFEST}
     except UserError:
@@ -47,7 +55,10 @@ def sealed_files(folder: Path) -> set[str]:
 
 
 def damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, naming the file; None if every byte is as it was written."""
+    """Return what is wrong with a checkpoint, in words that name the file; None if every byte is as it was written.
+
+    Never raises for a bad checkpoint. Hidden files, and folders without files, are not counted as damage.
+    """
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
     try:
@@ -55,7 +66,7 @@ def damage(folder: Path) -> str | None:
         return _damage(folder, manifest)
     except UserError as error:
         return str(error)
-    except Exception as error:  # names that no file can have, files that cannot be read
+    except Exception as error:  # such as a listed name that no file can have, or a file without read permission
         return f"it cannot be read: {one_line(error)}"
 
 
@@ -70,7 +81,7 @@ def _damage(folder: Path, manifest: _Manifest) -> str | None:
             return f"{name} has {file.stat().st_size:,} bytes, not {expected['bytes']:,}"
         if _digest(file) != expected["sha256"]:
             return f"{name} was changed after it was written"
-    # Hidden files are a file manager's or a file system's: .DS_Store, .nfs0001.
+    # File managers and file systems add hidden files, such as .DS_Store and .nfs0001, which do no harm.
     there = {str(file.relative_to(folder)) for file in files_in(folder) if not file.name.startswith(".")}
     unknown = sorted(there - manifest["files"].keys() - {MANIFEST})
     return f"{unknown[0]} does not belong there; remove it" if unknown else None

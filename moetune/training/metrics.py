@@ -1,4 +1,7 @@
-"""Sums between two lines of `metrics.jsonl`, and the line that is written of them. Expert load: tokens [E] by layer."""
+"""Metrics of training steps: sums between two lines of `metrics.jsonl`, and the values of a line.
+
+*Expert load* is the number of tokens that each expert of a layer received: a dict of layer index -> tensor [E].
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,26 @@ from moetune.training.step.stepper import Reduced
 
 @dataclass(frozen=True)
 class Pace:
-    """What the speed of a run is compared with.
+    """Predicted work of a step and the limit of the card, with which the measured speed is compared.
 
     Attributes:
-        flops: operations of a step's products and attention on one rank; None where they were not counted.
-        limit: operations a second that the card can do; None if that is not known.
+        flops: floating-point operations of the matrix products and the attention of one step on one rank; None if they
+            were not counted.
+        limit: floating-point operations per second that the card can do; None if that is not known.
     """
 
     flops: int | None = None
     limit: int | None = None
 
     def metrics(self, updates: int, seconds: float, left: int) -> dict[str, float | None]:
-        """Return the metrics of `updates` that took so many seconds, with `left` to come."""
+        """Return `flops`, `share_of_limit` (measured speed over `limit`, 0 to 1) and `seconds_left` for a line of
+        metrics.
+
+        Args:
+            updates: number of steps that were measured.
+            seconds: the time that these steps took.
+            left: number of steps until the end of the run.
+        """
         share = None
         if self.flops is not None and self.limit is not None:
             share = round(self.flops * updates / seconds / self.limit, 4)
@@ -40,13 +51,13 @@ class Pace:
 
 @dataclass
 class Sums:
-    """Sums over micro-steps, of this rank.
+    """Sums over micro-steps of this rank.
 
     Attributes:
-        load: expert load.
-        router_loss: weighted; None where router losses are off.
-        positions: tokens, padding included.
-        tokens: tokens, padding left out.
+        load: expert load, layer index -> tokens [E].
+        router_loss: sum of the weighted router losses; None if router losses are off.
+        positions: number of tokens, padding included.
+        tokens: number of tokens, padding excluded.
     """
 
     load: dict[int, Tensor] = field(default_factory=dict)
@@ -55,7 +66,11 @@ class Sums:
     tokens: int = 0
 
     def add(self, done: MicroStep | Sums, positions: int, tokens: int) -> None:
-        """Add a micro-step, or the sums of several, of so many tokens with padding and without; it stays as it is."""
+        """Add the results of a micro-step, or the sums over several; `done` is not changed.
+
+        Args:
+            positions, tokens: number of tokens in `done` with padding and without it.
+        """
         add_load(self.load, done.load)
         if done.router_loss is not None:
             self.router_loss = done.router_loss if self.router_loss is None else self.router_loss + done.router_loss
@@ -65,7 +80,13 @@ class Sums:
 
 @dataclass
 class Interval:
-    """The steps since the last line."""
+    """Sums over the steps since the last line of metrics.
+
+    Attributes:
+        losses: the loss of each step that was not skipped.
+        updates: number of steps, skipped ones included.
+        since: time from which speed is measured, of `time.perf_counter`.
+    """
 
     sums: Sums = field(default_factory=Sums)
     losses: list[Tensor] = field(default_factory=list)
@@ -73,14 +94,15 @@ class Interval:
     since: float = field(default_factory=time.perf_counter)
 
     def add(self, sums: Sums, reduced: Reduced) -> None:
-        """Add a step; one that was skipped has no loss."""
+        """Add a step; a step that was skipped for a non-finite gradient adds no loss."""
         self.sums.add(sums, sums.positions, sums.tokens)
         self.updates += 1
         if reduced.scale is not None:
             self.losses.append(reduced.loss)
 
     def restart_clock(self) -> None:
-        """Measure speed from here on, after an evaluation."""
+        """Measure `tokens_per_second` from now on, so that the time of an evaluation does not count; other sums are
+        kept."""
         self.since, self.sums.positions = time.perf_counter(), 0
 
     def line(
@@ -95,13 +117,18 @@ class Interval:
         pace: Pace,
         warnings: RunWarnings,
     ) -> dict[str, Any]:
-        """Return the line of metrics, over all ranks.
+        """Return the line of metrics for this interval, over all ranks; every rank must call this.
 
         Args:
-            left: steps to come.
-            lr, norm: of the last step.
-            moves: learning rates were such that weights should have changed.
-            total_load: expert load since the run began; this interval's is added to it.
+            step: number of updates since the run began.
+            left: number of updates until the end of the run.
+            lr: learning rate of the last update.
+            norm: gradient norm of the last step before clipping, a tensor of one element.
+            moves: the learning rate was above 0 and past the warmup, so that weights should have changed.
+            total_load: expert load since the run began; the load of this interval is added in place.
+            ranks: the ranks of the run.
+            pace: predicted operations of a step and the card's limit.
+            warnings: the run's warnings; the entries that `about_step` returns are added to the line.
         """
         loss = torch.stack(self.losses).mean().item() if self.losses else None
         seconds = time.perf_counter() - self.since
@@ -129,14 +156,20 @@ class Interval:
 
 
 def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
-    """Add expert load to sums; `more` stays as it is."""
+    """Add the expert load `more` to `sums` in place; the tensors of `more` are not changed and not shared."""
     for layer, tensor in more.items():
         sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
 
 
 def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
-    """Return expert load in three numbers: `max_over_mean` of the most uneven layer (1 is balanced, E / K the worst),
-    that `layer`, and how many experts of all layers were `unused`."""
+    """Summarize expert load in three numbers; an empty dict if there is no load.
+
+    Returns:
+        `max_over_mean`: the highest ratio, among layers, of the largest load to the mean load: 1 is balanced, E / K the
+            worst possible.
+        `layer`: the index of the layer with that ratio.
+        `unused`: the number of experts, in all layers, that received no token.
+    """
     if not load:
         return {}
     imbalance = {layer: (tokens.max() / tokens.mean()).item() for layer, tokens in load.items()}
@@ -146,8 +179,13 @@ def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
 
 
 def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return for each layer the `tokens` of each expert, the `entropy` of their shares in nats (ln E is balanced), and
-    `max_over_mean`."""
+    """Return the load of each layer, by layer index as text.
+
+    Returns:
+        `tokens`: tokens that each expert received, a list of E numbers.
+        `entropy`: entropy of the experts' shares of the tokens, in nats; ln E is balanced.
+        `max_over_mean`: the largest load over the mean load.
+    """
     return {
         str(layer): {
             "tokens": [int(count) for count in tokens.tolist()],
@@ -159,7 +197,7 @@ def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
 
 
 def _on_host(load: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Copy expert load to the host, all layers at once."""
+    """Copy expert load to the host, in a single transfer for all layers."""
     if not load:
         return {}
     split = torch.cat(list(load.values())).cpu().split([len(tokens) for tokens in load.values()])

@@ -1,4 +1,4 @@
-"""`train.report_to`: the numbers of `metrics.jsonl`, sent to accelerate's trackers."""
+"""`train.report_to`: send the numbers of `metrics.jsonl` to trackers such as TensorBoard, through accelerate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moetune.errors import UserError, suggest
 
 
 def check_reporters(names: tuple[str, ...]) -> None:
-    """Raise `UserError` for a tracker that accelerate does not have, or whose package is not installed."""
+    """Raise `UserError` for a tracker that accelerate does not support, or whose package is not installed."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             hint = suggest(name, LOGGER_TYPE_TO_CLASS) or f" There are: {', '.join(LOGGER_TYPE_TO_CLASS)}."
@@ -25,19 +25,24 @@ def check_reporters(names: tuple[str, ...]) -> None:
 
 
 class Reporters:
-    """The trackers of a run, on the rank that reports."""
+    """The trackers of `train.report_to`; made on the first rank only.
+
+    Args:
+        config: the run file.
+        output: the run folder; trackers that write files get its subfolder `runs`.
+    """
 
     def __init__(self, config: RunConfig, output: Path) -> None:
         self.config, self.trackers = config, list[GeneralTracker]()
         if config.train.report_to:
-            PartialState()  # which accelerate's logging needs
+            PartialState()  # accelerate's logging raises an error without this object
         for name in config.train.report_to:
             kind = LOGGER_TYPE_TO_CLASS[name]
             place = {"logging_dir": str(output / "runs")} if kind.requires_logging_directory else {}
             self.trackers.append(kind(os.environ.get("WANDB_PROJECT") or "moetune", **place))
 
     def begin(self) -> None:
-        """Start the trackers and send the run's settings."""
+        """Start the trackers and send them the model's path and the `train:` settings."""
         settings = {"model": self.config.model.path} | self.config.train.model_dump(mode="json")
         for tracker in self.trackers:
             tracker.start()
@@ -46,7 +51,7 @@ class Reporters:
             )
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """Send the numbers of a line, as `train/loss` and `eval/loss`."""
+        """Send the numbers of a line of metrics, as `train/NAME`, and a key `eval_NAME` as `eval/NAME`."""
         numbers = {
             f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
             for name, value in line.items()
@@ -56,6 +61,6 @@ class Reporters:
             tracker.log(numbers, step=step)
 
     def end(self) -> None:
-        """Finish what the trackers have begun."""
+        """Finish the trackers, which may wait for data to be sent."""
         for tracker in self.trackers:
             tracker.finish()

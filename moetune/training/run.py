@@ -1,4 +1,4 @@
-"""`moetune train`: find everything that can be wrong before a weight is loaded or a file is written; then train."""
+"""`moetune train`: check all input before weights are loaded or files written, build the model, run the loop."""
 
 from __future__ import annotations
 
@@ -50,12 +50,22 @@ from moetune.training.step.router_losses import refuse_silent_routers
 from moetune.training.trainer_state import check_checkpoint, read_state
 
 MANY_EPOCHS = 10
-"""More are taken for a mistake, and warned of."""
+"""With more epochs than this, `train` prints a warning that the length may be a mistake."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run. Losses are None without `data.eval`; a dry run has taken no step."""
+    """The result of a run.
+
+    Attributes:
+        output: the run folder, as the run file names it.
+        steps: number of updates since the run began; 0 for a dry run.
+        trainable: number of parameters that train: `total`, and for each of `router`, `experts`, `lora`, `other`.
+        train_tokens: number of tokens trained on since the run began, without padding; 0 for a dry run.
+        eval_loss_before: held-out loss before the first step, in nats per predicted token; None without `data.eval` and
+            for a dry run.
+        eval_loss_after: the last held-out loss, with the same unit and None cases.
+    """
 
     output: str
     steps: int
@@ -65,6 +75,7 @@ class TrainResult:
     eval_loss_after: float | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the attributes as a dict, with `schema`, the version of this format."""
         return {"schema": 1, **self.__dict__}
 
 
@@ -82,13 +93,21 @@ def train(
     """Train as the run file says, and leave the result in its run folder.
 
     Args:
-        run: resolved for the kind of `device`; its problems are reported with those of data and output.
+        run: the run file, resolved for the kind of `device`. Its problems are reported together with those of data and
+            output.
         watcher: observes the run.
-        console: takes messages.
-        resume, overwrite, dry_run, ranks: as in `moetune.train`.
+        console: where messages are printed.
+        device: the device to train on.
+        resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
+        overwrite: replace a run that is in the run folder.
+        dry_run: check run file, data and output, count what would train, and return without loading weights.
+        ranks: the ranks of the run, as this process sees them.
 
     Raises:
-        UserError: bad input, before any file is written.
+        UserError: bad input, found before any file is written; or an error of `Loop.train`.
+        DoesNotFit: memory ran out, and the watcher found the reason.
+        torch.OutOfMemoryError: memory ran out for another reason.
+        Interrupted: SIGINT or SIGTERM was received, and a checkpoint written.
     """
     keep_quiet(device)
     missing = [name for name in ("data", "output") if getattr(run.config, name) is None]
@@ -100,8 +119,8 @@ def train(
         console.print(text, highlight=False, soft_wrap=True)
 
     with closing(RunWriter(Path(output), ranks)) as folder:
-        # Everything that can be wrong with run file, run folder, start and data, all of it at once. A resumed run reads
-        # no start, which may be gone.
+        # Check run file, run folder, start and data, and report all problems at once. A resumed run does not read
+        # `adapt.start_from`, which may have been deleted since.
         checkpoint, (plain, start), _, _, (data, padding) = _all_of(
             lambda: folder.check(run.config, resume, overwrite),
             lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
@@ -125,10 +144,10 @@ def train(
             step, _, tokens = read_state(checkpoint)
             return TrainResult(output, step, counts, tokens, *_held_out(folder))
 
-        # The model, and what can be wrong with it, its inputs, the checkpoint and the disk.
+        # Build the model. Check model, inputs, checkpoint and free disk space.
         if checkpoint is not None:
             check_checkpoint(checkpoint)
-            folder.base()  # a damaged one is named before the weights are read
+            folder.base()  # raises if base.json is damaged, before the weights are read
         inputs = _inputs(run, folder, data, checkpoint, say)
         weights = run.model.source.folder if config.model.weights == "pretrained" else None
         with noting_base(run.model, ranks) as noted, watcher.reading(weights) as on_read:
@@ -137,7 +156,7 @@ def train(
             except torch.OutOfMemoryError as error:
                 raise watcher.out_of_memory(run, None) or error from None
             base = noted()
-        if not inputs.config:  # the model was downloaded meanwhile
+        if not inputs.config:  # `build` has downloaded the model, and its config.json is there now
             inputs = _inputs(run, folder, data, checkpoint, say)
         _refuse_different_ranks(adapted, inputs, base)
         run.refuse_other_scores(None if base is None else base.fingerprint.content)
@@ -145,7 +164,7 @@ def train(
             _refuse_other_base(folder, config, base, say)
         for note in start.load(adapted, base) if start is not None else ():
             say(f"{config.adapt.start_from}: {note}")
-        # An old checkpoint is removed after the new one is complete.
+        # An old checkpoint is removed only when the new one is complete, so a new run needs room for two.
         folder.refuse_full_disk(_checkpoint_bytes(adapted) * (2 if checkpoint is None else 1))
         if packing:
             rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
@@ -153,7 +172,7 @@ def train(
         if config.train.router_aux_loss or config.train.router_z_loss:
             refuse_silent_routers(adapted)
 
-        # From here on the run folder is written.
+        # From here on files are written to the run folder.
         folder.lock()
         folder.create(config, checkpoint, overwrite, base, inputs)
         warnings = RunWarnings(adapted, counts["total"], console)
@@ -167,7 +186,7 @@ def train(
         try:
             loop.train()
         except torch.OutOfMemoryError as error:
-            failed = error.with_traceback(None)  # which refers to the step's tensors
+            failed = error.with_traceback(None)  # the traceback would keep the step's tensors alive
         finally:
             if failed is None:
                 watcher.end()
@@ -183,7 +202,7 @@ def train(
 
 
 def _all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """Return the results of all checks, or raise one `UserError` with all that they found."""
+    """Call all checks and return their results, or raise one `UserError` with the messages of all that failed."""
     results, problems = [], []
     for check in checks:
         try:
@@ -196,8 +215,17 @@ def _all_of(*checks: Callable[[], Any]) -> list[Any]:
 
 
 def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) -> tuple[Adapted, Start | None]:
-    """Return the adapted model on the meta device, and what training starts from; raise `UserError` for all problems of
-    the run file."""
+    """Check the run file without weights: build the adapted model on the meta device, and open `adapt.start_from`.
+
+    Args:
+        reads_start: whether to open `adapt.start_from`; otherwise the second result is None.
+
+    Returns:
+        the model, and the values that training starts from (None: those of the base).
+
+    Raises:
+        UserError: all problems of the run file.
+    """
     pretrained, source = run.config.model.weights == "pretrained", run.model.source
     no_weights = [f"model {source.name!r} has no weights to load; use model.weights=random"]
     raise_problems(
@@ -215,7 +243,12 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
 
 
 def _start(plain: Adapted, overwrite: bool) -> Start | None:
-    """Return what training starts from, checked on the meta device; None for the base as it is."""
+    """Open and check `adapt.start_from`, without loading weights; None if the run file has none.
+
+    Args:
+        plain: the adapted model on the meta device.
+        overwrite: whether the run folder will be emptied; then `adapt.start_from` must not be in it.
+    """
     config = plain.run.config
     if config.adapt.start_from is not None and overwrite:
         start, output = (expanded(path).resolve() for path in (config.adapt.start_from, str(config.output)))
@@ -228,7 +261,7 @@ def _start(plain: Adapted, overwrite: bool) -> Start | None:
 
 
 def _data(run: ResolvedRun) -> tuple[Datasets, int]:
-    """Return both data sets, and the token that pads them."""
+    """Return the tokenized training and evaluation data, and the id of the padding token."""
     config = run.config
     assert config.data is not None
     tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
@@ -239,11 +272,12 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
 
 
 def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
-    """Return the run with its length in steps instead of epochs."""
+    """Return the run with `train.steps` set and `train.epochs` unset."""
     return replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
 
 
 def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> list[str]:
+    """Return the lines printed before training: trainable parameters, data, length, and a warning of many epochs."""
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items() if part != "total" and count)
     an_epoch = steps_an_epoch(data.sequences, config)
     epochs = config.train.steps / an_epoch
@@ -265,7 +299,10 @@ def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> lis
 
 
 def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -> None:
-    """Record the base of a run at its end where that is missing, and remove what a kill left."""
+    """Finish the run folder of a run that was killed after its last step.
+
+    Write `base.json` if it is missing, and remove files left half-written.
+    """
     folder.lock()
     if run.config.model.weights == "pretrained" and folder.base() is None:
         with noting_base(run.model, folder.ranks) as noted:
@@ -279,7 +316,15 @@ def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -
 def _inputs(
     run: ResolvedRun, folder: RunWriter, data: Datasets, checkpoint: Path | None, say: Callable[[str], None]
 ) -> Inputs:
-    """Return the inputs of the run; raise `UserError` if a resumed run began with others."""
+    """Return the inputs of the run, to be recorded in `inputs.json`.
+
+    Args:
+        checkpoint: the checkpoint to resume from; None for a new run.
+        say: prints a note for each harmless change.
+
+    Raises:
+        UserError: the data, or files beside the base's weights, have changed since the resumed run began.
+    """
     inputs = Inputs.of(data, run.model.source.local_folder())
     before = None if checkpoint is None else folder.inputs(checkpoint)
     if before is None:
@@ -290,7 +335,7 @@ def _inputs(
 
 
 def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Callable[[str], None]) -> None:
-    """Raise `UserError` if a resumed run began with another base; say so where none is recorded."""
+    """Raise `UserError` if the base has changed since the resumed run began; print a note if `base.json` is missing."""
     before = folder.base()
     if before is not None:
         refuse_changed_base(before, now.fingerprint, f"the run in {str(folder.path)!r}", config.model.path)
@@ -302,7 +347,8 @@ def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Cal
 
 
 def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None) -> None:
-    """Raise `UserError` if ranks have different run files, data or weights, whose gradients cannot be summed."""
+    """Raise `UserError` if ranks differ in run file, data, weights or torch version: their gradients could not be
+    summed."""
     ranks, config = adapted.ranks, adapted.run.config
     drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
     mine = {
@@ -320,7 +366,8 @@ def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None)
 
 
 def _checkpoint_bytes(adapted: Adapted) -> int:
-    """Return the bytes of trained weights, master weights and optimizer states, of all ranks."""
+    """Return the size of a checkpoint in bytes: trained weights, float32 copies and optimizer states, over all
+    ranks."""
     optimizers, ranks, experts = adapted.run.optimizers, adapted.ranks, set(adapted.of_experts())
     mine = sum(
         saved_bytes(optimizers[adapted.part_of(name)], tuple(local_tensor(p).shape), p.itemsize)
@@ -331,6 +378,6 @@ def _checkpoint_bytes(adapted: Adapted) -> int:
 
 
 def _held_out(folder: RunWriter) -> tuple[float | None, float | None]:
-    """Return the first and the last held-out loss since the run began."""
+    """Return the first and the last held-out loss in `metrics.jsonl`; (None, None) without any."""
     losses = [line["eval_loss"] for line in folder.metrics() if "eval_loss" in line]
     return (losses[0], losses[-1]) if losses else (None, None)

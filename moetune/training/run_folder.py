@@ -1,13 +1,13 @@
-"""A run folder, as it is read.
+"""Reads a run folder: its checkpoints, its metrics, and the base and inputs that were recorded when it began.
 
     run.yaml, base.json, inputs.json     what the run was started with
-    metrics.jsonl                        a line for each logged step and evaluation
-    memory.json, out_of_memory.json      memory, predicted and measured; where it ran out
-    checkpoints/step-N/                  also holds run.yaml, inputs.json and metrics.jsonl as they were
-    .moetune                             a list of what moetune wrote
+    metrics.jsonl                        a line for each logged step and each evaluation
+    memory.json, out_of_memory.json      memory, predicted and measured; the state in which memory ran out
+    checkpoints/step-N/                  one checkpoint, with copies of run.yaml, inputs.json and metrics.jsonl
+    .moetune                             the list of files that moetune wrote
 
-A checkpoint gets its final name when it is complete, and its manifest has the digest of every file. So its copies show
-whether the folder's own files are damaged.
+A checkpoint gets its final name when it is complete, and its manifest has the SHA-256 of every file. So its copies show
+whether run.yaml, inputs.json and metrics.jsonl in the run folder are damaged.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ OUT_OF_MEMORY_FILE = "out_of_memory.json"
 
 
 class RunFolder:
-    """The folder of one run. Reading needs no lock, also while the run goes on.
+    """The folder of one run, for reading. No lock is needed, even while a run is writing there.
 
     Attributes:
-        damaged: checkpoints that `newest_whole` passed over, each with the reason.
+        path: the run folder, with `~` expanded.
+        metrics_file: the path of `metrics.jsonl`.
+        checkpoints_path: the folder that holds the checkpoints.
+        damaged: a line for each checkpoint that the last `newest_whole` skipped: its path and what is wrong with it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,31 +49,31 @@ class RunFolder:
         self._held: IO[bytes] | None = None
 
     def checkpoints(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
+        """Return the folders of the complete checkpoints, oldest first; they may be damaged."""
         found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
         return sorted(found, key=step_of)
 
     def newest_whole(self, *, hold: bool = False) -> Path | None:
-        """Return the newest checkpoint that is not damaged; None if there is no checkpoint.
+        """Return the folder of the newest checkpoint that is not damaged; None if there is no checkpoint at all.
 
         Args:
-            hold: keep the run that writes here from removing it, as long as this object lives.
+            hold: keep a run that is writing here from deleting the checkpoint while this object exists.
 
         Raises:
-            UserError: all checkpoints are damaged; or it belongs to another run or run file.
+            UserError: all checkpoints are damaged, or the one found fails `refuse_foreign_checkpoint`.
         """
         self.damaged = []
         there = self.checkpoints()
         for checkpoint in reversed(there):
             if hold:
-                with suppress(OSError):  # it was removed meanwhile, or its file system has no locks
+                with suppress(OSError):  # the checkpoint was removed meanwhile, or the file system has no locks
                     self._held = lock(checkpoint / MANIFEST, "rb", shared=True)
             reason = damage(checkpoint)
             if reason is None:
                 self.refuse_foreign_checkpoint(checkpoint)
                 return checkpoint
             self.damaged.append(f"{checkpoint}: {reason}")
-            if there != self.checkpoints():  # a run goes on
+            if there != self.checkpoints():  # a run is writing here: look again
                 return self.newest_whole(hold=hold)
         if self.damaged:
             raise UserError(
@@ -81,7 +84,16 @@ class RunFolder:
         return None
 
     def refuse_foreign_checkpoint(self, checkpoint: Path) -> None:
-        """Raise `UserError` unless an undamaged checkpoint is of this run and its run file."""
+        """Raise `UserError` if a checkpoint was written by another run, or with other settings than `run.yaml` has now.
+
+        Settings that export does not depend on may differ (`FREE_ON_EXPORT`).
+
+        Args:
+            checkpoint: the folder of an undamaged checkpoint.
+
+        Raises:
+            UserError: for these reasons, or if `inputs.json` is missing in the run folder but not in the checkpoint.
+        """
         its, mine = self.inputs(checkpoint), self.inputs()
         if its is not None and mine is None:
             raise UserError(f"{str(self.path / INPUTS_FILE)!r} is missing; copy it back from {str(checkpoint)!r}")
@@ -96,7 +108,11 @@ class RunFolder:
             )
 
     def base(self) -> Base | None:
-        """Return the recorded base; None if the file is missing; raise `UserError` if it is damaged."""
+        """Return the base that `base.json` records, the checkpoint of frozen weights; None if the file is missing.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         file = self.path / BASE_FILE
         what = f"{str(file)!r}, which says what the run was trained on,"
         remedy = (
@@ -106,7 +122,10 @@ class RunFolder:
         return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 
     def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
-        """Return the recorded inputs, of the folder or of a checkpoint; None if the file is missing.
+        """Return the inputs that `inputs.json` records; None if the file is missing.
+
+        Args:
+            checkpoint: read the copy in this checkpoint folder; None for the file in the run folder.
 
         Raises:
             UserError: the file is damaged.
@@ -115,9 +134,13 @@ class RunFolder:
         return read_sealed(file, Inputs, remedy="copy it back from a checkpoint") if os.path.lexists(file) else None
 
     def metrics(self) -> list[MetricsLine]:
-        """Return every whole line of `metrics.jsonl`; raise `UserError` as `parse_metrics`.
+        """Return every complete line of `metrics.jsonl`.
 
-        Where the file does not begin with the newest checkpoint's copy it is damaged, and the copy is read.
+        If the file is missing, or does not begin with the copy in the newest checkpoint (it is damaged then), that copy
+        is read instead. Without either the list is empty.
+
+        Raises:
+            UserError: a line is not what a run writes (`parse_metrics`).
         """
         text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
         for checkpoint in self.checkpoints()[-1:]:
@@ -128,5 +151,5 @@ class RunFolder:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was written."""
+    """Return the number of updates after which a checkpoint was written, from the name of its folder, `step-N`."""
     return int(checkpoint.name.removeprefix("step-"))

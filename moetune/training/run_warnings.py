@@ -1,4 +1,4 @@
-"""Warnings: what a run does not fail at and should not pass over, printed once and named in every line of metrics."""
+"""Warnings of a run (idle experts, collapsed routing, lost updates), printed once and named in the metrics."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
 
-_SAMPLED = 64  # elements of each parameter
+_SAMPLED = 64  # elements of each parameter that are compared
 _TOO_FEW = 0.5
-"""Where a smaller share of 16-bit weights has moved in a run, most of what was learned is lost."""
-_EQUAL = 1e-5  # relative rounding error of a loss that is ln V
+"""Share of the 16-bit weights. If fewer have changed in a run, most of its updates were lost to rounding."""
+_EQUAL = 1e-5  # relative tolerance within which a loss counts as ln V, V the size of the vocabulary
 _ENOUGH = 32
-"""Mean tokens an expert from which on the load of a layer is judged."""
+"""The load of a layer is checked from this mean number of tokens per expert on."""
 _COLLAPSED = 1.1
-"""Times K: the effective number of experts below which nearly every token goes to the same K."""
+"""Routing has collapsed if the effective number of experts is below this times K: most tokens go to the same K."""
 
 
 class RunWarnings:
-    """The warnings of a run.
+    """Finds and prints the warnings of a run.
 
     Args:
-        trained: parameters that train, on all ranks.
+        adapted: the model that trains.
+        trained: number of parameters that train, on all ranks together.
+        console: where warnings are printed.
+
+    Attributes:
+        first_loss: the loss in the first line of metrics of the run; None before.
     """
 
     def __init__(self, adapted: Adapted, trained: int, console: Console) -> None:
@@ -39,12 +44,26 @@ class RunWarnings:
         self.begin()
 
     def begin(self, first_loss: float | None = None) -> None:
-        """Set what weights and losses are compared with: the weights as they are now, and the run's first loss."""
+        """Set what later weights and losses are compared with: a sample of the weights as they are now, and the first
+        loss.
+
+        Args:
+            first_loss: the first loss of a resumed run; None to take the loss of the next line of metrics.
+        """
         self.first_loss = first_loss
         self._begun = self._known = self._sample()
 
     def say(self, kind: str, text: str, about: object = None) -> None:
-        """Print a warning, unless it was printed about the same thing before. The line of metrics has its kind."""
+        """Print a warning, unless one with the same `kind` and `about` was printed before.
+
+        Printed or not, `kind` is added to the `notices` that `about_step` returns for the line of metrics.
+
+        Args:
+            kind: the short name of the warning, such as `idle experts`.
+            text: the message to the user.
+            about: the object of the warning, such as the index of a layer, if a kind can apply to several; None
+                otherwise.
+        """
         if kind not in self._kinds:
             self._kinds.append(kind)
         if (kind, about) not in self._said:
@@ -52,7 +71,10 @@ class RunWarnings:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of positions that the model was not made for, and of layers on which there can be no LoRA."""
+        """Warn of documents longer than the positions of the model, and of linear layers that cannot have LoRA.
+
+        Called once, before the first step. The kinds of these warnings are in every line of metrics.
+        """
         if left_out := self.adapted.run.selection.left_out:
             self.say(
                 "LoRA left out",
@@ -72,12 +94,21 @@ class RunWarnings:
     def about_step(
         self, loss: float | None, updated: bool, load: dict[int, Tensor], received: dict[int, Tensor]
     ) -> dict[str, object]:
-        """Return the warnings' part of a line of metrics, which does not depend on interruptions of the run.
+        """Check the steps since the last line of metrics, print warnings, and return their entries for the line.
+
+        The entries are the same whether or not the run was interrupted and resumed.
 
         Args:
-            loss: of the steps since the last line; None if all were skipped.
-            updated: weights should have changed in them.
-            load: their expert load, on the host; `received` that since the run began.
+            loss: mean loss of these steps; None if all were skipped.
+            updated: whether weights should have changed in these steps.
+            load: expert load of these steps, layer index -> tokens [E], on the host.
+            received: expert load since the run began, on the host.
+
+        Returns:
+            `idle_experts`: number of trained experts that have received no token since the run began.
+            `unchanged`: the parts (`router`, `experts`, `lora`, `other`) no sampled weight of which has changed, if
+                `updated`.
+            `notices`: the kinds of the warnings that apply.
         """
         self._kinds = list(self._of_data)
         size = self.adapted.run.model.settings.get_text_config().vocab_size
@@ -106,7 +137,12 @@ class RunWarnings:
         return {"idle_experts": len(idle), "unchanged": still if updated else [], "notices": self._kinds}
 
     def at_end(self, received: dict[int, Tensor]) -> None:
-        """Warn of experts that received no token, however short the run was, and of updates that were rounded away."""
+        """Warn of trained experts that received no token in the whole run, and of 16-bit weights whose updates were
+        rounded away.
+
+        Args:
+            received: expert load since the run began, layer index -> tokens [E].
+        """
         self._about_idle(_idle_experts(self.adapted.run, received))
         now = self._sample()
         moved = [now[part] != self._begun[part] for part in self._rounding() if part in now]
@@ -120,12 +156,13 @@ class RunWarnings:
             )
 
     def _rounding(self) -> set[str]:
-        """Return the parts whose updates are rounded to 16 bits."""
+        """Return the parts whose 16-bit weights are updated directly, so that every update is rounded to nearest."""
         parts = {self.adapted.part_of(name) for name, p in self.adapted.trainable().items() if p.itemsize == 2}
         optimizers = {part: self.adapted.run.optimizers[part] for part in parts}
         return {part for part, one in optimizers.items() if one.master_weights == "none" and not one.offload}
 
     def _about_idle(self, idle: dict[tuple[int, int], int]) -> None:
+        """Warn of idle experts, given as (layer, expert) -> number of trained parameters."""
         if idle:
             named = ", ".join(f"{layer}:{expert}" for layer, expert in list(idle)[:8])
             more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
@@ -137,6 +174,7 @@ class RunWarnings:
             )
 
     def _about_collapse(self, load: dict[int, Tensor]) -> None:
+        """Warn of layers whose effective number of experts, exp(entropy of the load), is close to K."""
         for layer in self.adapted.structure.moe_layers:
             if layer.index not in load or layer.top_k == layer.shape.num_experts:
                 continue
@@ -152,22 +190,28 @@ class RunWarnings:
 
     @torch.no_grad()
     def _sample(self) -> dict[str, Tensor]:
-        """Return some elements of every trained parameter, by part, on the host."""
+        """Return at most `_SAMPLED` elements of this rank's part of each trained parameter: float32 copies on the host,
+        by part."""
         parts: dict[str, list[Tensor]] = {}
         for name, parameter in self.adapted.trainable().items():
             flat = local_tensor(parameter).reshape(-1)
-            if len(flat):  # no empty shard, nor what DeepSpeed has elsewhere
+            if len(flat):  # an empty shard, or a weight that DeepSpeed keeps elsewhere, has no elements here
                 parts.setdefault(self.adapted.part_of(name), []).append(flat[:: -(-len(flat) // _SAMPLED)].float())
         return {part: torch.cat(some).cpu() for part, some in parts.items()}
 
 
 def entropy(tokens_E: Tensor) -> float:
-    """Return the entropy of experts' shares of the tokens, in nats."""
+    """Return the entropy -Σ p·ln p of the experts' shares p of the tokens, in nats; from 0 to ln E.
+
+    Args:
+        tokens_E: tokens that each expert received, [E].
+    """
     share = tokens_E.double() / tokens_E.sum().clamp(min=1)
     return float(-torch.special.xlogy(share, share).sum())
 
 
 def _is_ln(loss: float, size: int) -> bool:
+    """Return whether a loss is ln `size`, the loss of a model for which all tokens are equally likely."""
     return abs(loss - math.log(size)) <= _EQUAL * math.log(size)
 
 
@@ -176,7 +220,7 @@ def _is_enough(tokens_E: Tensor) -> bool:
 
 
 def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, int], int]:
-    """Return (layer, expert) -> its trained parameters, for those that train and received no token."""
+    """Return the experts that train and received no token, as (layer, expert) -> number of trained parameters."""
     idle, selection = {}, run.selection
     for layer in run.structure.moe_layers:
         for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
@@ -187,7 +231,11 @@ def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, 
 
 
 def refuse_broken_weights(model: nn.Module) -> None:
-    """Raise `UserError` naming the first weight, buffer or quantization scale that is not finite; read them all."""
+    """Raise `UserError` if a weight, buffer or quantization scale of a model is not finite; the message names the
+    first.
+
+    Every tensor is read. Of a sharded tensor this rank's part is checked.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         state = getattr(tensor, "quant_state", None)
         for one in (tensor, getattr(state, "absmax", None), getattr(getattr(state, "state2", None), "absmax", None)):

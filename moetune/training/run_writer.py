@@ -1,7 +1,8 @@
-"""Writing a run folder: what a run may start in, resume from and replace; checkpoints, whole or not at all.
+"""Writes a run folder: whether a run may start in it, lock, files, new checkpoints, deletion of old checkpoints.
 
-`.moetune` lists what moetune has written; everything else is a user's, and neither replaced nor removed. Files are
-written aside and renamed. On resume `metrics.jsonl` becomes the checkpoint's, because later steps run again.
+The ledger, `.moetune` in the run folder, lists the paths that moetune has written. Any other file is the user's, and is
+neither replaced nor deleted. A file or checkpoint is written under a temporary name and renamed when it is complete. On
+resume `metrics.jsonl` is replaced by the copy in the checkpoint, because later steps run again.
 """
 
 from __future__ import annotations
@@ -57,32 +58,45 @@ _ASIDE = ".moetune-"
 
 
 class RunWriter(RunFolder):
-    """A run folder that a run writes; of several ranks the first one does, but all write checkpoints.
+    """The run folder of a run that writes to it.
 
-    Nothing is written before `lock`. One process at a time writes, from `lock` to `close`.
+    With several ranks only the first writes the files of the folder, and all ranks write their parts of checkpoints.
+    Call `check`, then `lock`, then `create`; nothing is written before `lock`, and only one process at a time can hold
+    the lock, until `close`.
+
+    Args:
+        path: the run folder; it need not exist.
+        ranks: the ranks of the run, as this process sees them.
     """
 
     def __init__(self, path: Path, ranks: Ranks = SINGLE_RANK) -> None:
         super().__init__(path)
         self.ranks = ranks
         self._lock, self._ledger = WriterLock(self.path), Ledger(self.path)
-        self._seen: list[str] | None = None  # when `check` decided
+        self._seen: list[str] | None = None  # the names in the folder when `check` ran
 
     # --- May a run start here, and from what? -------------------------------------------------------------------------
 
     def check(self, config: RunConfig, resume: str, overwrite: bool) -> Path | None:
-        """Return the checkpoint that the run starts from, None for its beginning; change nothing.
+        """Check that a run may start in this folder, and return the checkpoint that it continues from; None for a new
+        run.
+
+        The contents of the folder are not changed. If a lock file is there already, its lock is taken.
 
         Args:
-            resume: `never`, `auto` (the newest checkpoint, if there is one) or a checkpoint.
+            config: the run file of the run that is to start.
+            resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
+            overwrite: whether a run in the folder may be replaced; excludes `resume`.
 
         Raises:
-            UserError: the folder holds something else; holds a run, and neither resume nor overwrite was chosen; holds
-                another run than the one to resume; or cannot be written.
+            UserError: the folder holds files and no run; holds a run, and neither `resume` nor `overwrite` was given;
+                holds a run with other settings than the run to resume, or only damaged checkpoints; holds a file that
+                moetune has not written where the run will write; is being written by another process; or cannot be
+                written.
         """
         if resume != "never" and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
-        if self.ranks.is_first:  # the others would be taken for another run
+        if self.ranks.is_first:  # another rank's temporary folder would look like another run's
             self._check_writable()
         self._take_lock(create=False)
         self._seen, self._ledger = self._names(), Ledger(self.path)
@@ -118,6 +132,7 @@ class RunWriter(RunFolder):
         return checkpoint
 
     def _check_writable(self) -> None:
+        """Raise `UserError` unless a folder can be made in the run folder, or in its nearest parent that exists."""
         where = self.path
         try:
             where = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
@@ -130,7 +145,8 @@ class RunWriter(RunFolder):
             ) from None
 
     def _chosen(self, resume: str) -> Path:
-        """Return the undamaged checkpoint that `--resume PATH` names."""
+        """Return the folder of the checkpoint that `--resume PATH` names; raise `UserError` if it is damaged or of
+        another run."""
         checkpoints, wanted = self.checkpoints(), expanded(resume).resolve()
         chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.resolve() == wanted), None)
         if chosen is None:
@@ -145,7 +161,7 @@ class RunWriter(RunFolder):
         return chosen
 
     def refuse_full_disk(self, needed: int) -> None:
-        """Raise `UserError` unless so many bytes are free."""
+        """Raise `UserError` if fewer than `needed` bytes are free on the disk of the run folder."""
         free = shutil.disk_usage(next(p for p in (self.path, *self.path.absolute().parents) if p.exists())).free
         if free < needed:
             raise UserError(
@@ -156,13 +172,15 @@ class RunWriter(RunFolder):
     # --- Whose is what is there? --------------------------------------------------------------------------------------
 
     def _names(self) -> list[str]:
-        """Return names that tell whether another process has written here."""
+        """Return the names of files and checkpoints, without locks and temporary files, to detect that another process
+        wrote here."""
         runs = self.path.iterdir() if self.path.is_dir() else ()
         names = (item.name for item in (*runs, *self.checkpoints()))
         return sorted(name for name in names if name != WriterLock.NAME and not name.startswith(_ASIDE))
 
     def _is_occupied(self) -> bool:
-        """Return whether the folder holds more than what a run leaves that was killed in its first instant."""
+        """Return whether the folder holds more than the files of a run that was killed before its run file was
+        written."""
         first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME, f"{_ASIDE}{RUN_FILE}"}
         return self.path.exists() and (
             any(item.name not in first for item in self.path.iterdir())
@@ -170,7 +188,8 @@ class RunWriter(RunFolder):
         )
 
     def _is_run(self) -> bool:
-        """Return whether the ledger, or without one `inputs.json`, says that the folder holds a run."""
+        """Return whether the folder holds a run: run file, checkpoints folder, and a ledger or, without one, a valid
+        `inputs.json`."""
         if not (self.path / RUN_FILE).is_file() or not self.checkpoints_path.is_dir():
             return False
         try:
@@ -179,23 +198,27 @@ class RunWriter(RunFolder):
             return False
 
     def _ours(self) -> set[str]:
-        """Return the paths that this run has written: the ledger's, or without one what the manifests list."""
+        """Return the paths, relative to the folder, that moetune has written: those in the ledger.
+
+        For a run without a ledger, the names of the files of a run and the paths that the checkpoints' manifests list.
+        """
         if self._ledger.kind is not None or not self._is_run():
             return self._ledger.paths
         sealed = {f"checkpoints/{folder.name}/{name}" for folder in self.checkpoints() for name in sealed_files(folder)}
         return {*_FILES, *sealed}
 
     def _is_our_aside(self, folder: Path) -> bool:
-        """Return whether a checkpoint is being written, or removed, in this folder."""
+        """Return whether a temporary folder is one in which this run writes or deletes a checkpoint (`.step-N`)."""
         return f"checkpoints/{folder.name}" in self._ledger.paths and not folder.is_symlink()
 
     def _foreign(self, checkpoint: Path) -> Path | None:
-        """Return something in the folder of a checkpoint that this run has not written."""
+        """Return a path in the folder of a checkpoint that moetune has not written; None if there is none."""
         prefix = f"checkpoints/{checkpoint.name}/"
         return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
 
     def _refuse_in_the_way(self, step: int) -> None:
-        """Raise `UserError` if something that is not this run's is where it will write after a step."""
+        """Raise `UserError` if a file that moetune has not written is where a run that goes on from `step` will
+        write."""
         ours = self._ours()
         in_the_way = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
         for item in sorted(self.checkpoints_path.glob("*step-*")):
@@ -212,10 +235,11 @@ class RunWriter(RunFolder):
     # --- The folder's own files ---------------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Make the folder and keep other processes from writing to it, until `close`.
+        """Make the folder if it does not exist, and keep other processes from writing to it until `close`.
 
         Raises:
-            UserError: one does, or did since `check`; or the folder cannot be made.
+            UserError: another process holds the lock, or has written to the folder since `check`; or the folder cannot
+                be made.
         """
         with self._writing():
             if self.ranks.is_first:
@@ -225,10 +249,11 @@ class RunWriter(RunFolder):
             raise UserError(f"output {str(self.path)!r}: another run wrote there meanwhile; start again")
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, if it is held."""
         self._lock.close()
 
     def _take_lock(self, *, create: bool) -> None:
+        """Take the lock on the first rank; without `create`, only if there is a lock file."""
         if self.ranks.is_first:
             self._lock.take(f"output {str(self.path)!r}", create=create)
 
@@ -240,11 +265,23 @@ class RunWriter(RunFolder):
         base: Base | None = None,
         inputs: Inputs | None = None,
     ) -> None:
-        """Write the resolved run file, the base unless weights are random, and the inputs.
+        """Write the run file, `base.json` and `inputs.json`, and begin or restore `metrics.jsonl`; every rank must call
+        this.
 
-        What came after the checkpoint is removed, because those steps run again; so is what a kill left half-written.
+        Later checkpoints than `checkpoint` are deleted, because those steps run again, and so are temporary files of a
+        run that was killed.
+
+        Args:
+            config: the run file, with all values resolved.
+            checkpoint: the folder of the checkpoint to continue from; None for a new run.
+            overwrite: delete the other files of the run that is replaced.
+            base: the checkpoint of frozen weights; None for random weights, and no `base.json`.
+            inputs: data and files beside the base's weights; None for no `inputs.json`.
+
+        Raises:
+            UserError: a file that moetune has not written is in the way, or the folder cannot be written.
         """
-        self.ranks.barrier()  # all have read what is there
+        self.ranks.barrier()  # until all ranks have read the folder
         if self.ranks.is_first:
             step = 0 if checkpoint is None else step_of(checkpoint)
             with self._writing():
@@ -255,7 +292,7 @@ class RunWriter(RunFolder):
                 for later in self.checkpoints():
                     if step_of(later) > step:
                         self._discard(later)
-                if overwrite:  # the run file last: a kill before leaves a run
+                if overwrite:  # replaces the run file last, so that a kill before leaves a run
                     for name in sorted(path for path in self._ledger.paths if "/" not in path and path != RUN_FILE):
                         (self.path / name).unlink(missing_ok=True)
                 self._write(RUN_FILE, config.to_yaml())
@@ -268,7 +305,8 @@ class RunWriter(RunFolder):
         self.ranks.barrier()
 
     def remove_leftovers(self) -> None:
-        """Remove what a kill left: checkpoints half-written or half-removed, and files aside."""
+        """Delete what a run that was killed has left: half-written and half-deleted checkpoints, and temporary
+        files."""
         for leftover in self.checkpoints_path.glob(".step-*"):
             if self._is_our_aside(leftover):
                 shutil.rmtree(leftover)
@@ -276,10 +314,15 @@ class RunWriter(RunFolder):
             (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
 
     def own(self, name: str) -> None:
-        """Record a file that a command is about to write into the folder.
+        """Record in the ledger a file that another command is about to write into the run folder.
+
+        A file in the ledger may be replaced later. If the folder holds no run, the name is only checked.
+
+        Args:
+            name: the name of the file in the run folder.
 
         Raises:
-            UserError: there is one of that name that moetune did not write, or it cannot be recorded.
+            UserError: there is a file of that name that moetune has not written, or the ledger cannot be written.
         """
         self._ledger = Ledger(self.path)
         if name not in self._ledger.paths:
@@ -289,15 +332,18 @@ class RunWriter(RunFolder):
                 self._own(name)
 
     def _own(self, *names: str) -> None:
+        """Add names to the ledger, and the paths of a run that has no ledger yet."""
         self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
 
     def _write(self, name: str, text: str) -> None:
+        """Write a file of the run folder under a temporary name, and rename it."""
         aside = self.path / f"{_ASIDE}{name}"
-        aside.unlink(missing_ok=True)  # a kill's, or a link
+        aside.unlink(missing_ok=True)  # left by a run that was killed, or a link, which must not be followed
         write_whole(self.path / name, text, aside=aside)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        """Raise an `OSError` of the body as a `UserError`."""
         try:
             yield
         except OSError as error:
@@ -305,26 +351,31 @@ class RunWriter(RunFolder):
             raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror or error}{where}") from error
 
     def write_base(self, base: Base) -> None:
-        """Write `base.json`: the base's name and fingerprint, sealed."""
+        """Write `base.json`: name and fingerprint (SHA-256 of each file) of the base, with a seal that shows later
+        changes."""
         if self.ranks.is_first:
             with self._writing():
                 self._own(BASE_FILE)
                 self._write(BASE_FILE, sealed(base.to_json()))
 
     def write_memory(self, record: dict[str, Any]) -> None:
-        """Write `memory.json`: memory predicted and measured, and expert load."""
+        """Write `memory.json`, the predicted and the measured memory and the expert load; a disk error is ignored."""
         if self.ranks.is_first:
-            with suppress(OSError):  # a run can do without; a full disk is reported by the next checkpoint
+            with suppress(OSError):  # training does not need the file, and the next checkpoint reports a full disk
                 self._write(MEMORY_FILE, json.dumps(record) + "\n")
 
     def write_out_of_memory(self, found: dict[str, Any]) -> None:
-        """Write `out_of_memory.json`: what was allocated when memory ran out."""
+        """Write `out_of_memory.json`, the memory that was allocated when memory ran out; a disk error is ignored."""
         if self.ranks.is_first:
             with suppress(OSError):
                 self._write(OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`."""
+        """Append a line to `metrics.jsonl`, on the first rank.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
         if not self.ranks.is_first:
             return
         try:
@@ -339,13 +390,20 @@ class RunWriter(RunFolder):
 
     @contextmanager
     def new_checkpoint(self, step: int, keep: int, needed: int = 0) -> Iterator[Path]:
-        """Yield a folder, in which every rank writes its part; then seal and rename it, and remove those beyond `keep`.
+        """Write a checkpoint in the body of the `with`; then complete it, and delete the oldest beyond `keep`.
+
+        Yields a temporary folder, in which each rank writes its part. Afterwards the first rank adds copies of the
+        run's files and the manifest, renames the folder to `step-N`, and deletes old checkpoints. A checkpoint that is
+        being read (`RunFolder.newest_whole`), or that holds a file of the user, is kept. Every rank must call this.
 
         Args:
-            needed: bytes that will be written.
+            step: number of updates since the run began.
+            keep: number of checkpoints to keep, this one included.
+            needed: bytes that will be written, to tell a full disk from other errors.
 
         Raises:
-            UserError: the disk is full. Nothing half-written is left, and earlier checkpoints are as they were.
+            UserError: the disk is full, or the system refused to write. The temporary folder is deleted then, and
+                earlier checkpoints are as they were.
         """
         final, aside = self.checkpoints_path / f"step-{step}", self.checkpoints_path / f".step-{step}"
         first = self.ranks.is_first
@@ -388,13 +446,14 @@ class RunWriter(RunFolder):
         if first:
             sync(self.checkpoints_path)
             for old in self.checkpoints()[:-keep]:
-                with suppress(OSError):  # one that is being read is removed later
+                with suppress(OSError):  # a checkpoint that is locked by a reader is deleted after a later step
                     manifest = None if self._foreign(old) else lock(old / MANIFEST, "r+b")
                     if manifest is not None:
                         with manifest:
                             self._discard(old)
 
     def _discard(self, checkpoint: Path) -> None:
+        """Delete a checkpoint. It is renamed first, so that a kill does not leave half a checkpoint under its name."""
         aside = checkpoint.with_name(f".{checkpoint.name}")
         self._own(f"checkpoints/{aside.name}")
         checkpoint.rename(aside)
@@ -402,6 +461,6 @@ class RunWriter(RunFolder):
 
 
 def _refuse_existing(path: Path) -> None:
-    """Raise `OSError` if something has that name."""
+    """Raise `FileExistsError` if there is anything at a path, even a broken link."""
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

@@ -1,5 +1,4 @@
-"""Whether a resumed run is the one that began: its settings are equal, but for those that may change, and so are its
-inputs beside run file and weights, which are recorded when it begins."""
+"""Compare a run with its beginning on resume and export: settings, training data and the base's small files."""
 
 from __future__ import annotations
 
@@ -29,25 +28,27 @@ FREE_ON_RESUME = {
     "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
     "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch", "train.on_oom",
 }  # fmt: skip
+"""Settings that a resumed run may change; a section's name stands for all of its keys."""
 FREE_ON_EXPORT = FREE_ON_RESUME | {"model.path", "model.weights"}
-"""The base may have moved since."""
+"""Settings that may differ between a run and its checkpoint on export: also the base, which may have moved since."""
 _MOST_PROBLEMS = 10
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
-"""Keys of a config.json that do not change the model."""
+"""Keys of a config.json whose values do not change the model."""
 _MAKES_TOKENS = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken")
-"""Files that decide which tokens a text becomes."""
+"""Files of a tokenizer that determine the tokens of a text; patterns of names."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run.
+    """What a run depends on beside its run file and its weights; stored in `inputs.json`.
 
     Attributes:
-        run: a random name.
-        data: SHA-256 of the sequences of `train` and `eval`.
-        config: the base's config.json.
-        files: SHA-256, by name, of the other small files beside the base's weights: tokenizer, generation settings.
+        run: a random name, the same in the run folder and in all checkpoints of a run.
+        data: `train` and, if there is evaluation data, `eval` -> SHA-256 of the tokenized sequences.
+        config: contents of the base's config.json; empty if it is not known.
+        files: name -> SHA-256 of the other small files beside the base's weights, such as tokenizer and generation
+            settings.
     """
 
     run: str
@@ -57,17 +58,31 @@ class Inputs:
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> Inputs:
-        """Return the inputs of a run that begins now. `base` is the folder of the model, if there is one."""
+        """Return the inputs of a run that begins now, with a new random name.
+
+        Args:
+            data: the tokenized training and evaluation data.
+            base: the folder of the base's weights; None if it is not on this machine, and `config` and `files` are
+                empty then.
+        """
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
         return cls(secrets.token_hex(16), tokens, *beside_weights(base))
 
     def refuse_others(self, now: Inputs, where: str) -> list[str]:
-        """Compare with the inputs of the resumed run; return a line for each harmless change.
+        """Raise `UserError` if a run that began with these inputs cannot be resumed with the inputs `now`.
+
+        Args:
+            now: the inputs of the resumed run. Its name `run` is not compared.
+            where: how messages name the run, such as `the run in 'out'`.
+
+        Returns:
+            a line for each change that does no harm: other evaluation data, or files that change neither model nor
+                tokens.
 
         Raises:
-            UserError: another change.
+            UserError: the training data, the config.json or a tokenizer file has changed.
         """
         files, harm = self._changed(now.files), []
         if self.data.get("train") != now.data["train"]:
@@ -83,14 +98,20 @@ class Inputs:
     def refuse_other_model(
         self, config: dict[str, Any], files: dict[str, str], where: str, harm: Sequence[str] = ()
     ) -> list[str]:
-        """Compare with another base's configuration and files; return a line for each harmless change.
+        """Raise `UserError` if the base's config.json or tokenizer is not the one that the run began with.
+
+        A `config` or `files` that is empty on either side is unknown, and not compared.
 
         Args:
-            config, files: as `beside_weights` returns them.
-            harm: lines of other harmful changes.
+            config, files: of the base as it is now, from `beside_weights`.
+            where: the beginning of the message, such as `the run in 'out' cannot be resumed`.
+            harm: lines about harmful changes found elsewhere, to be raised with those found here.
+
+        Returns:
+            a line for each changed file that changes neither model nor tokens.
 
         Raises:
-            UserError: a change of the model or of the tokens, or `harm`.
+            UserError: `config` or a tokenizer file has changed, or `harm` is not empty.
         """
         changed, lines = self._changed(files), list(harm)
         for key in _differing(self.config, config) if self.config and config else ():
@@ -105,11 +126,15 @@ class Inputs:
         return [f"{name} {beside}" for name in changed]
 
     def _changed(self, files: dict[str, str]) -> list[str]:
+        """Return the names of files that differ; none if the files of either side are not known."""
         return _differing(self.files, files) if self.files and files else []
 
 
 def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a base's config.json, and the digests of the other small files beside its weights by name."""
+    """Return a base's config.json, and name -> SHA-256 of the other small files in its folder.
+
+    Both are empty if `base`, the folder, is None.
+    """
     files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
     config = files.pop(CONFIG_FILE, None)
     said = {} if config is None else read_json(config, dict[str, Any])
@@ -117,12 +142,14 @@ def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the keys whose values differ, sorted; a key that only one dict has is among them."""
     absent = object()
     return [key for key in sorted(before.keys() | now.keys()) if before.get(key, absent) != now.get(key, absent)]
 
 
 def _digest(rows: datasets.Dataset) -> str:
-    """Return the digest of every column's values and lengths, however they are chunked."""
+    """Return the SHA-256 of all columns' names, values and row lengths; how the data are split into chunks has no
+    effect."""
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())
@@ -134,7 +161,18 @@ def _digest(rows: datasets.Dataset) -> str:
 
 
 def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[str]) -> list[str]:
-    """Return a line for each setting that differs and is not free to; for the eleventh and more their number."""
+    """Return a line for each setting that differs between two run files, with both values.
+
+    Args:
+        before, now: a run file's values, or the path of a run file.
+        free: settings that may differ; a section's name stands for all of its keys.
+
+    Returns:
+        at most 10 lines, and one more with the number of the others.
+
+    Raises:
+        UserError: a run file cannot be read.
+    """
     old, new = _settings(before), _settings(now)
     changed = [
         f"{key}: {old.get(key)!r} before, {new.get(key)!r} now"
@@ -146,13 +184,16 @@ def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[
 
 
 def _settings(run: RunConfig | Path) -> dict[str, Any]:
-    """Return a run file as `{"train.steps": 9, …}`. Keys that a stored one does not have get their defaults."""
+    """Return a run file as a flat dict, `{"train.steps": 9, …}`; settings that it leaves out have their defaults.
+
+    `train.accumulate` is multiplied by the number of ranks that see different data.
+    """
     config = run if isinstance(run, RunConfig) else None
     if isinstance(run, Path):
         with reading(repr(str(run))):
             text = run.read_text(encoding="utf-8")
         tree = parse(text, repr(str(run)))
-        with suppress(ValidationError):  # what is no valid run file any more is compared as it stands
+        with suppress(ValidationError):  # from an earlier version, and not valid now: compare its keys
             config = RunConfig.model_validate(tree)
     if config is not None:
         tree = config.model_dump(mode="json")
@@ -162,6 +203,7 @@ def _settings(run: RunConfig | Path) -> dict[str, Any]:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict, with keys joined by dots."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors that train: the step, expert load, states of random generators."""
+"""The state of a run in a checkpoint, apart from its tensors: step, tokens, expert load, random generators."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moetune.training.optim.values import generator_states, set_generator_states
 from moetune.training.run_folder import step_of
 
 STATE_FILE = "trainer_state.json"
-"""The step, rows of a micro-batch and tokens trained on, by transformers' names."""
+"""Number of updates, rows per micro-batch and tokens trained on, under the names that transformers' Trainer uses."""
 LOAD_FILE = "expert_load.json"
-"""Tokens that each expert of each layer has received since the run began."""
+"""Layer index -> list of the E numbers of tokens that each expert has received since the run began."""
 
 
 class _State(TypedDict, total=False):
@@ -33,14 +33,22 @@ class _State(TypedDict, total=False):
 
 
 def write_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Write the states of this rank's generators, which are those of all ranks that see the same data."""
+    """Write the states of this rank's random generators, of the CPU and of a GPU.
+
+    Ranks that see the same data (the same `data_index`) have equal states, so one of them writes.
+
+    Args:
+        folder: the checkpoint folder.
+        data_index: `Ranks.data_index` of this rank, the name of the file.
+        device: the device that the run trains on.
+    """
     file = folder / "generators" / f"{data_index}.safetensors"
     file.parent.mkdir(exist_ok=True)
     save_file({str(n): state for n, state in enumerate(generator_states(device))}, file)
 
 
 def read_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Restore the generators' states; a rank that the checkpoint does not have keeps its own."""
+    """Restore the states that `write_generators` wrote; without a file for this `data_index` they stay as they are."""
     file = folder / "generators" / f"{data_index}.safetensors"
     if file.is_file():
         states = load_file(file)
@@ -48,7 +56,15 @@ def read_generators(folder: Path, data_index: int, device: torch.device) -> None
 
 
 def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Mapping[int, Tensor]) -> None:
-    """Write the step, the rows of a micro-batch, the tokens trained on, and expert load by layer."""
+    """Write `trainer_state.json` and `expert_load.json` into a checkpoint folder.
+
+    Args:
+        folder: the checkpoint folder.
+        step: number of updates since the run began.
+        micro_batch: rows per forward pass.
+        tokens: number of tokens trained on since the run began, without padding.
+        load: expert load since the run began, layer index -> tokens [E].
+    """
     received = {str(layer): tokens_E.tolist() for layer, tokens_E in load.items()}
     (folder / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
     state = {"global_step": step, "train_batch_size": micro_batch, "num_input_tokens_seen": tokens}
@@ -56,7 +72,12 @@ def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Ma
 
 
 def read_state(folder: Path) -> tuple[int, int | None, int]:
-    """Return the step, the rows of a micro-batch if they are known, and the tokens trained on."""
+    """Return the step, the rows per micro-batch (None if not recorded) and the tokens trained on (0 if not recorded).
+
+    Raises:
+        UserError: the file is damaged.
+        ValueError: the step is not the one in the name of the checkpoint folder.
+    """
     state = checkpoint.read_part(folder, STATE_FILE, _State)
     if state["global_step"] != step_of(folder):
         raise ValueError(f"{STATE_FILE} is of step {state['global_step']}")
@@ -64,7 +85,12 @@ def read_state(folder: Path) -> tuple[int, int | None, int]:
 
 
 def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
-    """Return expert load [E] by layer, on the model's device."""
+    """Return the expert load since the run began, layer index -> tokens [E], on the model's device.
+
+    Raises:
+        UserError: the file is damaged.
+        ValueError: the model has other layers or another number of experts.
+    """
     received = checkpoint.read_part(folder, LOAD_FILE, dict[Amount, list[Number]])
     load = {layer: torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
     sizes = {layer.index: layer.shape.num_experts for layer in adapted.structure.moe_layers}
@@ -74,7 +100,11 @@ def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise `UserError` if a file is not what it should be, in a checkpoint whose bytes are as they were written."""
+    """Raise `UserError` if a file of a checkpoint cannot be read, or does not hold what it should.
+
+    This finds files that were written wrong, whose SHA-256 in the manifest is right. Trained weights are read whole and
+    must be finite; of optimizer states only the headers are read.
+    """
     with refusing_damage(folder):
         for file in sorted(folder.glob("generators/*")):
             load_file(file)
@@ -84,12 +114,16 @@ def check_checkpoint(folder: Path) -> None:
 
 @contextmanager
 def refusing_damage(folder: Path) -> Iterator[None]:
-    """Turn whatever reading a damaged checkpoint raises into a `UserError`. Nothing in one is ever executed."""
+    """Turn every exception that the body raises while it reads a checkpoint into a `UserError` that the checkpoint is
+    damaged.
+
+    `UserError` and `torch.OutOfMemoryError` pass unchanged. No file of a checkpoint is ever executed (no pickle).
+    """
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # readers do not agree on one
+    except Exception as error:  # each library's reader raises its own exceptions
         raise UserError(
             f"checkpoint {str(folder)!r} is damaged: {one_line(error)}; resume from an earlier one with --resume PATH"
         ) from error

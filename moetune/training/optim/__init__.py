@@ -1,1 +1,1 @@
-"""Optimizers, the precision and place of their states, and the learning rate schedule."""
+"""Optimizers, where and in which precision their states are kept, and the learning rate schedule."""

@@ -1,11 +1,14 @@
-"""LOMO, AdaLomo and Adafactor: updates that take so little memory that they can run in the backward pass.
+"""LOMO, AdaLomo and Adafactor: optimizers with so little state that they can update in the backward pass.
 
-    LOMO     w ← (1 - η·λ)·w - η·g                                         arXiv 2306.09782, algorithm 1
-    AdaLomo  û = g / √v, v factored by rows and columns                    arXiv 2310.10195, algorithm 1
-             w ← (1 - η'·λ)·w - η'·û / max(1, RMS(û) / d),   η' = η · max(ε, RMS(w))
-    Adafactor the same with min(η, 1/√t) for η                             arXiv 1804.04235, algorithm 4
+With weights w, gradient g, learning rate η, weight decay λ, threshold d, minimum ε, and RMS for root mean square:
 
-All compute in float32 and round once, whatever the weights are; float32 copies exist for a block of a matrix at a time.
+    LOMO       w ← (1 - η·λ)·w - η·g                                       arXiv 2306.09782, algorithm 1
+    AdaLomo    û = g / √v, v factored by rows and columns                  arXiv 2310.10195, algorithm 1
+               w ← (1 - η'·λ)·w - η'·û / max(1, RMS(û) / d),   η' = η · max(ε, RMS(w))
+    Adafactor  as AdaLomo, with min(η, 1/√t) at step t instead of η        arXiv 1804.04235, algorithm 4
+
+All three compute in float32 and round the result to the dtype of the weights once. Float32 copies are made of one block
+of a matrix at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 2**22  # weights that are in float32 at a time: 16 MiB a copy
+BLOCK = 2**22  # weights that are copied to float32 at a time; a copy has 16 MiB
 
 
 class ScalingOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer whose `step` multiplies gradients by a scale, in float32."""
+    """Base class of optimizers whose `step` multiplies the gradients by a scale, in float32."""
 
     @torch.no_grad()
     def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        """Update with gradients times `scale`."""
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: not used; it is there because torch's optimizers have it.
+            scale: factor of the gradients, which are not changed themselves.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -34,11 +42,12 @@ class ScalingOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
-        """Update one parameter."""
+        """Update one parameter in place, with `grad` times `scale` and the settings of its parameter group."""
 
 
 class Lomo(ScalingOptimizer):
-    """Gradient descent without any state. In float32 it is `torch.optim.SGD`, bit for bit."""
+    """Gradient descent with weight decay and without state. With float32 weights it equals `torch.optim.SGD` bit for
+    bit."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -54,15 +63,16 @@ class Lomo(ScalingOptimizer):
 
 
 class AdaLomo(ScalingOptimizer):
-    """Scales each element's update by mean squares of its gradient's row and column.
+    """Scales each element of the gradient by the mean squares of its row and of its column.
 
-    A tensor of more than two dimensions is a stack of matrices, each updated by itself. State of a matrix [R, C]:
-    R + C float32 numbers; of a vector one for each element.
+    A tensor with more than two dimensions is a stack of matrices, each updated on its own. The state of a matrix [R, C]
+    is R + C float32 numbers, that of a vector one float32 number per element.
 
     Args:
-        decay_rate: v's decay at step t is 1 - t^-decay_rate.
-        threshold: d above, the largest RMS of an update before η'.
-        eps: added to g², and the least RMS(w) that counts.
+        params, lr, weight_decay: as in torch's optimizers.
+        decay_rate: at step t, the decay of the average v is 1 - t^-decay_rate.
+        threshold: d in the module's formulas, the largest RMS of an update before it is multiplied by η'.
+        eps: a number added to g², and the smallest RMS(w) that is used, ε in the formulas.
     """
 
     def __init__(
@@ -78,7 +88,8 @@ class AdaLomo(ScalingOptimizer):
         super().__init__(params, defaults | {"eps": eps})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # which casts states to the dtype of the weights; these are float32
+        """Load states as `torch.optim.Optimizer` does, but keep them in float32, copied."""
+        super().load_state_dict(state_dict)  # casts states to the dtype of the weights; they must be float32
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -118,42 +129,52 @@ class AdaLomo(ScalingOptimizer):
                 square = (gradient[where].float() * scale).square_().add_(floor)
                 rows[where].add_(square.mean(-1), alpha=1 - keep)
                 columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
-                del square  # before what follows takes as much
+                del square  # freed before the next step allocates as much
             by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(scale)
             by_column = columns.rsqrt()
             _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
-        """Return η of a step."""
+        """Return η of step `step`, counted from 1."""
         return group["lr"]
 
 
 class Adafactor(AdaLomo):
-    """Adafactor with the paper's relative steps: η is at most 1/√t at step t. The rest is what AdaLomo took over."""
+    """AdaLomo with Adafactor's relative step size: η is at most 1/√t at step t. AdaLomo took the rest from
+    Adafactor."""
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
         return min(group["lr"], step**-0.5)
 
 
 def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -> Tensor:
+    """Return û of the rows `where` of a matrix: the gradient [R, C] times `by_row` [R, 1] and `by_column` [C], in
+    float32."""
     return gradient[where].float() * by_row[where] * by_column
 
 
 def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, group: dict[str, Any]) -> None:
-    """Normalize the update by its RMS and take the step, block by block; `update` returns û of some rows."""
+    """Limit the RMS of an update, and subtract it from `weight` in place, block by block.
+
+    Args:
+        weight: a matrix or a vector.
+        update: returns û of some rows of the weight, as a new float32 tensor; called twice for each block.
+        rate: η.
+        group: the parameter group, with its settings.
+    """
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
     of_weight = torch.stack([weight[where].float().square().sum() for where in blocks]).sum()
     lr = rate * (of_weight / weight.numel()).sqrt_().clamp_(min=group["eps"][1])
     step = lr / ((of_update / weight.numel()).sqrt_() / group["threshold"]).clamp_(min=1.0)
     for where in blocks:
-        new = weight[where].float()  # of float32 weights these themselves
+        new = weight[where].float()  # of float32 weights no copy, but a view
         if group["weight_decay"]:
             new.mul_(1 - lr * group["weight_decay"])
         weight[where] = new.sub_(update(where).mul_(step))
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Return slices of the first axis, each of at most `BLOCK` elements but of at least one row."""
+    """Return slices of the first axis, each of at most `BLOCK` elements or, if a row has more, of one row."""
     rows = max(1, BLOCK * len(weight) // max(1, weight.numel()))
     return (slice(start, start + rows) for start in range(0, len(weight), rows))

@@ -1,4 +1,8 @@
-"""Dynamic loss scaling: float16 rounds gradients below 6e-8 to zero, so the loss is multiplied by a large number."""
+"""Dynamic loss scaling for float16: the loss is multiplied so that small gradients are not rounded to zero.
+
+float16 rounds magnitudes up to 2^-25 ≈ 3e-8 to zero. Method: "Mixed Precision Training" (arXiv 1710.03740, section
+3.2); numbers of `torch.amp.GradScaler`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,14 @@ from moetune.errors import UserError
 
 @dataclass
 class LossScale:
-    """Halved when a gradient overflows (that step is skipped), doubled after `interval` steps without one.
+    """The factor of the loss: halved when a gradient overflows, doubled after `interval` steps without overflow.
 
-    As in "Mixed Precision Training" (arXiv 1710.03740, section 3.2); numbers as in `torch.amp.GradScaler`.
+    A step with an overflow is skipped by the caller.
+
+    Attributes:
+        value: the factor.
+        good_steps: number of steps without overflow since the factor changed.
+        interval: number of such steps after which the factor is doubled.
     """
 
     value: float = 2.0**16
@@ -20,11 +29,12 @@ class LossScale:
     interval: int = 2000
 
     def restore(self, saved: Mapping[str, float]) -> None:
-        """Take the values of a checkpoint."""
+        """Set `value` and `good_steps` to those of a checkpoint."""
         self.value, self.good_steps = float(saved["value"]), int(saved["good_steps"])
 
     def overflowed(self) -> None:
-        """Halve the scale; raise `UserError` where gradients are not finite at any scale."""
+        """Halve the factor; raise `UserError` if it falls below 1, because gradients then overflow even without
+        scaling."""
         self.value, self.good_steps = self.value / 2, 0
         if self.value < 1:
             raise UserError(
@@ -32,7 +42,7 @@ class LossScale:
             )
 
     def went_well(self) -> None:
-        """Double the scale where enough steps have gone well."""
+        """Count a step without overflow; double the factor after `interval` of them."""
         self.good_steps += 1
         if self.good_steps == self.interval:
             self.value, self.good_steps = self.value * 2, 0

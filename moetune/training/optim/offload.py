@@ -1,12 +1,14 @@
-"""Updates on the host: ZeRO-Offload's split (arXiv 2101.06840, section 4).
+"""Optimizers in host memory (`optimizer.offload`): gradients go to the host, updated weights come back.
+
+The split is that of ZeRO-Offload (arXiv 2101.06840, section 4):
 
     GPU    weights in compute precision; forward and backward
     host   float32 weights, optimizer states, float32 gradients; the update
 
-A complete gradient is copied to the host while the backward pass goes on, and micro-steps are summed there. So at most
-two gradients are on the GPU: one being copied, one being computed. After a parameter's update its new weights are
-copied back while the host updates the next. Bytes over the bus in a step of a micro-steps, for n weights of b bytes:
-a·b·n out and b·n back.
+A complete gradient is copied to the host while the backward pass goes on, and the micro-steps' gradients are summed
+there. So at most two gradients are on the GPU: one that is copied and one that is computed. The new weights of a
+parameter are copied back while the host updates the next parameter. A step of a micro-steps, with n weights of b bytes,
+sends a·b·n bytes to the host and b·n bytes back.
 """
 
 from __future__ import annotations
@@ -25,14 +27,27 @@ from moetune.training.optim.values import bound_
 
 
 class HostCopies:
-    """Copies to the host and back, each direction on one stream for all parameters of a device."""
+    """Copies to the host and back, on one CUDA stream for each direction; shared by all parameters of a device.
+
+    Attributes:
+        out: the stream of copies to the host.
+        back: the stream of copies to the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyStream(device), CopyStream(device)
         self._leaving: tuple[Tensor, AsyncCopy] | None = None
 
     def send(self, tensor: Tensor, target: Tensor) -> AsyncCopy:
-        """Copy to the host; free what was sent before."""
+        """Start a copy to the host, and free the tensor that was sent before, after its copy is done.
+
+        Args:
+            tensor: a tensor on the device; kept alive until the next `send` or `finish`.
+            target: a host tensor of the same shape and dtype, which is overwritten.
+
+        Returns:
+            the copy under way; its `read` waits for it.
+        """
         copy = self.out.copy(tensor, target)
         if self._leaving is not None:
             self._leaving[1].wait()
@@ -40,17 +55,23 @@ class HostCopies:
         return copy
 
     def finish(self) -> None:
-        """Free what was sent last."""
+        """Free the tensor that was sent last, after its copy is done."""
         if self._leaving is not None:
             self._leaving[1].wait()
             self._leaving = None
 
 
 class HostUpdater(Updater):
-    """Updates one parameter, whose float32 weights, gradient and states are on the host.
+    """Updates one parameter on the host, where its float32 weights, gradient and optimizer states are.
+
+    Args:
+        parameter: the parameter, on the device.
+        make: makes the optimizer over a list of parameters.
+        copies: the copies of the device, shared by all its parameters.
 
     Attributes:
-        wire: buffer for copies from and to the GPU; shape and dtype of the parameter.
+        wire: host buffer for copies from and to the GPU, with shape and dtype of the parameter.
+        gradient: float32 sum of this step's gradients, on the host.
     """
 
     on_host = True
@@ -72,19 +93,21 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Copy the parameter's gradient to the host, where it is added to this step's."""
+        """Start to copy the parameter's gradient to the host, where it is added to this step's sum; set
+        `parameter.grad` to None."""
         assert parameter.grad is not None
         self._receive()
         self._arriving = self.host_copies.send(parameter.grad, self.wire)
         parameter.grad = None
 
     def norm(self) -> Tensor | None:
-        """Return the norm of this step's gradient, on the host; None without one."""
+        """Return the norm of this step's gradient, a tensor of one element on the host; None if there is no
+        gradient."""
         self._receive()
         return torch.linalg.vector_norm(self.gradient) if self._has_gradient else None
 
     def bound(self, value: float) -> None:
-        """Clip every element of this step's gradient to ±value."""
+        """Clip every element of this step's gradient to the range ±value, in place (`values.bound_`)."""
         self._receive()
         if self._has_gradient:
             bound_(self.gradient, value)
@@ -96,6 +119,10 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
+        """Update the float32 weights on the host, with the gradient times `scale`, and copy them to the parameter.
+
+        Does nothing without a gradient. The gradient is discarded.
+        """
         self._receive()
         if not self._has_gradient:
             return
@@ -109,6 +136,7 @@ class HostUpdater(Updater):
         self.host_copies.back.copy(self.wire, parameter).wait()
 
     def _receive(self) -> None:
+        """Wait for the gradient that is being copied, if there is one, and add it to this step's sum."""
         if self._arriving is None:
             return
         (arrived,) = self._arriving.read()
@@ -121,12 +149,14 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Load states as `Updater.restore`, and copy the restored float32 weights to the parameter."""
         super().restore(states)
         (parameter,), (master,) = self.parameters, self.copies.values()
         parameter.copy_(master)
         self._mark_states()
 
     def _mark_states(self) -> None:
+        """Mark the optimizer's states as host memory, for the memory tracker (experts/host.py)."""
         for values in self.optimizer.state.values():
             for value in values.values():
                 if isinstance(value, Tensor):

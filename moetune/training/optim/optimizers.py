@@ -1,4 +1,4 @@
-"""The optimizers of a run, by name and by part."""
+"""Make the optimizers of a run: one for each group of parameters with equal settings, used together as one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _8BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit", "lion8bi
 
 
 class CombinedOptimizer:
-    """The optimizers of a run as one.
+    """All optimizers of a run, with the interface of one.
 
     Attributes:
-        loss_scale: of a run in float16.
+        updaters: one `Updater` for each optimizer, with its parameters.
+        loss_scale: the loss scale of a float16 run; None for other dtypes.
     """
 
     def __init__(self, updaters: list[Updater], loss_scale: LossScale | None = None) -> None:
@@ -37,50 +38,55 @@ class CombinedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers; `initial_lr` is the rate that a schedule multiplies."""
+        """The parameter groups of all optimizers; `initial_lr` in each is the learning rate before the schedule."""
         return [group for updater in self.updaters for group in updater.optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Optimizer states by what is updated: a parameter, or a float32 copy."""
+        """The states of all optimizers, by the tensor that is updated: a parameter, this rank's shard or a float32
+        copy."""
         return dict(chain.from_iterable(updater.optimizer.state.items() for updater in self.updaters))
 
     def step(self, scale: float = 1.0) -> None:
-        """Update what was not updated in the backward pass, with gradients times `scale`."""
+        """Update all parameters except those that were updated in the backward pass (`fused_backward`).
+
+        Args:
+            scale: factor of the gradients.
+        """
         for updater in self.updaters:
             if not updater.fused:
                 updater.step(scale)
 
     def on_host(self) -> list[HostUpdater]:
-        """Return the updaters that work on the host."""
+        """Return the updaters of the parameters that are updated on the host (`offload`)."""
         return [updater for updater in self.updaters if isinstance(updater, HostUpdater)]
 
     def zero_grad(self) -> None:
-        """Free all gradients."""
+        """Free all gradients, those on the host included."""
         for parameter in self.parameters():
             parameter.grad = None
         for updater in self.on_host():
             updater.drop()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield everything that trains."""
+        """Yield every parameter that trains."""
         return (parameter for updater in self.updaters for parameter in updater.parameters)
 
     def states(self) -> Iterator[Tensor]:
-        """Yield the tensors of optimizer states, master weights left out."""
+        """Yield every optimizer state that is a tensor; the float32 copies of weights are in `masters`."""
         values = chain.from_iterable(state.values() for state in self.state.values())
         return (value for value in values if isinstance(value, Tensor))
 
     def masters(self) -> Iterator[Tensor]:
-        """Yield the master weights."""
+        """Yield the float32 copies of weights that are kept between steps."""
         return chain.from_iterable(updater.masters_kept() for updater in self.updaters)
 
 
 def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
-    """Return the optimizers of a run.
+    """Return the optimizers of a run, chosen by part (`router`, `experts`, `lora`, `other`).
 
-    Parameters of equal settings share an optimizer, unless they are updated one by one: each in the backward pass, on
-    the host, or by a float32 copy.
+    Parameters with equal settings share an optimizer. A parameter has its own if it is updated alone: in the backward
+    pass, on the host, or through a float32 copy. With DeepSpeed and several ranks there is one optimizer, DeepSpeed's.
     """
     config, trained = adapted.run.config, adapted.trainable()
     loss_scale = LossScale() if adapted.model.dtype == torch.float16 else None
@@ -113,15 +119,16 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
 
 
 def optimizer_over(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the library's optimizer of that name over some parameters."""
+    """Return an optimizer of torch, of bitsandbytes or of `optim/lomo.py` over some parameters, by its settings."""
     return _maker(config)(parameters)
 
 
 def _maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function that makes the optimizer of a configuration over some parameters.
+    """Return a function that makes an optimizer with these settings over a list of parameters.
 
-    Only matrices have weight decay; biases and norms have none. Implementations are named, because torch's default
-    differs between CPU and GPU: `fused` keeps no temporary of a parameter's size.
+    Weight decay applies to tensors of two or more dimensions, not to biases and norms. `fused` is set because torch's
+    default differs between CPU and GPU; the fused kernels need no temporary of a parameter's size. All 8-bit optimizers
+    that one such function makes share their quantization tables.
     """
     tables: dict[str, Tensor] = {}
 
@@ -133,7 +140,7 @@ def _maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.opti
         groups = [group for group in groups if group["params"]]
         match config.name:
             case "adamw":
-                given = {"betas": config.betas, "eps": config.eps}  # which its settings fill in
+                given = {"betas": config.betas, "eps": config.eps}  # not None: `OptimizerConfig` sets defaults
                 return torch.optim.AdamW(groups, lr=config.lr, fused=True, **given)  # type: ignore[arg-type]
             case "sgd":
                 return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum or 0.0, fused=True)

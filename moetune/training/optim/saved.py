@@ -1,4 +1,4 @@
-"""Bytes of optimizer states and of checkpoints, from shapes."""
+"""Sizes in bytes of optimizer states and of saved parameters, computed from shapes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ import math
 from moetune.config.schema import OptimizerConfig
 
 _MOMENTS_8BIT = {"adamw8bit": 2, "paged_adamw8bit": 2, "lion8bit": 1, "ademamix8bit": 3}
-_BLOCK_8BIT = 256  # elements that share a scale
-_SMALLEST_8BIT = 4096  # elements; smaller tensors keep float32 states
+_BLOCK_8BIT = 256  # elements that share a float32 scale
+_SMALLEST_8BIT = 4096  # elements; bitsandbytes keeps float32 states for tensors with fewer
 
 
 def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
-    """Return the bytes of an optimizer's states for a tensor of `width` bytes an element."""
+    """Return the bytes of the optimizer states of one tensor, for n elements of `width` bytes:
+
+        adamw                2·n·width + 4 (the step count)
+        paged_adamw          8·n
+        8-bit optimizers     n + 4·⌈n / 256⌉ for each moment; 4·n below 4096 elements
+        adafactor, adalomo   4·(R + C) for each matrix [R, C]; 4·n for a vector
+        sgd                  n·width with momentum, else 0
+        lomo                 0
+
+    Args:
+        optimizer: the settings.
+        shape: shape of the tensor that is updated, on this rank.
+        width: bytes per element of the tensor that is updated: 4 for a float32 copy.
+    """
     numel = math.prod(shape)
     if optimizer.name in _MOMENTS_8BIT:
         moments = _MOMENTS_8BIT[optimizer.name]
         return moments * (4 * numel if numel < _SMALLEST_8BIT else numel + 4 * -(-numel // _BLOCK_8BIT))
     match optimizer.name:
         case "adamw":
-            return 2 * numel * width + 4  # and a step count
+            return 2 * numel * width + 4  # two moments, and a float32 step count
         case "paged_adamw":
             return 8 * numel
         case "adafactor" | "adalomo":
@@ -30,7 +43,13 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
 
 
 def saved_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
-    """Return the bytes of a parameter in a checkpoint: itself, its float32 copy if one is kept, and its states."""
+    """Return the bytes of a parameter in a checkpoint: its weights, their float32 copy if it is kept, and its states.
+
+    Args:
+        optimizer: the settings.
+        shape: shape of the parameter, on this rank.
+        width: bytes per element of the parameter.
+    """
     in_float32 = optimizer.offload or (optimizer.master_weights != "none" and width < 4)
     kept = optimizer.offload or (optimizer.master_weights == "fp32" and width < 4)
     numel = math.prod(shape)

@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""The learning rate schedule: warmup, then constant, linear or cosine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from moetune.config.schema import TrainConfig
 
 
 def rate_factor(train: TrainConfig, step: int) -> float:
-    """Return what each part's learning rate is multiplied by in an update, of which `step` came before.
+    """Return the factor of an update by which every configured learning rate is multiplied, from 0 to 1.
 
-    It rises linearly over `train.warmup` steps; then it stays 1, or falls to 0 at `train.steps`.
+    With w = `train.warmup` and n = `train.steps`, the factor of step s is s / w below w; from then on
+
+        constant    1
+        linear      (n - s) / (n - w)
+        cosine      (1 + cos(π·(s - w) / (n - w))) / 2
+
+    Args:
+        train: settings of the run.
+        step: number of updates before this one, so 0 for the first.
     """
     if step < train.warmup:
         return step / train.warmup

@@ -1,7 +1,7 @@
-"""An optimizer and the weights that it updates, in any precision.
+"""Updates parameters with an optimizer: directly, through a float32 copy, or with stochastic rounding.
 
-Weights of 16 bits have 8 (bfloat16) or 11 (float16) significant bits, so an update below 2^-9 of a weight rounds to
-nothing. `optimizer.master_weights` chooses what the optimizer updates:
+Weights of 16 bits have 8 (bfloat16) or 11 (float16) significant bits, so a bfloat16 weight does not change by an update
+below 2^-9 of it. `optimizer.master_weights` chooses what the optimizer updates:
 
     none        the weights themselves
     fp32        a float32 copy, which is kept; the weights are that copy, rounded to nearest
@@ -26,19 +26,23 @@ from moetune.training.optim.lomo import ScalingOptimizer
 MasterWeights = Literal["none", "fp32", "stochastic"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-_BLOCK = 2**22  # weights that are rounded at a time
+_BLOCK = 2**22  # weights that are rounded at a time, to limit temporary memory
 
 
 class Updater:
-    """An optimizer over some parameters.
+    """An optimizer with the parameters that it updates.
 
     Args:
-        make: the constructor of the optimizer, called with what it updates: parameters, or float32 copies of them.
-        fused: update in the backward pass, as each gradient is complete (step/fused.py).
+        parameters: the parameters; DTensors are allowed.
+        make: makes the optimizer over a list of tensors: parameters, this rank's shards or float32 copies of them.
+        masters: `optimizer.master_weights`: what the optimizer updates of 16-bit weights.
+        fused: whether each parameter is updated in the backward pass, when its gradient is complete (step/fused.py).
 
     Attributes:
-        shards: this rank's part of each parameter.
-        copies: float32 copies by parameter; without elements between updates if rounding is stochastic.
+        shards: parameter -> this rank's part of it, in the same storage.
+        copies: parameter -> its float32 copy, for 16-bit weights with `masters`. With stochastic rounding a copy has no
+            elements between updates.
+        on_host: whether the update runs on the host.
     """
 
     on_host = False
@@ -61,7 +65,11 @@ class Updater:
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
-        """Update with gradients times `scale`. Parameters without a gradient stay as they are."""
+        """Update the parameters that have a gradient; others stay as they are.
+
+        Args:
+            scale: factor of the gradients, which may be scaled in place.
+        """
         scaling = self.optimizer if isinstance(self.optimizer, ScalingOptimizer) else None
         for parameter, shard in self.shards.items():
             if parameter.grad is None or not shard.numel():
@@ -95,15 +103,19 @@ class Updater:
                 copy.data = _nothing(shard).data
 
     def updates(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield each parameter with what the optimizer updates of it: a float32 copy, or this rank's part."""
+        """Yield each parameter with the tensor that the optimizer updates for it: a float32 copy, or this rank's
+        shard."""
         return ((parameter, self.copies.get(parameter, shard)) for parameter, shard in self.shards.items())
 
     def masters_kept(self) -> Iterator[Tensor]:
-        """Yield the float32 copies that stay from step to step."""
+        """Yield the float32 copies of weights that are kept between steps."""
         return iter(self.copies.values()) if self.masters == "fp32" else iter(())
 
     def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
-        """Yield each parameter with its values and its optimizer states, `master` among them if a copy is kept."""
+        """Yield what a checkpoint holds: each parameter, this rank's weights, and its states by name.
+
+        A float32 copy that is kept is the state `master`. The tensors are not copied.
+        """
         for parameter, updated in self.updates():
             states = dict(self.optimizer.state.get(updated, {}))
             if parameter in self.copies and self.masters == "fp32":
@@ -112,7 +124,11 @@ class Updater:
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load the states that `saved` gave of each parameter."""
+        """Load states in the form in which `saved` yields them, parameter -> states; every parameter of this updater is
+        needed.
+
+        `master` is copied into the float32 copy. The weights themselves are restored by `checkpoint.read_trained`.
+        """
         owners = {updated: parameter for parameter, updated in self.updates()}
         groups = self.optimizer.state_dict()["param_groups"]
         ordered = [updated for group in self.optimizer.param_groups for updated in group["params"]]
@@ -131,22 +147,33 @@ class Updater:
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return what this rank updates of a parameter: itself, or the rank's part as a parameter of the same storage."""
+    """Return the part of a parameter that this rank updates: the parameter itself, or its local shard as a new
+    parameter.
+
+    The new parameter shares the storage of the DTensor.
+    """
     part = local_tensor(parameter)
     return parameter if part is parameter else nn.Parameter(part.detach(), parameter.requires_grad)
 
 
 def _nothing(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter without elements. Its dimensions decide on weight decay, so they stay as many."""
+    """Return a float32 parameter without elements but with the same number of dimensions, which weight decay depends
+    on."""
     return nn.Parameter(parameter.detach().new_empty(0, *parameter.shape[1:], dtype=torch.float32))
 
 
 @torch.no_grad()
 def round_stochastically_(weight: Tensor, value: Tensor) -> None:
-    """Round float32 `value` into 16-bit `weight`: up with a probability equal to the fraction of the gap below `value`.
+    """Round float32 `value` into 16-bit `weight`, to one of the two neighbours, so that the expected result is `value`.
 
-    A bfloat16 is the upper half of a float32. Random bits added to the lower half carry into the upper with just that
-    probability; then the lower half is cut off. float16 has 13 bits less than float32 in its normal range.
+    The probability of rounding away from zero is the distance of `value` from the neighbour nearer to zero, over the
+    gap between the neighbours. A bfloat16 is the upper half of a float32: adding 16 random bits to the lower half
+    carries into the upper half with just this probability, and the lower half is then cut off. float16 has 13 bits
+    fewer than float32 in its normal range.
+
+    Args:
+        weight: a contiguous bfloat16 or float16 tensor, which is overwritten.
+        value: a contiguous float32 tensor of the same size.
     """
     dropped = {torch.bfloat16: 16, torch.float16: 13}[weight.dtype]
     flat, exact = weight.view(-1), value.view(-1)

@@ -1,4 +1,7 @@
-"""Numbers out of tensors: a step reads values here only, because a prediction runs it on tensors without any."""
+"""Helpers for the tensors of a step: a number as float, clipping, norms, random generator states.
+
+A prediction runs the same step on fake tensors, which have no values. So the step reads numbers only by `as_float`.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,41 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def as_float(value: Tensor) -> float:
-    """Return the number in a tensor of one element, waiting for the device; 0 for a fake tensor."""
+    """Return the value of a tensor with one element, waiting for the device; 0.0 for a fake or meta tensor."""
     if isinstance(value, FakeTensor) or value.is_meta:
         return 0.0
     return float(value)
 
 
 def bound_(gradient: Tensor, bound: float) -> None:
-    """Clip every element to ±bound. A gradient with an element that is not finite becomes NaN, to be found later."""
+    """Clip every element of a gradient to the range ±bound, in place.
+
+    If an element is NaN or infinite, all elements become NaN, so that a later check of the norm finds it.
+    """
     bound = min(bound, torch.finfo(gradient.dtype).max)
     largest = torch.linalg.vector_norm(gradient, torch.inf)
     gradient.clamp_(-bound, bound).add_(largest * 0)
 
 
 def norm_of(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all together, in float32: in float16 it may overflow where no gradient does."""
+    """Return the 2-norm of all gradients together, a float32 tensor of one element.
+
+    It is computed in float32, because the norm of float16 gradients can overflow float16. At least one gradient is
+    needed.
+    """
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of the random generators that a step on this device draws from."""
+    """Return copies of the states of the random generators that a step on `device` uses: the CPU's, and on a GPU also
+    its own."""
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
 
 
 def set_generator_states(states: list[Tensor], device: torch.device) -> None:
-    """Restore what `generator_states` returned."""
+    """Restore the states that `generator_states` returned for the same device."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

@@ -1,4 +1,4 @@
-"""Updates by DeepSpeed's ZeRO, which shards gradients, states and weights over the ranks (parallel/deepspeed.py)."""
+"""Updates by DeepSpeed's ZeRO (parallel/deepspeed.py), which shards gradients, states and weights over ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from moetune.training.optim.updater import MakeOptimizer, Updater
 
 
 class ZeroUpdater(Updater):
-    """Updates everything that trains by DeepSpeed's engine, which clips too.
+    """Updates all parameters that train by DeepSpeed's engine, which also clips the gradients.
 
     Args:
-        settings: DeepSpeed's configuration (`deepspeed_json`).
+        model: the model that trains.
+        parameters: the parameters of the model that train.
+        make: makes torch's optimizer over a list of parameters.
+        settings: DeepSpeed's configuration, from `deepspeed_json`.
+        ranks: the ranks of the run.
+
+    Attributes:
+        engine: DeepSpeed's engine.
     """
 
     def __init__(
@@ -34,14 +41,17 @@ class ZeroUpdater(Updater):
         self.engine = Engine(model, self.optimizer, settings)
 
     def step(self, scale: float = 1.0) -> None:
-        """Update. `scale` is ignored: the engine computes its own from the same norm."""
+        """Clip and update. `scale` is ignored: DeepSpeed computes its own factor from the same gradient norm."""
         self.engine.step()
 
     def masters_kept(self) -> Iterator[Tensor]:
         return iter(self.engine.masters)
 
     def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
-        """Yield whole tensors, on the host. Each rank yields every n-th parameter, so that none holds or writes all."""
+        """Yield parameters, their weights and their states by name, as whole tensors that are copied to the host.
+
+        Each of n ranks yields every n-th parameter, so that no rank holds or writes all. Every rank must call this.
+        """
         self.engine.link_states()
         for number, parameter in enumerate(self.parameters):
             with self.engine.gathered(parameter):
@@ -52,6 +62,6 @@ class ZeroUpdater(Updater):
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load the states of some parameters, which are gathered."""
+        """Load the states of the given parameters, which the caller has gathered (`Engine.gathered`)."""
         for parameter, values in states.items():
             self.engine.put(parameter, values)
