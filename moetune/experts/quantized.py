@@ -47,7 +47,7 @@ class QuantizedExperts(nn.Module):
         double_quant: for "nf4", quantize the scales as well; ignored for other storage.
         pieces: number of equal row blocks of a matrix that are quantized as separate matrices; more than 1 only for
             "nf4".
-        device: where the buffers are, and where weights are quantized if a prefetcher is given; None for the CPU.
+        device: where the buffers are, and where weights are quantized if a prefetcher is given; None for torch's default.
         prefetcher: if given, the buffers stay in host memory, pinned if `device` is a GPU, even when the model is
             moved, and matrices are dequantized from the prefetcher's copies. The caller adds the module with
             `ExpertPrefetcher.add_layer`.
@@ -212,9 +212,8 @@ def _quantize_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
     """
     levels = weights.new_tensor(_E2M1, dtype=torch.float32)
     middles = (levels[:-1] + levels[1:]) / 2
-    middles[1::2] = torch.nextafter(
-        middles[1::2], levels[:-1][1::2]
-    )  # a tie with an odd lower neighbour rounds up, to the even one
+    # ties between an odd code and the even one above it round up
+    middles[1::2] = torch.nextafter(middles[1::2], levels[:-1][1::2])
     for first in range(0, len(weights), kernels.INT8_AT_ONCE):
         part = weights[first : first + kernels.INT8_AT_ONCE].float()
         if lacking := -len(part) % MX_BLOCK:
