@@ -47,7 +47,7 @@ class QuantizedExperts(nn.Module):
         double_quant: for "nf4", quantize the scales as well; ignored for other storage.
         pieces: number of equal row blocks of a matrix that are quantized as separate matrices; more than 1 only for
             "nf4".
-        device: where the buffers are, and where weights are quantized if a prefetcher is given; None for torch's default.
+        device: where the buffers are, and where weights are quantized if there is a prefetcher; None for the default.
         prefetcher: if given, the buffers stay in host memory, pinned if `device` is a GPU, even when the model is
             moved, and matrices are dequantized from the prefetcher's copies. The caller adds the module with
             `ExpertPrefetcher.add_layer`.

@@ -401,7 +401,7 @@ def low_rank(x, first, second, base, out, ends, counts, scale):
     wide_out = out.shape[-1] if adds else 0
     together = parts if adds and out.dim() == 2 else 1
     tiles = _ratio(rows, ROWS) + (experts if ends is not None else 0)
-    # few tiles of rows leave a GPU idle: then columns are divided too, and each program repeats the product with `first`
+    # few tiles of rows leave a GPU idle: then columns are divided too, and each program repeats x·firstᵀ
     splits = max(1, min(512 // tiles, wide_out // 1024))
     each = _ratio(_ratio(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
     _low_rank[(tiles, splits, parts // together)](
