@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def masters(self) -> list[Tensor]:
-        """This rank's parts of the float32 weights, one flat tensor for each parameter group."""
+        """This rank's parts of the float32 weights, as flat tensors of several parameters each."""
         zero = self.engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 

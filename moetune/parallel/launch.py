@@ -68,7 +68,7 @@ def is_quiet() -> bool:
 def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, str] = os.environ) -> int:
     """Run `command` once for each rank on this machine, and wait until all have ended.
 
-    Rank 0 has this process's stdin, stdout and stderr; the other ranks have none, and their stderr goes to a temporary
+    Rank 0 has this process's stdin, stdout and stderr. The others have no stdin or stdout; stderr goes to a temporary
     file. If a rank fails, the others get a few seconds to end, then are stopped, and the error of the rank that failed
     first is printed on stderr. SIGINT and SIGTERM are passed on to the ranks.
 
