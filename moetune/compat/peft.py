@@ -19,8 +19,8 @@ class Factor(nn.Linear):
 
 
 AtOnce = Callable[[nn.Module, Tensor, Factor, Factor, float], Tensor | None]
-"""Function of (base layer, input x, A, B, scale) that returns base(x) + scale·B(A(x)), or None if it does not support the
-base layer."""
+"""Function of (base layer, input x, A, B, scale) that returns base(x) + scale·B(A(x)), or None if it cannot
+compute this base layer."""
 
 
 def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:

@@ -194,7 +194,7 @@ def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], T
 
 
 def _code_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return what two functions with the same code have in common: bytecode, constants and names."""
+    """Return the bytecode, constants and names of a function, to compare it with others."""
     code = function.__code__
     return code.co_code, code.co_consts, code.co_names
 

@@ -288,6 +288,7 @@ class ExpertBank(nn.Module):
             yield from (range(*pair) for pair in pairwise(ends))
 
     def _kind(self, expert: int) -> Literal["trained", "lora", "frozen"]:
+        """Return how an expert trains; experts of different kinds are never in one group."""
         if expert not in self.frozen_slots:
             return "trained"
         return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"
@@ -381,6 +382,7 @@ class ExpertBank(nn.Module):
 
 
 def _trained(fulls: Sequence[FullProjection], dtype: torch.dtype) -> Projection:
+    """Return the projection of fully trained experts, with weights cast to `dtype` when it runs."""
     biases = [full.bias for full in fulls if full.bias is not None]
     return Projection(
         lambda: _stacked([full.weight.to(dtype) for full in fulls]), _stacked(biases) if biases else None, tuple(fulls)
@@ -388,4 +390,5 @@ def _trained(fulls: Sequence[FullProjection], dtype: torch.dtype) -> Projection:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors stacked along a new first dimension; a view if there is one."""
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0][None]

@@ -124,6 +124,7 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
+    """Compute the outputs of one group and add them to `tokens`; other arguments as in `_fill`."""
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)
@@ -148,6 +149,8 @@ def _announced(experts: ExpertWeights, groups: Iterable[RowGroup]) -> Iterator[R
 
 
 class _ExpertMlp(torch.autograd.Function):
+    """Autograd function of `expert_mlp`; its forward leaves the output unfilled unless rows are kept."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -262,6 +262,8 @@ class QuantizedLinear(nn.Linear):
 
 
 class _QuantizedMatmul(torch.autograd.Function):
+    """Autograd function of a linear layer that dequantizes its frozen weight in forward and in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, stack: QuantizedExperts, bias: Tensor | None) -> Tensor:
         ctx.stack = stack
