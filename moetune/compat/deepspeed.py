@@ -54,9 +54,8 @@ def without_others() -> Iterator[None]:
         for module, name, value in instead:
             stack.enter_context(patch.object(module, name, value))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings(
-            "ignore", "Accessing the data pointer of FakeTensor"
-        )  # DeepSpeed checks their alignment
+        # DeepSpeed checks the alignment of tensors
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.callback(_release_process_group_references)  # otherwise the next trace would use these groups
         yield
 
@@ -85,9 +84,8 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dic
     device = next(model.parameters()).device
     keep_quiet(device)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    warnings.filterwarnings(
-        "ignore", ".*is deprecated", FutureWarning, r"torch\.distributed"
-    )  # functions that DeepSpeed calls
+    # DeepSpeed calls deprecated functions
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")
     import deepspeed
 
     logger = logging.getLogger("DeepSpeed")

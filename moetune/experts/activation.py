@@ -39,11 +39,13 @@ class Activation(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return (act, weighted gradient of gate_up): [N, I] and [N, O].
 
+        The caller must not use either input tensor afterwards: both may be overwritten, or become the results.
+
         Args:
-            gate_up_NO: the input rows of forward; overwritten or made part of the results.
-            dact_NI: gradients of act before weighting; overwritten.
+            gate_up_NO: the input rows of forward.
+            dact_NI: gradients of act before the routing weights are applied.
             weights: routing weights, by which the gradients of the rows are multiplied.
-            dweights: [T·K], in which ⟨dact, act⟩ is written at the positions of these rows; None to skip.
+            dweights: [T·K], in which ⟨dact, act⟩ of each row is written at the row's flat position; None to skip.
         """
 
 

@@ -72,7 +72,7 @@ class BankPlan:
 
 
 class FullExpert(nn.Module):
-    """One fully trained expert, with H hidden size and I intermediate size.
+    """The two projections of one fully trained expert, with H hidden size and I intermediate size.
 
     Attributes:
         gate_up: weight [2I, H], or [I, H] if the expert has no gate.

@@ -57,8 +57,8 @@ class ExpertHooks:
     thread, where context variables of the caller are not set.
 
     Attributes:
-        count_rows: returns the number of rows of each expert, the only values that tensor shapes of a step depend on.
-            By default counts the ids; a prediction returns assumed numbers.
+        count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend
+            on. By default counts the ids; a prediction returns assumed numbers.
         count_received: under expert parallelism, returns the number of rows that each rank sends for each expert of
             this rank. By default reads the exchanged counts; a prediction returns assumed numbers.
         gradient: called in backward with each fully trained parameter of an expert and its gradient, as soon as the
@@ -103,7 +103,12 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """Interface that sends token rows to the ranks of their experts and the results back (parallel/dispatch.py)."""
+    """Interface that sends token rows to the ranks of their experts and the results back (parallel/dispatch.py).
+
+    `dispatch` sends rows [T, H] to the ranks of the experts `ids_TK` and returns the rows that this rank receives.
+    `combine` sends the experts' results [S, H] back and returns each token's weighted sum [T, H]. `combine_norms` sends
+    the norms [S] of these results back and returns them as [T, K]. All ranks must make the same calls.
+    """
 
     def dispatch(
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks

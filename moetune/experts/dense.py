@@ -1,7 +1,8 @@
-"""Router gradients through all experts (DenseMixer), under `train.dense_router_gradient`: the routing weights.
+"""DenseMixer's router gradient through all experts: the routing weights of experts that were not chosen.
 
-Forward is unchanged, and backward treats the router as if every expert had been chosen. With dy the gradient of a
-layer's output, E_e(x) the output of expert e, and w_e the routing weight that e would have,
+With `train.dense_router_gradient`, forward is unchanged, and backward treats the router as if every expert had been
+chosen. With dy the gradient of a layer's output, E_e(x) the output of expert e, and w_e the routing weight that e would
+have,
 
     ∂L/∂w_e = ⟨dy, E_e(x)⟩    for every expert e, not only for the chosen ones
 

@@ -189,7 +189,8 @@ class _ExpertMlp(torch.autograd.Function):
             gemm, row_weights = group.gemm, RowWeights(weights, group.order)
             gate_up, down = experts.projections(group.slots, x_TH.dtype)
             dy_NH = tokens.of(group)
-            dact_NI = down.grad_input(dy_NH, gemm)  # before gate_up is dequantized: one group of matrices at a time
+            # before gate_up is dequantized, so that the matrices of only one projection exist at a time
+            dact_NI = down.grad_input(dy_NH, gemm)
 
             x_NH = dequantized = None
             if kept_NO is None or gate_up.trains:

@@ -33,14 +33,14 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
     """Split and shard a model in place as its ranks' layout says; do nothing for a single rank or for DeepSpeed.
 
     This rank must hold its own experts and everything else whole, and the expert banks must have their dispatcher
-    (adapt/pack.py). DeepSpeed shards with its optimizer (training/optim/zero.py).
+    (adapt/pack.py). DeepSpeed shards when the optimizer is made (training/optim/zero.py).
 
     Raises:
         AssertionError: tensor parallelism cannot split a linear layer of attention; run/validation.py refuses such
             runs.
     """
     parallel = ranks.parallel
-    if ranks.is_single or parallel.engine == "deepspeed":  # it shards with its optimizer (training/optim/zero.py)
+    if ranks.is_single or parallel.engine == "deepspeed":  # DeepSpeed shards in training/optim/zero.py
         return
     assert ranks.dense is not None
     if parallel.tp > 1:
@@ -78,7 +78,7 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
     assert ranks.dense is not None
     dense = ranks.dense["replicate", "fsdp"] if parallel.replicate > 1 else ranks.dense["fsdp"]
     reshard = parallel.zero == 3 and parallel.reshard
-    ignored = {p for p in model.parameters() if not p.is_floating_point()}  # quantized by bitsandbytes
+    ignored = {p for p in model.parameters() if not p.is_floating_point()}  # parameters quantized by bitsandbytes
     for layer in decoder_layers(model).values():
         for bank in [module for module in layer.modules() if isinstance(module, ExpertBank)]:
             if ranks.expert is not None:

@@ -23,7 +23,7 @@ from moetune.run.placement import EVERYTHING, Placement
 class Ranks:
     """This process's rank in a run, and its collectives with the other ranks.
 
-    The sums over ranks do nothing in a run of one rank. Every other rank must make the same calls.
+    The sums over ranks do nothing in a run of one rank. All ranks must make the same calls.
 
     Attributes:
         parallel: the run file's `parallel:` section.

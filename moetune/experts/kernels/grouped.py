@@ -74,6 +74,7 @@ def product_of_groups(a: Tensor, b: Tensor, ends: Tensor | None, counts: Sequenc
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
+    """Compute `product_of_groups` with torch's grouped kernel where there is one, else in a loop over the experts."""
     if a.is_cuda:
         as_one = runs_as_one(torch.cuda.get_device_capability(a.device), a, b)
     else:  # torch's CPU operator is the loop below, in C++

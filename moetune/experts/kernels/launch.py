@@ -43,6 +43,8 @@ class QuickLaunch:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Launch the kernel: compile it if no compiled kernel has the key of these arguments, else call the compiled
+        one."""
         if self._tensors < 0:
             self._check(args, constants)
         tensors = args[: self._tensors]

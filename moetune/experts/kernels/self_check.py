@@ -35,9 +35,8 @@ def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, toke
     with torch.no_grad():
         for name, args in calls(device, dtype, tokens):
             one, other = (_results(run, args) for run in (getattr(module, name), kernels.REFERENCES[name]))
-            off = float(
-                torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max()
-            )  # NaN if any difference is NaN
+            # NaN if any difference is NaN
+            off = float(torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max())
             if not off <= (0 if name.startswith("dequantize") else TOLERANCE[dtype]):
                 found.append(f"{name} (off by {off:.1e} of the largest)")
     return found

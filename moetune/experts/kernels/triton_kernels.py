@@ -19,7 +19,7 @@ from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.launch import kernel
 
 BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program
-COLUMNS = 1024  # columns per program, at most
+COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
 ROWS = 32  # rows of a tile of a product
 
 
@@ -82,7 +82,7 @@ def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     grid = (_ratio(blocks, BLOCKS_OF_64), data.shape[0])
     is_nested = nested is not None
     of_nested = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
-    # without fused multiplication and addition, a scale has the bits that bitsandbytes gives it
+    # without fused multiply-add, scales are bit for bit those of bitsandbytes
     _dequantize_nf4[grid](
         data, absmax, *of_nested, out, weights, data.shape[1], blocks, nests, NESTED=is_nested, BLOCKS=BLOCKS_OF_64,
         enable_fp_fusion=False,
