@@ -124,8 +124,8 @@ class ExpertContext:
     """Settings that all expert banks of a model share.
 
     Attributes:
-        expert_memory: bytes of dequantized weights that a group of experts may have at a time. Gate_up and down are
-            dequantized one after the other, so each counts alone; a group has at least one expert.
+        expert_memory: bytes of dequantized weights that a group of experts may have at a time. The gate_up and down
+            matrices are dequantized one after the other, so each counts alone; a group has at least one expert.
         keep_rows: keep the gate_up rows [T·K, O] of forward for backward, instead of recomputing them.
         split_gate_up: quantize gate and up separately, as checkpoints that store them as separate tensors do.
         prefetcher: copies quantized experts from host memory to the device; None if they are stored on the device.

@@ -133,7 +133,7 @@ class QuantizedExperts(nn.Module):
                         self.nested_absmax[row].copy_(state.state2.absmax)
                         self.offset[row].copy_(state.offset)
             case "int8":
-                # bitsandbytes' CUDA kernel accepts only float16; the CPU gets it too, so that both store the same bytes.
+                # bitsandbytes' CUDA kernel accepts only float16; the CPU gets it too, so both store the same bytes.
                 for rows in kernels.int8_slices(self.shape):
                     data, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
                     self.data[index, rows].copy_(data)
