@@ -1,4 +1,4 @@
-"""What is changed of other libraries, or used of them without being public: a file for each, with the reasons.
+"""Patches of other libraries and uses of their private interfaces, one file per library.
 
-`tests/compat` fails when a release makes one unnecessary, or impossible.
+`tests/compat` fails when a release of a library makes a patch unnecessary or impossible.
 """

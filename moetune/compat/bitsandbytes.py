@@ -1,4 +1,4 @@
-"""bitsandbytes."""
+"""bitsandbytes: shared tables of 8-bit optimizers, a corrected CPU dequantization, and paged optimizer states."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor
 
 SMALLEST_PAGED = 100_000
-"""Elements of a state; smaller ones are in ordinary memory."""
+"""Number of elements from which a state of a paged optimizer is in paged memory."""
 _PAGED = ("state1", "state2")
 
 
 def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
-    """Let 8-bit optimizers have their quantization tables in common; the first one's become those of all.
+    """Make 8-bit optimizers share their quantization tables; call it once for each optimizer.
 
-    Each makes its own, and where gradients are freed as they come each parameter has an optimizer.
+    Every optimizer makes tables of its own, which adds up where gradients are freed during backward and each parameter
+    therefore has its own optimizer.
+
+    Args:
+        optimizer: a bitsandbytes optimizer; its tables are replaced by `tables`.
+        tables: the shared tables by name; if empty, filled with those of `optimizer`.
     """
     if not tables:
         tables.update(optimizer.name2qmap)
@@ -31,10 +36,10 @@ def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
 
 
 def prepare_4bit(linear: Linear4bit) -> None:
-    """Make a 4-bit layer usable on a CPU.
+    """Make a 4-bit linear layer trainable on a CPU.
 
-    Its weight must not be repacked: on CPUs with AVX-512 bf16 that happens in place at the first evaluation, after
-    which no gradient is recorded. And it must be dequantized correctly (`mend_dequantize_4bit`).
+    bitsandbytes would repack the weight in place at the first evaluation on CPUs with AVX-512 bf16, after which no
+    gradient is recorded; this is switched off. Dequantization is corrected by `mend_dequantize_4bit`.
     """
     linear.support_avx512bf16_for_cpu = False
     mend_dequantize_4bit()
@@ -42,10 +47,14 @@ def prepare_4bit(linear: Linear4bit) -> None:
 
 @functools.cache
 def mend_dequantize_4bit() -> tuple[torch.library.Library, Any]:
-    """Replace bitsandbytes' `dequantize_4bit` on a CPU for this process; return what holds the new kernel, and the old.
+    """Replace bitsandbytes' CPU kernel of `dequantize_4bit` in this process; done once, later calls return the same.
 
-    The kernel of 0.50.2 finds a weight's scale by its row and column, as if each row began a block, and so uses wrong
-    scales where rows are not a multiple of the block size (docs/reference/upstream.md). For a flat shape it is right.
+    The kernel of bitsandbytes 0.50.2 looks a weight's scale up by row and column as if each row began a new block, so
+    scales are wrong where the row length is not a multiple of the block size (docs/reference/upstream.md). It is right
+    for a flat shape, which the replacement passes to it in this case.
+
+    Returns:
+        (torch library that holds the replacement, function that calls the original kernel).
     """
     upstream = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -58,20 +67,27 @@ def mend_dequantize_4bit() -> tuple[torch.library.Library, Any]:
 
     library = torch.library.Library("bitsandbytes", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about overriding a kernel
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about an overridden kernel
         library.impl("dequantize_4bit", dequantize_4bit, "CPU", allow_override=True)
     return library, functools.partial(upstream.call_boxed, keys)
 
 
 def paged(optimizer: Any, parameter: Tensor) -> Iterator[Tensor]:
-    """The states of a parameter that are in managed memory on a GPU: `get_state_buffer`."""
+    """Yield the optimizer states of a parameter that bitsandbytes keeps in CUDA managed ("paged") memory.
+
+    Yields nothing if the optimizer is not paged or the parameter has fewer than `SMALLEST_PAGED` elements, as in
+    bitsandbytes' `get_state_buffer`.
+    """
     if getattr(optimizer, "is_paged", False) and parameter.numel() >= SMALLEST_PAGED:
         yield from (tensor for key, tensor in optimizer.state.get(parameter, {}).items() if key in _PAGED)
 
 
 def update(optimizer: Any) -> None:
-    """One update. bitsandbytes lets the host wait for the device after each parameter, which only paged states need:
-    theirs are read by both."""
+    """Run one optimizer step, synchronizing the GPU only for paged optimizers.
+
+    bitsandbytes makes the host wait for the GPU after each parameter. Only paged states need that, because host and GPU
+    both access them.
+    """
     if getattr(optimizer, "is_paged", True):
         optimizer.step()
         return
@@ -80,7 +96,14 @@ def update(optimizer: Any) -> None:
 
 
 def load_paged(optimizer: Any, state: dict[str, Any]) -> None:
-    """`load_state_dict`, after which large states are in paged memory again: bitsandbytes loads them into a GPU's."""
+    """Load a state dict into a paged optimizer, with large states in paged memory again.
+
+    bitsandbytes' own `load_state_dict` would put them into ordinary GPU memory.
+
+    Args:
+        optimizer: a paged bitsandbytes optimizer.
+        state: as `optimizer.state_dict()` returned it.
+    """
     optimizer.load_state_dict(state, move_to_device=False)
     for parameter, values in optimizer.state.items():
         for key, value in values.items():

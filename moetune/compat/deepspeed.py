@@ -1,4 +1,7 @@
-"""DeepSpeed. Only `parallel/deepspeed.py` uses it, where the package is installed."""
+"""DeepSpeed: start without output on stdout, a trace on one rank alone, and private parts of its optimizers.
+
+Only parallel/deepspeed.py and training/run.py use this file.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,22 @@ from torch.nn import functional
 
 
 def keep_quiet(device: torch.device) -> None:
-    """Tell DeepSpeed the device, so that it does not look for a GPU and print on standard output that there is none:
-    accelerate imports the package in every run where it is installed."""
+    """Set DeepSpeed's device in the environment, unless it is set, so that it prints nothing when imported.
+
+    Without it, DeepSpeed looks for a GPU and prints on stdout if there is none. accelerate imports the package in every
+    run where it is installed.
+    """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
 
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Assume, for a trace, that other ranks have the same weights in the same order, and that gradients are finite."""
+    """Let DeepSpeed's ZeRO run on this rank alone within the `with` block, for a trace on fake CPU tensors.
+
+    Other ranks are assumed to have the same weights in the same order, and gradients to be finite.
+    """
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ))  # the engine writes its GPU there
+        stack.enter_context(patch.dict(os.environ))  # the engine writes `LOCAL_RANK` there
         keep_quiet(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -35,8 +44,8 @@ def without_others() -> Iterator[None]:
         from deepspeed.utils.groups import _release_process_group_references
 
         instead = (
-            (real_accelerator, "ds_accelerator", CPU_Accelerator()),  # where fake tensors are
-            (functional, "linear", functional.linear),  # stage 3 puts its own there, and leaves it
+            (real_accelerator, "ds_accelerator", CPU_Accelerator()),  # fake tensors are on the CPU
+            (functional, "linear", functional.linear),  # ZeRO-3 replaces it and does not restore it
             (coordinator, "assert_ints_same_as_other_ranks", _send_ints),
             (stage3, "assert_ints_same_as_other_ranks", _send_ints),
             (stage3, "is_invalid_grad_norm", lambda _: False),
@@ -45,13 +54,15 @@ def without_others() -> Iterator[None]:
         for module, name, value in instead:
             stack.enter_context(patch.object(module, name, value))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it looks at their alignment
-        stack.callback(_release_process_group_references)  # it would take them for those of the next trace
+        # DeepSpeed checks the alignment of tensors
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        stack.callback(_release_process_group_references)  # otherwise the next trace would use these groups
         yield
 
 
 def _send_ints(ints: list[int]) -> None:
-    """Send what that check sends, the numbers and their count, without reading an answer."""
+    """Send what DeepSpeed's `assert_ints_same_as_other_ranks` sends, the integers and their count, without checking
+    an answer."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
@@ -61,34 +72,43 @@ def _send_ints(ints: list[int]) -> None:
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
-    """Return DeepSpeed's engine over a model that is on its device; its log goes to stderr.
+    """Return DeepSpeed's engine for a model that is already on its device, with DeepSpeed's log on stderr.
 
-    DeepSpeed reads its GPU from the environment, now and at later steps; nothing else reads it any more.
+    Sets `LOCAL_RANK` in the environment, in which DeepSpeed reads its GPU now and at later steps.
+
+    Args:
+        model: the model to train.
+        optimizer: a torch optimizer over its parameters.
+        settings: DeepSpeed's configuration.
     """
     device = next(model.parameters()).device
     keep_quiet(device)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")  # what it calls
+    # DeepSpeed calls deprecated functions
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")
     import deepspeed
 
     logger = logging.getLogger("DeepSpeed")
-    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # torch's, but for Adam
+    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # any of torch's but Adam
     for handler in logger.handlers:
-        if type(handler) is logging.StreamHandler:  # its own
-            handler.setStream(sys.stderr)  # standard output is for what a command was asked for
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, to go past gloo
+        if type(handler) is logging.StreamHandler:  # DeepSpeed's own handler
+            handler.setStream(sys.stderr)  # stdout is for the command's result
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, to replace Gloo
     with patch.object(model, "to", lambda *_: model):
         return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
 def prepare_backward(engine: Any) -> None:
-    """Do what calling the engine instead of the model does before a backward pass."""
+    """Do what DeepSpeed's engine does before backward when it is called instead of the model."""
     engine.optimizer.clear_backward_seen_flag()
     engine._backward_prologue()
 
 
 def norm_of_all(engine: Any, stage: int) -> Tensor:
-    """Norm of all ranks' gradients, before clipping; ZeRO-3 has no public way."""
+    """Return the L2 norm of all ranks' gradients before clipping, for ZeRO stage `stage`.
+
+    DeepSpeed has no public function for it under ZeRO-3.
+    """
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     zero = engine.optimizer
@@ -96,7 +116,9 @@ def norm_of_all(engine: Any, stage: int) -> Tensor:
 
 
 def link_states(engine: Any) -> None:
-    """Link the states of ZeRO-1 and 2 to parameters. DeepSpeed does so once, after its first group's update, when the
-    others have none yet."""
+    """Link optimizer states to their parameters under ZeRO-1 and 2, for all parameter groups.
+
+    DeepSpeed does so only once, after the update of its first group, when the other groups have no states yet.
+    """
     engine.optimizer._hp_optimizer_states_linked = False
     engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,4 +1,4 @@
-"""PEFT."""
+"""PEFT: LoRA layers that compute in the dtype of their input instead of the dtype of their factors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from torch.nn.functional import linear
 
 
 class Factor(nn.Linear):
-    """A low-rank factor, float32, which multiplies in the dtype of its input."""
+    """A low-rank factor with a float32 weight, cast to the dtype of the input in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.to(x.dtype))
 
 
 AtOnce = Callable[[nn.Module, Tensor, Factor, Factor, float], Tensor | None]
-"""Of a base layer, its input, A, B and their scale what the adapted layer gives; None where it cannot."""
+"""Function of (base layer, input x, A, B, scale) that returns base(x) + scale·B(A(x)), or None if it cannot
+compute this base layer."""
 
 
 def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
-    """Let a LoRA layer multiply in the dtype of its input, and scale the narrow rows.
+    """Replace the forward of a PEFT LoRA layer, so that it multiplies in the dtype of its input.
 
-    PEFT's own casts the input to the factors' dtype, in which it scales all rows of the output and adds, and clones
-    what a 4-bit layer gives. Its cast can be switched off (`cast_input_dtype_enabled`), but then dtypes disagree.
-    Where a layer trains and no dropout comes between, it is asked for all of it `at_once`.
+    PEFT casts the input to the factors' dtype, in which it then scales and adds all rows of the output, and clones the
+    output of a 4-bit layer. Its cast can be switched off (`cast_input_dtype_enabled`), but then the dtypes do not
+    match. Here the narrow rows A·x are scaled instead.
+
+    Args:
+        layer: a PEFT linear layer with the adapter "default". Its factors become `Factor`.
+        at_once: computes the adapted layer as a whole; called if gradients are enabled and there is no dropout.
+
+    Raises:
+        AssertionError: a factor is not a plain `nn.Linear`.
     """
     for factors in (layer.lora_A, layer.lora_B):
         assert type(factors["default"]) is nn.Linear
@@ -36,6 +44,8 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
 
 
 def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
+    """Forward of an adapted layer: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or
+    merged."""
     base, scale = layer.base_layer, layer.scaling["default"]
     if layer.disable_adapters or layer.merged:
         return base(x)
@@ -44,5 +54,5 @@ def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
     if torch.is_grad_enabled() and isinstance(dropout, nn.Identity):
         out = at_once(base, x, A, B, scale)
     if out is None:
-        out = base(x) + B(A(dropout(x)) * scale)  # not in place: under tp either may be a view
+        out = base(x) + B(A(dropout(x)) * scale)  # not in place: under tensor parallelism either term may be a view
     return out

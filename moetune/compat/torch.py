@@ -1,4 +1,4 @@
-"""torch."""
+"""torch: private interfaces of autograd, fake tensors, process groups, checkpoints and the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -31,26 +31,27 @@ __all__ = ["unset_fake_temporarily"]
 
 
 def backward_pass() -> int:
-    """Return the number of the backward pass that runs on this thread; `NO_PASS` outside of one.
+    """Return the number of the backward pass that runs on this thread, or `NO_PASS` if none does.
 
-    torch's own checkpointing uses it; there is no public way.
+    torch's activation checkpointing uses the same private function; there is no public one.
     """
     return torch._C._current_graph_task_id()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the current backward pass, as FSDP2 and DDP do."""
+    """Call `callback` at the end of the backward pass that is running, as FSDP2 and DDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 _DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
-"""Functions between an operation and its caller, under one dispatch mode or several."""
+"""Names of the functions on the call stack between an operation and its caller, under any number of dispatch modes."""
 
 
 def called_by_autograd() -> bool:
-    """Whether the operation that a dispatch mode is running was called by autograd's engine, not by Python code.
+    """Return whether autograd's engine, not Python code, called the operation that a dispatch mode is handling.
 
-    To be called by `__torch_dispatch__` itself. There is no public way: the engine's frame is looked for.
+    Call it directly in the mode's `__torch_dispatch__`. torch has no public function for it; this one looks for the
+    engine's frame on the call stack.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name in _DISPATCHING:
@@ -60,9 +61,9 @@ def called_by_autograd() -> bool:
 
 @contextmanager
 def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `note` after each resizing of a storage.
+    """Call `note` with the storage after each `UntypedStorage.resize_` within the `with` block.
 
-    FSDP2 allocates and frees its gathered weights by `UntypedStorage.resize_`, which no dispatch mode sees.
+    FSDP2 allocates and frees its gathered weights that way, which no dispatch mode sees.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -77,7 +78,10 @@ def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[Non
 
 @functools.cache
 def add_missing_fakes() -> torch.library.Library:
-    """Let fake tensors run fused SGD, of which torch has no fake kernel: it would run the real one on real zeros."""
+    """Register fake kernels for fused SGD, which torch lacks; return the library that holds them.
+
+    Without them torch would run the real kernel on real zeros. Done once per process.
+    """
     fakes = torch.library.Library("aten", "IMPL")
     for overload in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
         fakes.impl(overload, lambda *args, **kwargs: None, "Meta")
@@ -85,7 +89,7 @@ def add_missing_fakes() -> torch.library.Library:
 
 
 def _operations(names: str) -> frozenset[Any]:
-    """ATen operations from `NAME.OVERLOAD ...`."""
+    """Return the ATen operations named in a string of `NAME.OVERLOAD` separated by spaces."""
     return frozenset(operator.attrgetter(name)(torch.ops.aten) for name in names.split())
 
 
@@ -100,7 +104,7 @@ _ON_META = _IN_PLACE | _operations(
 
 
 class _Made(NamedTuple):
-    """Description of a fake tensor that fills its storage."""
+    """Description of a fake tensor that fills its storage, from which an equal one can be made."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -109,33 +113,39 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, tensor: FakeTensor) -> _Made:
+        """Return the description of a fake tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
     def again(self, mode: FakeTensorMode) -> FakeTensor:
+        """Make a fake tensor with this description."""
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
         return FakeTensor(mode, made, self.device)
 
 
 @functools.cache
 def _makes_anew(func: Any) -> bool:
-    """Whether an operation mutates nothing and returns no view, by its schema."""
+    """Return whether an operation's schema says that it mutates no argument and returns no view."""
     schema = func._schema
     return not schema.is_mutable and all(made.alias_info is None for made in schema.returns)
 
 
 def unguarded(mode: _Mode) -> _Mode:
-    """Remove torch's guard against compiling from a dispatch mode: it is slow, and nothing is compiled under ours."""
+    """Class decorator that removes torch's guard against compilation from a dispatch mode.
+
+    The guard is slow, and nothing is compiled under moetune's modes. Returns the same class.
+    """
     mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)  # type: ignore[method-assign]
     return mode
 
 
 @unguarded
 class QuickFakeMode(FakeTensorMode):
-    """Fake tensors whose operations take a third of torch's time.
+    """A `FakeTensorMode` whose operations take a third of the time of torch's.
 
-    The commonest operations, listed above, run their shape function directly on the meta tensor that a fake tensor
-    wraps, without torch's search for an implementation. Results of all operations that return new tensors are cached by
-    the sizes of their arguments; torch's own cache has a slower key, and leaves operators of other libraries out.
+    The most common operations (`_ON_META`) run their shape function directly on the meta tensor inside a fake tensor,
+    without torch's search for an implementation. Results of all operations that return new tensors are cached by
+    shapes, strides, dtypes and other arguments. torch's own cache has a slower key and leaves out operators of other
+    libraries.
     """
 
     def __init__(self) -> None:
@@ -170,17 +180,18 @@ class QuickFakeMode(FakeTensorMode):
         return FakeTensor(self, out, device) if isinstance(out, Tensor) else [FakeTensor(self, o, device) for o in out]
 
     def _key(self, value: Any) -> Hashable | None:
-        """What the sizes of an operation's results depend on; None if that includes values."""
+        """Return a cache key of an operation's arguments; None if results may depend on tensor values."""
         if isinstance(value, Tensor):
             is_ours = isinstance(value, FakeTensor) and value.fake_mode is self and value.constant is None
             return _Made.of(value) if is_ours else None  # type: ignore[arg-type]
         if isinstance(value, (list, tuple)):
             keys = tuple([self._key(one) for one in value])
             return None if None in keys else keys
-        return type(value), value  # 1, 1.0 and True make different tensors
+        return type(value), value  # 1, 1.0 and True are equal but give different dtypes
 
     def _device_of(self, args: Any) -> torch.device | None:
-        """The common device of all tensors among the arguments; None if there is none, or a value is known."""
+        """Return the device that all tensors in `args` share; None if there is none, or if a tensor has a constant
+        value."""
         device = None
         for value in args:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -195,7 +206,10 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
-    """Describe results that are only tensors, each of which fills a storage of its own; None for others."""
+    """Describe an operation's results for the cache: (type of the result, descriptions of the tensors).
+
+    None unless all results are fake tensors that each fill a new storage of their own.
+    """
     made = [out] if isinstance(out, Tensor) else out
     if not isinstance(made, (list, tuple)) or any(
         not isinstance(one, FakeTensor) or one.constant is not None for one in made
@@ -214,10 +228,13 @@ def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
 
 @contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
-    """Make this process one rank of `size`, whose collectives return at once and send nothing.
+    """Initialize torch.distributed as rank `rank` of `size` without other processes, within the `with` block.
 
-    The backend is that of torch's own tests. torch also replaces `sys.excepthook`, and DTensor caches meshes with names
-    of groups that are gone afterwards: both are undone.
+    Collectives return at once and send nothing. The backend is the one of torch's own tests. torch also replaces
+    `sys.excepthook`, and DTensor caches meshes whose groups no longer exist afterwards; both are undone.
+
+    Raises:
+        AssertionError: torch.distributed is initialized already.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # registers the backend
@@ -232,14 +249,15 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return a process group by the name that functional collectives use."""
+    """Return the process group with the name that functional collectives use."""
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     return _resolve_process_group(GroupName(name))
 
 
 def is_observed(tensor: Tensor) -> bool:
-    """Whether a dispatch mode, a profiler or a tensor subclass has to see the operators on a tensor."""
+    """Return whether a dispatch mode, a profiler or the tensor's subclass must see the operators that run on a
+    tensor."""
     return (
         type(tensor) not in (Tensor, nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0
@@ -248,9 +266,16 @@ def is_observed(tensor: Tensor) -> bool:
 
 
 def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows to the ranks of a group, so many to each, and return those received; differentiable.
+    """Send rows [N, …] to the ranks of a process group, and return the received rows; differentiable.
 
-    Waits at once: the pending result of a functional all-to-all has no memory yet (huggingface/transformers#49421).
+    Waits for the result, because the pending result of a functional all-to-all has no memory yet
+    (huggingface/transformers#49421).
+
+    Args:
+        rows: rows to send, sorted by destination.
+        receives: number of rows that each rank sends to this one.
+        sends: number of rows for each rank; the sum is N.
+        group: the process group.
     """
     from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
@@ -258,16 +283,19 @@ def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.
 
 
 def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
-    """Call `note` from now on whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, with the device and
-    the bytes of the request, of the card and of its free memory.
+    """Call `note` whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, for the rest of the process.
 
     torch's documentation takes memory snapshots this way (pytorch.org/docs/stable/torch_cuda_memory).
+
+    Args:
+        note: called with four integers: the device's index, and in bytes the size of the refused request, the total
+            memory of the GPU and its free memory. Its result is ignored.
     """
     torch._C._cuda_attach_out_of_memory_observer(note)  # type: ignore[attr-defined]
 
 
 def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset and the shape of this rank's part of a DTensor, by dimension."""
+    """Return (offset, shape) of this rank's part of a DTensor, with one number per dimension in each."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -275,7 +303,15 @@ def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def consolidate(folder: Path, names: list[str]) -> Path:
-    """Join the safetensors that several ranks wrote into one file of whole tensors, on disk; return it."""
+    """Join the safetensors files of several ranks into one file of whole tensors, without loading them all into memory.
+
+    Args:
+        folder: folder with the files that torch.distributed.checkpoint wrote; must have no folder `whole`.
+        names: names of all tensors in them.
+
+    Returns:
+        Path of the new file, in the new folder `folder`/whole.
+    """
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
     whole = folder / "whole"

@@ -1,4 +1,4 @@
-"""transformers: what is used of it without being public, or told only by reading its code."""
+"""transformers: private attributes, hooks for loading and checkpointing, and facts that only its source code tells."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
 
 Checkpoint = Callable[..., Any]
-"""`(function, *args)` -> the function's output, as `torch.utils.checkpoint.checkpoint` gives it."""
+"""Function of (function, *args) that returns function(*args) with activation checkpointing, as
+`torch.utils.checkpoint.checkpoint` does."""
 
 
 def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Make whoever switches activation checkpointing on from now use `checkpoint`: trainers do so by their own
-    settings, and TRL's switches it off and on around a reference model.
+    """Make a model use `checkpoint` whenever activation checkpointing is switched on from now on.
 
-    `activation_checkpointing_enable` takes arguments for torch's function, and no other function. Its `offload` copies
-    on the stream that computes, and does not keep routers' choices.
+    Trainers switch it on with their own settings, and TRL's trainers switch it off and on around a reference model.
+    transformers' `activation_checkpointing_enable` accepts arguments for torch's function but no other function; its
+    `offload` copies on the computing stream, and does not keep the routers' choices.
+
+    Args:
+        model: modified in place.
+        checkpoint: called as (function, *args).
     """
     switch = model._set_gradient_checkpointing
 
@@ -41,18 +46,23 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The name of the attention function that a model's decoder runs."""
+    """Return the name of the attention function that a model's decoder runs, such as "sdpa"."""
     return str(model.config.get_text_config()._attn_implementation)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Choose an attention function by name. transformers' own setter asks whether the model's authors support it."""
+    """Set the attention function of a model configuration by name.
+
+    transformers' own setter refuses functions that the model's authors do not declare as supported.
+    """
     config._attn_implementation = name
 
 
 def has_flash_interface(model: PreTrainedModel) -> bool:
-    """Whether a model's authors say that its attention is transformers' interface, takes flash attention's arguments,
-    and needs no kernel of its own, as sinks do."""
+    """Return whether a model declares that it supports flash attention through transformers' attention interface.
+
+    False for a model that needs a particular kernel, such as one with attention sinks.
+    """
     return bool(
         model._supports_flash_attn
         and model._supports_attention_backend
@@ -61,7 +71,7 @@ def has_flash_interface(model: PreTrainedModel) -> bool:
 
 
 def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Name -> dtype of the parameters and buffers that transformers loads in another dtype than a model's."""
+    """Return the parameters and buffers that transformers loads in another dtype than `dtype`, as name -> dtype."""
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, by_group, _ = build_glob_alternation(list(plan))
@@ -72,8 +82,16 @@ def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.d
 def unmatched_keys(
     model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]
 ) -> tuple[set[str], set[str]]:
-    """Of the keys that a checkpoint lacks and has too many, those that a model's authors do not expect: neither tied to
-    others nor left out on purpose."""
+    """Return (missing, unexpected) keys of a checkpoint, without those that the model's authors allow for.
+
+    Allowed are missing keys of tied weights, and keys that the model's class lists as ignored. Ties the model's
+    weights.
+
+    Args:
+        model: the model to load into.
+        missing: names that the model has and the checkpoint lacks.
+        unexpected: names that the checkpoint has and the model lacks.
+    """
     info = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
@@ -81,10 +99,16 @@ def unmatched_keys(
 
 
 def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -> bool:
-    """Whether a module's code uses the weight of its linear layer without calling the layer, as Mamba's kernels do.
+    """Return whether a module's source code uses the weight of its linear layer without calling the layer.
 
-    With `or_its_dtype` also whether it casts to that weight's dtype, uint8 once quantized, as DeepSeek's indexer does.
-    Nothing but the code says so: it is searched.
+    Mamba's kernels do, for example. There is no other way to find out, so the source of the module's transformers
+    classes is searched for `self.NAME.weight`.
+
+    Args:
+        owner: module whose code is searched.
+        linear: name of the attribute of `owner` that holds the linear layer.
+        or_its_dtype: also count `weight.dtype` and `weight.device`. DeepSeek's indexer, for example, casts to that
+            dtype, which is uint8 once the layer is quantized.
     """
     unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
     kinds = tuple(kind for kind in type(owner).__mro__ if ".models." in kind.__module__)
@@ -93,18 +117,25 @@ def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -
 
 @functools.cache
 def _source(kinds: tuple[type, ...]) -> str:
+    """Return the joined source code of the classes."""
     return "".join(inspect.getsource(kind) for kind in kinds)
 
 
 class LoadingQuantizer(HfQuantizer):
-    """A quantizer that loads the whole model itself, after transformers has made it.
+    """Base class of a transformers quantizer that loads the whole model itself, in `load`.
 
-    transformers would read a layer's experts at once, in 16 bits. It is kept from reading anything: it gets a file
-    without tensors, leaves the model on the meta device, and misses nothing.
+    transformers itself would read all experts of a layer at once in 16 bits. Here it reads nothing: it gets a file
+    without tensors, leaves the model on the meta device and reports no missing tensors.
     """
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Fill a model on the meta device."""
+        """Load a model that is on the meta device. Subclasses override this.
+
+        Args:
+            model: the model to fill in place.
+            folder: folder of the checkpoint.
+            device: where the weights go.
+        """
         raise NotImplementedError
 
     def is_serializable(self) -> bool:
@@ -140,21 +171,30 @@ class LoadingQuantizer(HfQuantizer):
 
 
 def mark_initialized(values: nn.Module | Tensor) -> None:
-    """Mark values as there already: rules of initialisation leave them alone."""
+    """Mark a module or tensor as initialized, so that transformers' initialization leaves it as it is."""
     values._is_hf_initialized = True  # type: ignore[union-attr]
 
 
 def draw(model: PreTrainedModel, module: nn.Module) -> None:
-    """Draw a module's tensors by the model's rules. `init_weights()` would draw the whole model."""
+    """Initialize the tensors of one module at random, by the model's rules.
+
+    `init_weights()` would initialize the whole model.
+    """
     model._init_weights(module)
 
 
 def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], Tensor]:
-    """gate_up rows [N, O] -> act rows [N, I], as the experts of a model compute them."""
+    """Return the function by which a transformers experts module turns gate_up rows [N, O] into act rows [N, I].
+
+    Args:
+        experts: the experts module.
+        has_gate: whether its experts have a gate projection; then O is 2I, else I.
+    """
     return getattr(experts, "_apply_gate" if has_gate else "act_fn")
 
 
 def _code_of(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return the bytecode, constants and names of a function, to compare it with others."""
     code = function.__code__
     return code.co_code, code.co_consts, code.co_names
 
@@ -163,20 +203,24 @@ _RMS_NORMS = tuple(_code_of(norm.forward) for norm in (LlamaRMSNorm, GptOssRMSNo
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module computes what Llama's RMS norm does, or gpt-oss's. Each model file has a class of its own with
-    the same code, so the code is compared: a norm that adds one to its weight, say, is another."""
+    """Return whether a module's forward has the same code as the RMS norm of Llama or of gpt-oss.
+
+    Each model file in transformers has its own class, so code is compared instead of types. A norm that adds 1 to its
+    weight, for example, has other code.
+    """
     forward = type(module).forward
     return hasattr(forward, "__code__") and _code_of(forward) in _RMS_NORMS
 
 
-_BY_LENGTH = ("dynamic", "longrope")
+_BY_LENGTH = ("dynamic", "longrope")  # types whose frequencies depend on the largest position
 
 
 def fix_rotary_length(module: nn.Module) -> None:
-    """Stop a rotary embedding from choosing frequencies by the largest position: a value, which fake tensors lack.
+    """Stop a rotary embedding from choosing its frequencies by the largest position, a value that fake tensors lack.
 
-    Whichever are chosen, they have the same size, and a `default` embedding does not choose. Phimoe's reads its
-    configuration too, which the model goes on using: this module gets a copy.
+    Does nothing unless its type is "dynamic" or "longrope". The type becomes "default", which does not choose; the
+    tensors have the same shapes. Phimoe's embedding also reads its configuration, so the module gets a changed copy of
+    it.
     """
     rotary: Any = module
     if getattr(rotary, "rope_type", None) not in _BY_LENGTH:

@@ -1,1 +1,1 @@
-"""The expert stack: how it is stored and computed, a group of experts at a time."""
+"""The experts of one layer: quantized storage, forward and backward in groups of experts, and GPU kernels."""

@@ -1,14 +1,15 @@
-"""An expert's activation: gate_up rows [N, O] -> act rows [N, I], and the way back.
+"""The experts' activation functions, forward and backward, and the choice between a GPU kernel and autograd.
 
-SwiGLU and its clamped variant have a kernel:
+Rows of gate_up [N, O] become rows of act [N, I], where I is the experts' intermediate size and O is 2I, or I without
+gate. Two functions have a kernel:
 
-| | |
+| name | formula |
 |---|---|
 | SwiGLU | silu(gate) · up |
-| gpt-oss | g = min(gate, limit); g · σ(alpha·g) · (clamp(up, ±limit) + 1) |
+| clamped SwiGLU (gpt-oss) | g = min(gate, limit); g · σ(alpha·g) · (clamp(up, ±limit) + 1) |
 
-Which one a model has follows from its experts module's `alpha` and `limit`, confirmed by comparing numbers over the
-range of float32. Any other function runs as it is, with autograd.
+`recognize` reads `alpha` and `limit` from the model's experts module and compares results over the range of float32.
+Any other function runs as the model defines it, with autograd.
 """
 
 from __future__ import annotations
@@ -28,24 +29,34 @@ from moetune.models.moe import ExpertShape
 
 
 class Activation(Protocol):
-    """Activation of the rows of an expert, without a gradient in forward."""
+    """Interface of an activation function; `forward` records nothing for autograd, and `backward` recomputes."""
 
     def forward(self, gate_up_NO: Tensor) -> Tensor:
-        """Return act rows [N, I]."""
+        """Return act rows [N, I] of gate_up rows [N, O]; a new tensor."""
 
     def backward(
         self, gate_up_NO: Tensor, dact_NI: Tensor, weights: RowWeights, dweights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return (act, the weighted gradient of gate_up), given gradients of act before weighting. Write ⟨dact, act⟩
-        into `dweights` [T·K]. Both inputs are overwritten."""
+        """Return (act, weighted gradient of gate_up): [N, I] and [N, O].
+
+        The caller must not use either input tensor afterwards: both may be overwritten, or become the results.
+
+        Args:
+            gate_up_NO: the input rows of forward.
+            dact_NI: gradients of act before the routing weights are applied.
+            weights: routing weights, by which the gradients of the rows are multiplied.
+            dweights: [T·K], in which ⟨dact, act⟩ of each row is written at the row's flat position; None to skip.
+        """
 
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """SwiGLU, clamped if `limit` is not 0.
+    """SwiGLU with a GPU kernel; clamped as in gpt-oss if `limit` is not 0.
 
     Attributes:
-        interleaved: gate and up alternate in the columns of gate_up; otherwise up follows gate.
+        interleaved: gate and up alternate in the columns of gate_up; otherwise all gate columns come first.
+        alpha: factor of the gate inside the sigmoid; used only if `limit` is not 0.
+        limit: upper bound of gate, and bound of the absolute value of up; 0 for none.
     """
 
     interleaved: bool
@@ -64,7 +75,7 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class AutogradActivation:
-    """A model's own function, differentiable and without parameters."""
+    """Any differentiable function [N, O] -> [N, I] without parameters; backward runs it again under autograd."""
 
     function: Callable[[Tensor], Tensor]
 
@@ -77,7 +88,7 @@ class AutogradActivation:
         gate_up_NO.requires_grad_()
         with torch.enable_grad():
             act_NI = self.function(gate_up_NO)
-        edge, act_NI = get_gradient_edge(act_NI), act_NI.detach()  # backward does not need the rows themselves
+        edge, act_NI = get_gradient_edge(act_NI), act_NI.detach()  # the backward graph stays alive without the rows
         if dweights is not None:
             dweights.index_copy_(0, weights.order, torch.einsum("ni,ni->n", dact_NI, act_NI).to(dweights.dtype))
         (dgate_up_NO,) = torch.autograd.grad(edge, gate_up_NO, dact_NI.mul_(weights.column(dact_NI.dtype)))
@@ -85,7 +96,15 @@ class AutogradActivation:
 
 
 def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activation:
-    """Return the activation with a kernel that computes a model's function, or the function with autograd."""
+    """Return `SwiGLU` if it computes the same as a model's activation function, else `AutogradActivation`.
+
+    Results are compared on the CPU in float32, with a relative tolerance of 1e-5 and an absolute one of 1e-6.
+
+    Args:
+        function: from gate_up rows [N, O] to act rows [N, I]. If it is a method, its object's attributes `alpha` and
+            `limit`, or `swiglu_alpha` and `swiglu_limit`, are read.
+        shape: sizes and layout of one expert. Without a gate the result is always `AutogradActivation`.
+    """
     if not shape.has_gate:
         return AutogradActivation(function)
     constants: dict[str, float] = {}
@@ -103,7 +122,7 @@ def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activ
 
 
 def _over_the_range(intermediate: int) -> Tensor:
-    """Pairs of gate and up of every magnitude of float32, so that no limit lies beyond them: [N, 2, I]."""
+    """Return test pairs (gate, up) [N, 2, I] of both signs and magnitudes 0 and 2⁻⁸ to 2¹²⁷, beyond any limit."""
     sizes = 2.0 ** torch.arange(-8, 128, 3)
     values = torch.cat([-sizes, torch.zeros(1), sizes])
     pairs = torch.cartesian_prod(values, values)

@@ -1,7 +1,8 @@
-"""One layer's experts: any mixture of frozen quantized ones, fully trained ones, and LoRA on any of the frozen.
+"""The `ExpertBank` module: all experts of one layer, some frozen and quantized, some fully trained, some with LoRA.
 
-An `ExpertBank` replaces a transformers experts module and has its signature. Weights are stored [out, in] whatever the
-model's own layout; the order of gate and up in the rows of gate_up (concatenated or interleaved) stays the model's.
+An `ExpertBank` replaces the experts module of a transformers model and has the same forward signature. Weights are
+stored as [out, in] whatever layout the model uses. The order of the gate and up rows within gate_up, concatenated or
+interleaved, stays as in the model.
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ from moetune.experts.projection import FullProjection, LowRank, Projection
 from moetune.experts.quantized import QuantizedExperts, Storage
 from moetune.models.moe import ExpertShape
 
-_MOST_AT_ONCE = 2**31 - 1  # weights: bitsandbytes counts them in 32 bits
+_MOST_AT_ONCE = 2**31 - 1  # weights in one dequantization: bitsandbytes counts them in 32 bits
 
 ExpertTensor = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Low-rank factors on the experts `ids`. With `split`, gate and up have an A each; otherwise they share one."""
+    """Which experts of a layer get LoRA factors, and of what size.
+
+    Attributes:
+        ids: expert ids.
+        rank: rank r of each low-rank product B·A.
+        alpha: the product is multiplied by alpha / rank.
+        split: if True, gate and up have separate factors A and B; if False, gate_up has one pair of factors.
+    """
 
     ids: tuple[int, ...]
     rank: int
@@ -41,13 +49,21 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class BankPlan:
-    """How one layer's experts train: those in `trained` in full precision, the rest frozen, LoRA on some of these."""
+    """How the experts of one layer train; experts named in neither attribute are frozen without LoRA.
+
+    Attributes:
+        trained: ids of the experts that train in full, neither quantized nor with LoRA.
+        lora: LoRA on some of the frozen experts; None for no LoRA in this layer.
+    """
 
     trained: tuple[int, ...] = ()
     lora: LoraPlan | None = None
 
     def of(self, held: Sequence[int]) -> BankPlan:
-        """Return the plan of these experts alone, in their order."""
+        """Return the plan restricted to the expert ids in `held`, with ids in the order of `held`.
+
+        `lora` of the result is None if no expert in `held` has LoRA.
+        """
         lora = None if self.lora is None else tuple(expert for expert in held if expert in self.lora.ids)
         return BankPlan(
             tuple(expert for expert in held if expert in self.trained),
@@ -56,7 +72,12 @@ class BankPlan:
 
 
 class FullExpert(nn.Module):
-    """A fully trained expert: `gate_up` [O, H] and `down` [H, I]."""
+    """The two projections of one fully trained expert, with H hidden size and I intermediate size.
+
+    Attributes:
+        gate_up: weight [2I, H], or [I, H] if the expert has no gate.
+        down: weight [H, I].
+    """
 
     def __init__(self, gate_up: FullProjection, down: FullProjection) -> None:
         super().__init__()
@@ -64,17 +85,24 @@ class FullExpert(nn.Module):
 
 
 class ExpertLora(nn.Module):
-    """Factors of n experts: A [n, parts, r, in], B [n, parts, out / parts, r]; float32, B starts at zero.
+    """LoRA factors of n experts, as stacked parameters in float32.
 
-    Parameters of one expert: r·(parts·H + O) + r·(I + H), where parts is 2 for a split gate and up and 1 otherwise.
+    For a projection with P parts, A is [n, P, r, in] and B is [n, P, out / P, r]. P is 2 for gate_up if gate and up
+    have separate factors (`LoraPlan.split`), else 1; P is 1 for down. A starts uniform in ±1/√in, as in PEFT, and B
+    starts at zero. One expert has r·(P·H + O) + r·(I + H) parameters, where O is the number of gate_up rows (2I, or I
+    without gate).
 
     Args:
-        held: those of the plan's experts that this rank holds. All are drawn, so that an expert starts with the same
-            values on any rank.
+        plan: LoRA of the whole layer.
+        held: ids of the experts in `plan.ids` whose factors this rank stores. Random numbers are drawn for all of
+            `plan.ids`, so the initial values of an expert do not depend on the rank that stores it.
+        rows: number O of gate_up rows.
 
     Attributes:
-        slots: expert id -> its index in the factors.
-        gate_up_rows: rows of gate_up of each part.
+        slots: expert id -> index of the expert's factors in dimension 0 of A and B.
+        scale: alpha / rank.
+        gate_up_rows: for each part, the slice of gate_up rows that it produces.
+        is_interleaved: gate and up rows alternate in gate_up.
     """
 
     def __init__(
@@ -106,7 +134,16 @@ class ExpertLora(nn.Module):
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
     def of(self, experts: Sequence[int]) -> tuple[LowRank, LowRank]:
-        """Return the low-rank terms of (gate_up, down) of experts in neighbouring slots."""
+        """Return the low-rank terms (gate_up, down) of a group of experts.
+
+        Args:
+            experts: expert ids whose factors are consecutive in dimension 0 of A and B; only the first id and the
+                length of this sequence are used.
+
+        Returns:
+            Two new `LowRank` objects that refer to the parameters without copying: for C experts, gate_up with A
+                [C, P, r, H] and B [C, P, O / P, r], and down with A [C, 1, r, I] and B [C, 1, H, r].
+        """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
         gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale)
@@ -114,26 +151,30 @@ class ExpertLora(nn.Module):
 
 
 class ExpertBank(nn.Module):
-    """E experts of one layer. Only what trains is a Parameter; the frozen are buffers in base precision.
+    """The E experts of one layer, as a replacement of a transformers experts module.
 
-    Experts are computed in the order of their *slots*: first the frozen ones, each at its index in the quantized
-    matrices, then the fully trained ones.
+    Only what trains is a Parameter. Frozen experts are buffers, quantized or in the base dtype. Experts are computed in
+    the order of their *slots*: the frozen experts first, each at its index in the quantized matrices, then the fully
+    trained experts.
 
     Args:
         shape: sizes and layout of one expert.
-        plan: which experts train, and how.
-        activation: gate_up rows [N, O] -> act rows [N, I], differentiable, without parameters of its own.
-        storage: base precision of the frozen experts.
-        dtype: of the fully trained experts and of frozen biases.
-        held: ids of this rank's experts; by default all. `top_k_index` counts positions in it.
-        layer: the layer's index.
-        context: shared by the banks of a model. With a prefetcher, the frozen experts' weights stay on the host.
+        plan: which experts of the layer train, and how.
+        activation: the model's function from gate_up rows [N, O] to activated rows [N, I]; differentiable and without
+            parameters.
+        storage: data type of the frozen experts' weights, such as "nf4".
+        double_quant: quantize the scales of NF4 as well.
+        dtype: data type of the fully trained experts and of the frozen experts' biases.
+        held: ids of the experts that this rank stores; None for all experts of the layer.
+        layer: index of the decoder layer.
+        context: settings that all banks of a model share. If it has a prefetcher, the frozen experts' weights stay in
+            host memory.
 
     Attributes:
-        num_experts: experts that this rank holds.
-        frozen_slots: expert id -> slot, of the frozen ones.
+        num_experts: number of experts that this rank stores.
+        frozen_slots: expert id -> slot, for the frozen experts.
         expert_order: expert id of each slot.
-        slots: slot of each expert of `held`.
+        slots: slot of each expert, in the order of `held`.
     """
 
     gate_up_bias: Tensor | None
@@ -201,8 +242,11 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def put_(self, expert: int, name: ExpertTensor, tensor: Tensor) -> None:
-        """Store one expert's weight [out, in] or bias: quantized if frozen, as it is if trained. Ignores a meta tensor,
-        which has no values, and experts of other ranks."""
+        """Copy one expert's weight [out, in] or bias [out] into the bank.
+
+        A weight of a frozen expert is quantized; all other tensors are stored in the bank's dtype. Does nothing for a
+        tensor on the meta device and for an expert that this rank does not store.
+        """
         if tensor.is_meta or expert not in self.held:
             return
         is_bias = name.endswith("_bias")
@@ -217,14 +261,23 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def put_quantized_(self, expert: int, name: ExpertTensor, *pieces: Mapping[str, Tensor]) -> None:
-        """Store a frozen expert's weight as a checkpoint has it quantized; two pieces for gate and up stored apart."""
+        """Store a frozen expert's weight that a checkpoint has already quantized.
+
+        Args:
+            expert: id of a frozen expert that this rank stores; any other id raises `KeyError`.
+            name: "gate_up" or "down".
+            pieces: the quantized tensors by buffer name, such as `data` and `absmax`. There are two mappings if gate
+                and up are quantized separately (`ExpertContext.split_gate_up`), else one.
+        """
         getattr(self, name).put_quantized_(self.frozen_slots[expert], *pieces)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
-        """Yield neighbouring slots, whose experts are dequantized and multiplied together.
+        """Yield consecutive ranges of slots; the experts of a range are dequantized and multiplied together.
 
-        Experts of a group are of one kind and as many as fit into `expert_memory`, at least one. With a gradient hook,
-        fully trained experts are alone, because a group's gradients are one tensor.
+        The experts of a group are all frozen, all frozen with LoRA, or all fully trained. A group has at least one
+        expert, and at most as many as fit into `context.expert_memory` bytes, counting for each the larger of its two
+        matrices in `dtype`. If a gradient hook is set, every fully trained expert is a group of its own, because the
+        gradients of a group are one tensor.
         """
         largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
         most = max(1, min(self.context.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
@@ -235,12 +288,16 @@ class ExpertBank(nn.Module):
             yield from (range(*pair) for pair in pairwise(ends))
 
     def _kind(self, expert: int) -> Literal["trained", "lora", "frozen"]:
+        """Return how an expert trains; experts of different kinds are never in one group."""
         if expert not in self.frozen_slots:
             return "trained"
         return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"
 
     def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
-        """Return (gate_up, down) of a group, computing in `dtype`."""
+        """Return the projections (gate_up, down) of the experts in `slots`, which are one range of `groups`.
+
+        Weights are dequantized or cast to `dtype` when the projection runs, not here.
+        """
         experts = self.expert_order[slots.start : slots.stop]
         kind = self._kind(experts[0])
         if kind == "trained":
@@ -256,7 +313,17 @@ class ExpertBank(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Route tokens [T, H] to their experts [T, K] with weights [T, K]; return [T, H]."""
+        """Apply each token's experts and sum their weighted outputs.
+
+        Args:
+            hidden_states: token rows [T, H].
+            top_k_index: the K experts of each token [T, K]: expert ids with a dispatcher, else positions in `held`,
+                which are the ids if this rank stores all experts.
+            top_k_weights: routing weights [T, K].
+
+        Returns:
+            The weighted sums [T, H].
+        """
         dispatcher, hooks = self.context.dispatcher, self.hooks
         if dispatcher is not None:
             received = dispatcher.dispatch(self.layer, hidden_states, top_k_index, top_k_weights, hooks)
@@ -277,11 +344,16 @@ class ExpertBank(nn.Module):
         return output
 
     def _norms(self, like: Tensor) -> Tensor | None:
-        """A tensor for the norms of the experts' outputs, float32 in the shape of ids; None if no hook wants them."""
+        """Return an uninitialized float32 tensor in the shape of `like`, or None if no norms hook is set."""
         return None if self.hooks.norms is None else torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
     def permutation(self, held_TK: Tensor, counts: list[int]) -> Permutation:
-        """Sort chosen positions in `held`, of which each occurs `counts` times, by slot."""
+        """Return the permutation that sorts token rows by the slot of their expert.
+
+        Args:
+            held_TK: the chosen experts [T, K], as positions in `held`.
+            counts: how often each position occurs in `held_TK`.
+        """
         if self.expert_order == self.held:
             return Permutation.of(held_TK, counts)
         slots = torch.tensor(self.slots, pin_memory=held_TK.is_cuda)
@@ -296,7 +368,8 @@ class ExpertBank(nn.Module):
         norms: Tensor | None = None,
         dense_TE: Tensor | None = None,
     ) -> Tensor:
-        """Run this rank's experts; arguments as in `expert_mlp`."""
+        """Compute this rank's experts, then tell the prefetcher that this layer is done; arguments as in
+        `expert_mlp`."""
         keep_rows, prefetcher = self.context.keep_rows, self.context.prefetcher
         output = expert_mlp(self, x_TH, weights_TK, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense_TE)
         if prefetcher is not None:
@@ -309,6 +382,7 @@ class ExpertBank(nn.Module):
 
 
 def _trained(fulls: Sequence[FullProjection], dtype: torch.dtype) -> Projection:
+    """Return the projection of fully trained experts, with weights cast to `dtype` when it runs."""
     biases = [full.bias for full in fulls if full.bias is not None]
     return Projection(
         lambda: _stacked([full.weight.to(dtype) for full in fulls]), _stacked(biases) if biases else None, tuple(fulls)
@@ -316,4 +390,5 @@ def _trained(fulls: Sequence[FullProjection], dtype: torch.dtype) -> Projection:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors stacked along a new first dimension; a view if there is one."""
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0][None]

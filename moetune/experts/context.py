@@ -1,4 +1,4 @@
-"""The state that the expert banks of a model share: constant settings, and hooks that may be replaced for a while."""
+"""State that all expert banks of a model share: constant settings, and hooks that can be replaced temporarily."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
 
 CountRows = Callable[[int, Tensor, int], list[int]]
-"""(layer index, chosen experts [T, K], E) -> the rows of each of E experts; they sum to T·K."""
+"""Function of (layer index, chosen expert ids [T, K], number E of experts) that returns the number of rows of each
+expert: E integers whose sum is T·K."""
 
 CountReceived = Callable[[Tensor, list[list[int]], int], list[list[int]]]
-"""(receive counts [R, L] on the device, send counts [R][L], this rank) -> receive counts on the host."""
+"""Function of (receive counts [R, L] on the device, send counts [R][L] on the host, this rank's index)
+that returns the receive counts [R][L] on the host. R ranks share the experts and have L experts each; element (r, l) of
+the receive counts is the number of rows that rank r sends to expert l of this rank."""
 
 
 def read_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-    """Count the ids. The host waits for one copy."""
+    """Return how often each of `num_experts` ids occurs in `ids`. Copies the counts to the host, which waits."""
     return occurrences(ids, num_experts).tolist()
 
 
 def occurrences(ids: Tensor, num_experts: int) -> Tensor:
-    """How often each of E numbers occurs: [E], int64. `bincount` would make the host wait for the largest number."""
+    """Return how often each number from 0 to `num_experts` - 1 occurs in `ids`: [E], int64, on the device of `ids`.
+
+    `torch.bincount` would make the host wait for the largest number.
+    """
     ids = ids.flatten().long()
     return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
         0, ids, ids.new_ones(1).expand_as(ids)
@@ -34,31 +40,33 @@ def occurrences(ids: Tensor, num_experts: int) -> Tensor:
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
-    """Read the receive counts. The host waits for one copy."""
+    """Return the receive counts as lists; the host waits for the copy. Only `receive_RL` is used."""
     return receive_RL.tolist()
 
 
 def received_as_sent(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
-    """Assume that every rank sends what this one sends."""
+    """Return receive counts [R][L] for a trace: every rank is assumed to send this rank what this rank sends itself."""
     return [send_counts[rank]] * len(send_counts)
 
 
 @dataclass
 class ExpertHooks:
-    """What a run, a prediction or a recorder may replace in the experts of a model, for a while (`using`).
+    """Callbacks of a model's experts, which a run, a prediction or a recorder replaces temporarily with `using`.
 
-    These are attributes and not context variables: autograd runs a GPU's backward pass on a thread of its own, which
-    sees no context variable.
+    The callbacks are attributes and not context variables, because autograd runs the backward pass of a GPU on another
+    thread, where context variables of the caller are not set.
 
     Attributes:
-        count_rows: rows per expert, the one number of a step that shapes depend on. Read from the ids, unless a
-            prediction assumes it.
-        count_received: rows per expert from each rank, under expert parallelism. Read likewise.
-        gradient: called in backward with each fully trained matrix and its gradient, as soon as that is complete;
-            without it autograd keeps the gradients of a layer until its backward pass is over.
-        group: called with the ids of the experts that are computed next, in forward and backward, and with () after.
-        norms: called after a forward pass without gradients with the layer's index and the norms of its experts'
-            outputs before weighting: ‖expert output‖₂ of each choice, [T, K] in float32.
+        count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend
+            on. By default counts the ids; a prediction returns assumed numbers.
+        count_received: under expert parallelism, returns the number of rows that each rank sends for each expert of
+            this rank. By default reads the exchanged counts; a prediction returns assumed numbers.
+        gradient: called in backward with each fully trained parameter of an expert and its gradient, as soon as the
+            gradient is complete. None to let autograd hold the gradients until the layer's backward is done.
+        group: called in forward and backward with the ids of the experts that are computed next, and with () after the
+            last group; None for no calls.
+        norms: called after a forward pass with the layer's index and the L2 norms of the experts' outputs before
+            weighting, [T, K] in float32; to be set only without gradients. None for no calls.
     """
 
     count_rows: CountRows = read_rows
@@ -69,7 +77,7 @@ class ExpertHooks:
 
     @contextmanager
     def using(self, **hooks: Any) -> Iterator[None]:
-        """Replace hooks, by name, within the `with` block."""
+        """Replace the hooks named by the keyword arguments within the `with` block; restore the old ones afterwards."""
         before = {name: getattr(self, name) for name in hooks}
         self.__dict__.update(hooks)
         try:
@@ -79,11 +87,12 @@ class ExpertHooks:
 
 
 class Dispatched(NamedTuple):
-    """Rows that this rank's experts received.
+    """Token rows that this rank received for its experts.
 
     Attributes:
-        rows_SH: the tokens' rows [S, H].
-        slots_S1: the expert of each, by its position among this rank's [S, 1]; `counts` rows of each.
+        rows_SH: the rows [S, H].
+        slots_S1: [S, 1], the expert of each row, as its position among the experts that this rank stores.
+        counts: number of rows of each of these experts.
         state: what the dispatcher needs to send the results back.
     """
 
@@ -94,7 +103,12 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """Sends tokens to the ranks of their experts, and the results back (parallel/dispatch.py)."""
+    """Interface that sends token rows to the ranks of their experts and the results back (parallel/dispatch.py).
+
+    `dispatch` sends rows [T, H] to the ranks of the experts `ids_TK` and returns the rows that this rank receives.
+    `combine` sends the experts' results [S, H] back and returns each token's weighted sum [T, H]. `combine_norms` sends
+    the norms [S] of these results back and returns them as [T, K]. All ranks must make the same calls.
+    """
 
     def dispatch(
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks
@@ -107,16 +121,17 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class ExpertContext:
-    """Settings of the banks of one model.
+    """Settings that all expert banks of a model share.
 
     Attributes:
-        expert_memory: bytes for the dequantized matrices of a group, one of each expert at a time; a group has at least
-            one expert.
-        keep_rows: keep the gate_up rows [T·K, O] of the forward pass, which backward would otherwise recompute.
-        split_gate_up: quantize gate and up separately, as checkpoints that store them so do.
-        prefetcher: copies quantized experts from the host; None where they are on the device.
-        dispatcher: None where every rank holds all experts.
-        dense: weights of the experts that are not chosen, under `train.dense_router_gradient`.
+        expert_memory: bytes of dequantized weights that a group of experts may have at a time. The gate_up and down
+            matrices are dequantized one after the other, so each counts alone; a group has at least one expert.
+        keep_rows: keep the gate_up rows [T·K, O] of forward for backward, instead of recomputing them.
+        split_gate_up: quantize gate and up separately, as checkpoints that store them as separate tensors do.
+        prefetcher: copies quantized experts from host memory to the device; None if they are stored on the device.
+        dispatcher: sends tokens to other ranks; None if this rank stores all experts.
+        dense: routing weights of experts that were not chosen, under `train.dense_router_gradient`; None without it.
+        hooks: callbacks of the experts.
     """
 
     expert_memory: int = 0

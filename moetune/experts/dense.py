@@ -1,15 +1,17 @@
-"""A router's gradient through all experts (DenseMixer): forward as usual, backward as if every expert had been chosen.
+"""DenseMixer's router gradient through all experts: the routing weights of experts that were not chosen.
 
-With dy the gradient of a layer's output, E_e(x) the output of expert e and w_e the weight that it would have,
+With `train.dense_router_gradient`, forward is unchanged, and backward treats the router as if every expert had been
+chosen. With dy the gradient of a layer's output, E_e(x) the output of expert e, and w_e the routing weight that e would
+have,
 
     ∂L/∂w_e = ⟨dy, E_e(x)⟩    for every expert e, not only for the chosen ones
 
 (Yao et al., "DenseMixer: Improving MoE Post-Training with Precise Router Gradient", 2025, and its released code,
 github.com/yaof20/DenseMixer). The weight of an expert that was not chosen is its score times the factor that scales the
-chosen ones' scores, and that factor is a constant. Experts, and what is below them, get the gradients of the tokens
-routed to them only. The inner products are computed in mlp.py.
+scores of the chosen experts; this factor is treated as a constant. Experts and the layers below get gradients only from
+the tokens routed to them. experts/mlp.py computes the inner products.
 
-Shapes: T tokens, K experts a token, E experts.
+Shapes: T tokens, K chosen experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from moetune.models.routers import ScoreFunction, apply_score, find_logits, logi
 
 
 class DenseWeights:
-    """The weights that the experts not chosen would have, computed from the routers' logits.
+    """The routing weights that the experts that were not chosen would have, from the routers' logits.
 
     Args:
-        scores: layer index -> the function by which its router turns logits into weights.
+        scores: layer index -> the score function of the layer's router, "softmax" or "sigmoid".
     """
 
     def __init__(self, scores: Mapping[int, ScoreFunction]) -> None:
@@ -37,19 +39,29 @@ class DenseWeights:
         self._logits: dict[int, Tensor] = {}
 
     def watch(self, model: nn.Module, layers: tuple[MoeLayer, ...]) -> None:
-        """Hook the routers of a model, to record their logits."""
+        """Register forward hooks on the routers of `layers` that record their logits while gradients are enabled."""
         for layer in layers:
             router = logits_module(model, layer.router, layer.shape.num_experts)
             router.register_forward_hook(partial(self._record, layer.index, layer.shape.num_experts))
 
     def _record(self, layer: int, num_experts: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of a router: keep its logits [T, E]."""
         if torch.is_grad_enabled():
             logits = find_logits(output, num_experts)
             assert logits is not None, "its score was found by its logits"
             self._logits[layer] = logits.reshape(-1, num_experts)
 
     def of(self, layer: int, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """[T, E], 0 for the chosen, whose weights are the router's own; None where gradients are off."""
+        """Return the routing weights [T, E] of a layer's experts that were not chosen, and 0 for the chosen.
+
+        They are differentiable in the router's logits, which `watch` recorded in the last forward pass and which are
+        dropped here. None if gradients are disabled.
+
+        Args:
+            layer: the layer's index.
+            ids_TK: ids of the chosen experts.
+            weights_TK: their routing weights.
+        """
         if not torch.is_grad_enabled():
             return None
         scores_TE = apply_score(self._logits.pop(layer), self._scores[layer])

@@ -1,9 +1,9 @@
-"""Tensors in host memory, and their copies on the device.
+"""Quantized experts and optimizer states in host memory, and asynchronous copies between host and device.
 
-Host memory is pinned for a GPU, so that a copy runs beside the computation: on a stream of its own, ordered by events,
-without the host waiting. A copy's memory is taken from, and returned to, the stream that computes with it. On a CPU and
-on fake tensors the same happens without streams: the storages of host tensors, and of their copies on the device, are
-marked, so that a memory tracker counts them apart.
+On a GPU, host memory is pinned, and copies run beside the computation on a stream of their own, ordered by events
+without blocking the host. Device memory of a copy is allocated and freed on the computing stream. On a CPU and on fake
+tensors the same code runs without streams. Storages of host tensors and of their copies carry an attribute each, so
+that a memory tracker can count them separately.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from torch import Tensor, nn
 from moetune.compat.torch import NO_PASS, after_backward, backward_pass
 from moetune.errors import UserError
 
-_OWN_PAGES = 1 << 20  # bytes from which a tensor is pinned in pages of its own
+_OWN_PAGES = 1 << 20  # bytes from which pinned memory is not taken from torch
 
-# --- Which tensors stay on the host -------------------------------------------------------------------------------
+# --- Tensors that stay on the host --------------------------------------------------------------------------------
 
 
 def stays_on_host(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is the host's by design."""
+    """Return whether `mark_on_host` has marked the tensor's storage as host memory."""
     return getattr(tensor.untyped_storage(), "stays_on_host", False)
 
 
 def mark_on_host(tensor: Tensor) -> Tensor:
-    """Mark a tensor's memory as the host's by design."""
+    """Mark the tensor's storage as memory that stays on the host, for memory trackers; return the tensor."""
     tensor.untyped_storage().stays_on_host = True  # type: ignore[attr-defined]
     return tensor
 
 
 def host_source(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The host's storage that this tensor's is a copy of; None if it is not one, or that one is gone."""
+    """Return the host storage of which `CopyStream.to_device` made this tensor; None if there is none, or it was
+    freed."""
     source = getattr(tensor.untyped_storage(), "host_source", None)
     return None if source is None else source()
 
 
 def empty_on_host(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return long-lived memory on the host, pinned if `device` is a GPU; none on meta.
+    """Return an uninitialized tensor in host memory, marked as such (`stays_on_host`).
+
+    The memory is pinned if `device` is a GPU. If `device` is meta, the result is a meta tensor without memory or mark.
 
     Raises:
-        UserError: the system refuses to pin so much.
+        UserError: the system cannot pin that many bytes.
     """
     if device.type == "meta":
         return torch.empty(size, dtype=dtype, device=device)
@@ -54,7 +57,14 @@ def empty_on_host(size: Sequence[int], dtype: torch.dtype, device: torch.device)
 
 
 def _pinned(nbytes: int) -> Tensor:
-    """Return pinned memory [nbytes], uint8. Torch's own comes in powers of two, which is too much for large tensors."""
+    """Return uninitialized pinned memory [nbytes], uint8.
+
+    From `_OWN_PAGES` bytes on, pages are mapped and pinned here, because torch rounds pinned memory up to a power of
+    two.
+
+    Raises:
+        UserError: CUDA cannot pin that many bytes.
+    """
     if nbytes < _OWN_PAGES:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
@@ -69,7 +79,7 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 def on_device(value: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor that is not marked, such as a norm, to the device."""
+    """Return a copy on `device` of a host tensor that is not marked with `mark_on_host`."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
 
 
@@ -77,38 +87,47 @@ def on_device(value: Tensor, device: torch.device) -> Tensor:
 
 
 class AsyncCopy:
-    """Copies under way. They may be used after `wait`, only on the stream that waited."""
+    """Tensors that a `CopyStream` is filling.
+
+    Call `wait` before a device reads them, on the stream that will, or `read` before the host does.
+
+    Attributes:
+        copies: the target tensors.
+    """
 
     def __init__(self, copies: tuple[Tensor, ...], device: torch.device, event: torch.cuda.Event | None) -> None:
         self.copies, self._device, self._event = copies, device, event
         self._done = event
 
     def read(self) -> tuple[Tensor, ...]:
-        """Let the host wait for the copies, and return them."""
+        """Block the host until the copies are complete, and return them."""
         if self._done is not None:
             self._done.synchronize()
         return self.copies
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Let the current stream wait for the copies, and return them."""
+        """Make the current CUDA stream wait for the copies, without blocking the host, and return them."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._event = None
         return self.copies
 
     def __del__(self) -> None:
-        self.wait()  # or the memory of unused copies would be reused while they still arrive
+        self.wait()  # otherwise memory of unused copies could be reused while they are still being written
 
 
 class CopyStream:
-    """One direction between the host and `device`: copies run one after the other, beside the computation."""
+    """Copies in one direction between host and `device`, one after another, beside the computation.
+
+    On a device other than CUDA, copies are made at once, in CPU memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.type == "cuda" else torch.device("cpu")
-        self._stream: torch.cuda.Stream | None = None  # made with the first copy
+        self._stream: torch.cuda.Stream | None = None  # created at the first copy
 
     def to_device(self, tensors: Iterable[Tensor]) -> AsyncCopy:
-        """Copy host tensors, into memory that is marked as a copy of theirs."""
+        """Copy host tensors into new tensors on the device, whose `host_source` is the storage of the original."""
         sources, copies = tuple(tensors), []
         for source in sources:
             copies.append(torch.empty(source.shape, dtype=source.dtype, device=self.device))
@@ -116,12 +135,13 @@ class CopyStream:
         return self._copy(sources, tuple(copies))
 
     def to_host(self, tensor: Tensor) -> AsyncCopy:
-        """Copy a tensor to the host. It must stay until the copy was waited for."""
+        """Copy a tensor to new host memory (pinned on a GPU). The caller keeps `tensor` until it has waited for the
+        copy."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return self._copy((tensor,), (mark_on_host(copy),))
 
     def copy(self, source: Tensor, target: Tensor) -> AsyncCopy:
-        """Copy into an existing tensor. Both must stay until the copy was waited for."""
+        """Copy `source` into `target`. The caller keeps both until it has waited for the copy."""
         return self._copy((source,), (target,))
 
     @torch.no_grad()
@@ -143,13 +163,13 @@ class CopyStream:
 
 
 class ExpertPrefetcher:
-    """Copy the buffers of one layer at a time to the device, and those of the next layer in advance.
+    """Copies the experts' buffers from host memory to a device, one layer in advance.
 
-    The next is the following layer in forward, and in backward the preceding one of those that gradients reach. At most
-    two layers are on the device, and none between steps.
+    While a layer computes, the next one is copied: in forward the following registered layer, in backward the preceding
+    one that gradients reach. At most two layers are on the device at a time, and none between steps.
 
     Args:
-        device: where they are needed.
+        device: where the experts are computed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,17 +177,23 @@ class ExpertPrefetcher:
         self._number: dict[nn.Module, int] = {}
         self._copies = CopyStream(device)
         self._on_device: dict[int, AsyncCopy] = {}
-        self._at: tuple[int, bool] | None = None  # the layer in use, and whether in backward
-        self._backward_of: list[int] = []  # layers whose backward is still to come
+        self._at: tuple[int, bool] | None = None  # (number of the layer in use, whether in backward)
+        self._backward_of: list[int] = []  # layers whose backward has not run yet, in order of forward
         self._pass = NO_PASS
 
     def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
-        """Register modules whose buffers stay on the host. Forward uses layers in ascending order."""
+        """Register the modules of layer `number`, whose buffers stay in host memory.
+
+        Layers may be registered in any order; forward must use them in ascending order.
+        """
         self._layers = dict(sorted({**self._layers, number: tuple(modules)}.items()))
         self._number |= dict.fromkeys(modules, number)
 
     def bring(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """Return the buffers of a module on the device, valid until those of another layer are requested."""
+        """Return the buffers of a registered module on the device, by name, and start copying the next layer.
+
+        The tensors are valid until `bring` is called for another layer.
+        """
         number, in_backward = self._number[module], backward_pass() != NO_PASS
         if self._at != (number, in_backward):
             self._go_to(number, in_backward)
@@ -175,15 +201,20 @@ class ExpertPrefetcher:
         return {name: copy for (owner, name), copy in zip(self._names(number), copies, strict=True) if owner is module}
 
     def used(self, module: nn.Module, *, again: bool) -> None:
-        """Note that forward is through with a layer, and whether backward will come to it."""
+        """Report that the forward pass of a module's layer is done. Does nothing during a backward pass.
+
+        Args:
+            module: any module of the layer.
+            again: whether a backward pass will need the layer; if not, its copies are freed.
+        """
         number = self._number[module]
         if backward_pass() != NO_PASS:
-            return  # a recomputation: backward is here already
+            return  # activation checkpointing recomputes this layer; backward needs it next
         if not again:
             self._free(number)
             return
         if self._backward_of and self._backward_of[-1] >= number:
-            self._backward_of.clear()  # of a forward pass that no backward pass followed
+            self._backward_of.clear()  # they are left from a forward pass without backward
         self._backward_of.append(number)
 
     def free(self) -> None:
@@ -192,6 +223,7 @@ class ExpertPrefetcher:
             self._free(number)
 
     def _go_to(self, number: int, in_backward: bool) -> None:
+        """Make layer `number` current: free layers that are no longer needed, and copy this one and the next."""
         self._at = number, in_backward
         following = next((later for later in self._layers if later > number), None)
         if in_backward:
@@ -202,7 +234,7 @@ class ExpertPrefetcher:
                 self._pass = backward_pass()
                 after_backward(self.free)
         for other in [one for one in self._on_device if one not in (number, following)]:
-            self._free(other)  # before memory is taken: there are never three layers
+            self._free(other)  # before memory is allocated, so that there are never three layers
         for one in (number, following):
             if one is not None and one not in self._on_device:
                 self._on_device[one] = self._copies.to_device(

@@ -1,20 +1,20 @@
-"""Forward and backward of one layer's experts, as one autograd node.
+"""Forward and backward of one layer's experts as a single autograd function (`expert_mlp`).
 
-For a token row x sent to expert e with routing weight w:
+For a token row x sent to expert e with routing weight w, and g the activation function:
 
     gate_up = W_gu·x + b_gu         act = g(gate_up)         y += w · (W_d·act + b_d)
 
-and each W may carry low-rank factors: W·x + s·B·(A·x).
+Each W may have low-rank factors: W·x + s·B·(A·x).
 
-Experts are computed in groups of neighbouring slots. Backward recomputes what it needs, one group at a time, from x and
-the quantized weights: no dequantized weight and no row of act is kept, and rows of gate_up only under `keep_rows`,
-which saves backward a product. The down projection does not run again: with dact = W_dᵀ·dy (which backward needs
-anyway),
+Experts are computed in groups of consecutive slots. Backward recomputes what it needs, one group at a time, from x and
+the quantized weights. No dequantized weight and no row of act is kept; rows of gate_up are kept only with `keep_rows`,
+which saves backward one product. Backward does not repeat the down projection: with dact = W_dᵀ·dy, which it needs
+anyway,
 
     ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
 
-Shapes: T tokens, K experts a token, E experts, H model dim, I expert dim, O = rows of gate_up (2I, or I without gate),
-C experts of a group, N their rows.
+Shapes: T tokens, K chosen experts per token, E experts, H hidden size, I intermediate size, O rows of gate_up (2I, or I
+without gate); C experts in a group with N rows together.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ from moetune.experts.projection import Gradients, Projection, RowWeights
 
 
 class ExpertWeights(Protocol):
-    """What the node needs of a layer's experts. A *slot* is a position in the order in which they are computed.
+    """The interface through which `expert_mlp` reads a layer's experts; `ExpertBank` implements it.
+
+    A *slot* is an expert's position in the order in which the experts are computed.
 
     Attributes:
         expert_order: expert id of each slot.
-        slots: slot of each expert, by ascending position among those that this rank holds.
+        slots: slot of each expert that this rank stores, in the order of its routing indices.
+        activation: from gate_up rows to act rows.
+        hooks: callbacks, of which `group` and `gradient` are used here.
     """
 
     expert_order: tuple[int, ...]
@@ -47,13 +51,13 @@ class ExpertWeights(Protocol):
     hooks: ExpertHooks
 
     def groups(self, dtype: torch.dtype) -> Iterable[range]:
-        """Slots whose experts are dequantized to `dtype` and multiplied together."""
+        """Return ranges of slots; the experts of a range are dequantized to `dtype` and multiplied together."""
 
     def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
-        """(gate_up, down) of a group, computing in `dtype`."""
+        """Return the projections (gate_up, down) of the experts of one group, to be computed in `dtype`."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All that trains."""
+        """Yield the parameters that train."""
 
 
 def expert_mlp(
@@ -66,16 +70,26 @@ def expert_mlp(
     norms: Tensor | None = None,
     dense_TE: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sum over each token's experts, y [T, H] in x's dtype. Differentiable in x, the routing
-    weights and the experts' parameters.
+    """Return the weighted sum of each token's expert outputs: y [T, H] in the dtype of x.
 
-    The autograd node is made before the products run, and they fill its output afterwards. A checkpointed layer stops
-    its recomputation at the last tensor that backward needs, which for most models is this node's: the experts'
-    products then never run a second time. A node that keeps rows runs the products itself.
+    Differentiable in x, in the routing weights and in the experts' parameters.
+
+    Without `keep_rows`, the autograd node is created first and the products fill its output afterwards. When a
+    checkpointed layer is recomputed, torch stops once it has the tensors that backward needs, the last of which in most
+    models is saved by this node; the experts' products are then not repeated. With `keep_rows`, the node computes the
+    products itself.
 
     Args:
-        norms: filled with the norms [T, K] of the experts' outputs before weighting; only without gradients.
-        dense_TE: weights that get the gradients of choosing all experts (dense.py), and have no other effect.
+        experts: weights, groups and hooks of the layer's experts.
+        x_TH: token rows.
+        weights_TK: routing weights.
+        permutation: the T·K rows sorted by slot.
+        keep_rows: keep the gate_up rows of forward for backward.
+        norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip. Not
+            filled if `keep_rows` is set and gradients are enabled.
+        dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py). They do not
+            change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e. None without this
+            gradient.
     """
     keeps = keep_rows and torch.is_grad_enabled()
     y_TH = _ExpertMlp.apply(experts, permutation, keeps, x_TH, weights_TK, dense_TE, *experts.parameters())
@@ -94,7 +108,12 @@ def _fill(
     kept: list[Tensor] | None = None,
     norms: Tensor | None = None,
 ) -> None:
-    """Compute y. Append the gate_up rows [N, O] of each group to `kept`; write their outputs' norms to `norms`."""
+    """Compute y into `y_TH`.
+
+    Args:
+        kept: a list to which the gate_up rows [N, O] of each group are appended; None to drop them.
+        norms: [T, K], overwritten with the norms of the experts' outputs; None to skip.
+    """
     groups = list(experts.groups(x_TH.dtype))
     tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
     for group in _announced(experts, permutation.groups(groups)):
@@ -105,6 +124,7 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
+    """Compute the outputs of one group and add them to `tokens`; other arguments as in `_fill`."""
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)
@@ -118,7 +138,7 @@ def _add_group(
 
 
 def _announced(experts: ExpertWeights, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
-    """Call the hook before each group and after the last."""
+    """Yield the groups, calling the group hook with the expert ids before each group and with () after the last."""
     hook = experts.hooks.group
     for group in groups:
         if hook is not None:
@@ -129,6 +149,8 @@ def _announced(experts: ExpertWeights, groups: Iterable[RowGroup]) -> Iterator[R
 
 
 class _ExpertMlp(torch.autograd.Function):
+    """Autograd function of `expert_mlp`; its forward leaves the output unfilled unless rows are kept."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -154,7 +176,7 @@ class _ExpertMlp(torch.autograd.Function):
         x_TH, weights_TK, order, *kept = ctx.saved_tensors
         experts, permutation = ctx.experts, Permutation(order, ctx.counts, ctx.top_k)
         _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
-        # first: the gradient hook may change the experts
+        # before any gradient is handed over, because the gradient hook may update the experts
         ddense_TE = _dense_gradient(experts, x_TH, dy_TH) if need_dense else None
         groups = ctx.groups if kept else list(experts.groups(x_TH.dtype))
         weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
@@ -163,11 +185,12 @@ class _ExpertMlp(torch.autograd.Function):
         grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
 
         def add_group(group: RowGroup, kept_NO: Tensor | None) -> None:
-            """Add one group's share. What it dequantizes and recomputes is freed when it returns."""
+            """Add the gradients of one group; what it dequantizes and recomputes is freed when it returns."""
             gemm, row_weights = group.gemm, RowWeights(weights, group.order)
             gate_up, down = experts.projections(group.slots, x_TH.dtype)
             dy_NH = tokens.of(group)
-            dact_NI = down.grad_input(dy_NH, gemm)  # before gate_up is dequantized: one group of matrices at a time
+            # before gate_up is dequantized, so that the matrices of only one projection exist at a time
+            dact_NI = down.grad_input(dy_NH, gemm)
 
             x_NH = dequantized = None
             if kept_NO is None or gate_up.trains:
@@ -191,7 +214,7 @@ class _ExpertMlp(torch.autograd.Function):
                 tokens.add(group, gate_up.grad_input(dgate_up_NO, gemm, dequantized, into=tokens.place(group)))
             if x_NH is not None:
                 gate_up.add_gradients(grads, x_NH, dgate_up_NO, gemm)
-                grads.hand_over(gate_up)  # last: the hook may change the weight that was used above
+                grads.hand_over(gate_up)  # last, because the hook may update the weight that was used above
 
         for number, group in enumerate(_announced(experts, permutation.groups(groups))):
             add_group(group, kept[number] if kept else None)
@@ -206,10 +229,11 @@ class _ExpertMlp(torch.autograd.Function):
 
 
 def _dense_gradient(experts: ExpertWeights, x_TH: Tensor, dy_TH: Tensor) -> Tensor:
-    """Return ⟨dy, E_e(x)⟩ of every expert for every token: [T, E], in x's dtype.
+    """Return ⟨dy, E_e(x)⟩ for every token and every expert e: [T, E], in the dtype of x.
 
-    Computed as ⟨W_dᵀ·dy, act⟩, without any expert's output: three products of [T, H] with a matrix of [H, I] for each
-    expert. The rows of one expert are alive at a time.
+    E_e(x) is the output of expert e. The product is computed as ⟨W_dᵀ·dy, act⟩ + ⟨dy, b_d⟩, without the output itself:
+    three products of [T, H] or [T, I] rows with matrices of H·I elements per expert. Only one expert's rows are in
+    memory at a time.
     """
     gemm = GroupedGemm([len(x_TH)])
     columns = []

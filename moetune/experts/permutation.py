@@ -1,6 +1,7 @@
-"""Token rows sorted by expert, group by group, and back to their tokens.
+"""Sorting of token rows by expert, and the sum of the experts' results for each token.
 
-Shapes: T tokens, K experts a token, E experts, H model dim, C experts of a group, N their rows.
+Shapes: T tokens, K chosen experts per token, E experts, H hidden size; C experts in a group with N rows together. A
+slot is an expert's position in the order in which the experts are computed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from moetune.experts.kernels.grouped import GroupedGemm
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Experts in neighbouring slots and their rows: flat (token, choice) positions [N], at the place `at` among all."""
+    """The experts of consecutive slots and the token rows that are routed to them.
+
+    Attributes:
+        slots: range of the C experts' slots.
+        gemm: grouped product over the N rows.
+        at: slice of these rows among all T·K sorted rows.
+        order: [N] flat positions token·K + choice of the rows, sorted by slot.
+    """
 
     slots: range
     gemm: GroupedGemm
@@ -28,11 +36,12 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Permutation:
-    """Token rows sorted by the slot of their expert.
+    """The T·K token rows of a layer, sorted by the slot of their expert.
 
     Attributes:
-        order: flat (token, choice) positions [T·K], sorted.
-        counts: rows of each slot.
+        order: [T·K] flat positions token·K + choice, sorted by slot; the sort is stable.
+        counts: number of rows of each slot.
+        top_k: K, the experts per token.
     """
 
     order: Tensor
@@ -41,11 +50,11 @@ class Permutation:
 
     @classmethod
     def of(cls, slots_TK: Tensor, counts: list[int]) -> Permutation:
-        """Sort the chosen slots, of which each occurs `counts` times."""
+        """Sort the chosen slots [T, K]; `counts` says how often each slot occurs."""
         return cls(sorted_positions(slots_TK.flatten(), len(counts)), counts, slots_TK.shape[-1])
 
     def groups(self, slots: Iterable[range]) -> Iterator[RowGroup]:
-        """Yield the groups that receive a token."""
+        """Yield a `RowGroup` for each range of slots that has at least one row."""
         groups = [group for group in slots if any(self.counts[group.start : group.stop])]
         ends = self._ends(groups)
         starts = [0, *accumulate(self.counts)]
@@ -56,7 +65,11 @@ class Permutation:
             yield RowGroup(group, gemm, at, self.order[at])
 
     def _ends(self, groups: list[range]) -> Tensor | None:
-        """[E] int32 on the device: where the rows of each expert end within its group; None if each is alone."""
+        """Return [E] int32 on the device of `order`: the end of each expert's rows, counted from the start of its
+        group.
+
+        None if every group has one expert.
+        """
         if all(len(slots) == 1 for slots in groups):
             return None
         ends = [0] * len(self.counts)
@@ -67,21 +80,27 @@ class Permutation:
 
 
 def sorted_positions(numbers: Tensor, count: int) -> Tensor:
-    """Positions of numbers below `count`, sorted by them. A GPU passes over narrow ones fewer times."""
+    """Return the indices [n] that sort `numbers` [n], integers from 0 to `count` - 1; the sort is stable.
+
+    The numbers are narrowed to uint8 or int32 first, because a GPU sorts narrow integers in fewer passes.
+    """
     return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
 
 
 class TokenRows:
-    """Gather the tokens' rows of each group, and sum the experts' results for each token into `out_TH`.
+    """Gather the token rows of each group, and sum the experts' results of each token into `out_TH`.
 
-    A single expert has at most one row of a token, so its results are added at once. In a larger group a token may have
-    several rows, and a GPU adds those at equal indices in any order: then all T·K rows are gathered first, results
-    replace them, and each token's rows are summed at the end.
+    For each group, read `of`, write the results to `place` or pass them to `add`; then call `finish` once. A single
+    expert has at most one row of a token, so its results are added to `out_TH` at once. In a group of several experts a
+    token may have several rows, and a GPU adds rows at equal indices in any order. If there is such a group, all T·K
+    rows are gathered first, results replace them, and `finish` sums the rows of each token in a fixed order.
 
     Args:
-        x_TH: what is gathered.
-        out_TH: None if only rows are gathered.
-        weights: of each row in the sum [T·K]; None for 1.
+        x_TH: rows [T, H] to gather.
+        out_TH: [T, H], overwritten with the sums; None if rows are only gathered.
+        permutation: order of the rows.
+        groups: ranges of slots, as given to `Permutation.groups`.
+        weights: [T·K], the weight of each row in the sum, by flat position; None for 1.
     """
 
     def __init__(
@@ -102,20 +121,23 @@ class TokenRows:
             out_TH.zero_()
 
     def of(self, group: RowGroup) -> Tensor:
-        """Rows [N, H] of a group, valid until its results replace them."""
+        """Return the gathered rows [N, H] of a group: a new tensor, or a view that its results will overwrite."""
         if self.rows_SH is None:
             return kernels.gather_rows(self.x_TH, group.order, self.top_k, None)
         return self.rows_SH[group.at]
 
     def place(self, group: RowGroup) -> Tensor | None:
-        """Where the results of a group are to be written; None for a tensor of their own."""
+        """Return the view [N, H] to write a group's results to; None if the results are a new tensor to be passed to
+        `add`."""
         return None if self.rows_SH is None else self.rows_SH[group.at]
 
     def add(self, group: RowGroup, results_NH: Tensor) -> None:
-        """Add results that have no place, overwriting them."""
+        """Add a group's results [N, H] to `out_TH` and overwrite them; do nothing if the results were written to
+        `place`."""
         if self.rows_SH is None:
             kernels.add_rows_(self.out_TH, results_NH, group.order, self.top_k, self.weights)
 
     def finish(self) -> None:
+        """Write the sums to `out_TH`, unless `add` has done so."""
         if self.rows_SH is not None:
             kernels.sum_rows_(self.out_TH, self.rows_SH, self.inverse, self.weights)

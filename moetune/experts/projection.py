@@ -1,6 +1,6 @@
-"""A linear map of each expert of a group, forward and backward, whatever its weights are made of.
+"""A linear projection of a group of experts, forward and backward: quantized, trained in full, or with LoRA.
 
-Shapes: C experts of the group, N their rows, in and out features; r rank. Rows are in the compute dtype.
+Shapes: C experts in the group with N rows together, `in` and `out` features, rank r. Rows are in the compute dtype.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from moetune.experts.kernels.grouped import GroupedGemm
 
 
 class RowWeights(NamedTuple):
-    """Routing weight of each of N rows: all weights, flat [T·K], and the rows' positions among them [N]."""
+    """Routing weights of N rows.
+
+    Attributes:
+        weights: [T·K] the routing weights of all rows of the layer.
+        order: [N] positions of these rows in `weights`.
+    """
 
     weights: Tensor
     order: Tensor
 
     def column(self, dtype: torch.dtype) -> Tensor:
-        """[N, 1]"""
+        """Return the N weights as a new tensor [N, 1] in `dtype`."""
         return self.weights[self.order, None].to(dtype)
 
 
 class Gradients(dict[nn.Parameter, Tensor]):
-    """Gradients of a layer's experts, by parameter.
+    """Gradients of one layer's expert parameters during a backward pass, by parameter.
 
     Args:
-        hook: takes each fully trained parameter and its gradient, which then does not go to autograd.
-        complete: every expert receives rows. Otherwise the gradients of factors start as zeros.
+        hook: called with each fully trained parameter and its gradient, which is then not returned to autograd; None to
+            return all gradients to autograd.
+        complete: whether every expert has rows. If not, tensors from `of` start as zeros instead of uninitialized.
     """
 
     def __init__(self, hook: Callable[[nn.Parameter, Tensor], None] | None, *, complete: bool) -> None:
@@ -42,13 +48,16 @@ class Gradients(dict[nn.Parameter, Tensor]):
         self._handed_over: set[nn.Parameter] = set()
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the tensor that a parameter's gradient is written to."""
+        """Return the gradient tensor of a parameter, to be written in place; it is allocated on the first call."""
         if parameter not in self:
             self[parameter] = self._like(parameter)
         return self[parameter]
 
     def hand_over(self, projection: Projection) -> None:
-        """Call the hook, if there is one, for all that trains in full of a projection; with zeros if it had no rows."""
+        """Call the hook for each fully trained parameter of a projection, with its gradient, or zeros if it has none.
+
+        Does nothing without a hook.
+        """
         if self.hook is None:
             return
         for full in projection.trained:
@@ -57,8 +66,11 @@ class Gradients(dict[nn.Parameter, Tensor]):
                 self.hook(parameter, self.pop(parameter) if parameter in self else torch.zeros_like(parameter))
 
     def remaining(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return what goes to autograd: None for what was handed over, and zeros for an expert without tokens, because
-        optimizers and reductions skip a missing gradient."""
+        """Return the gradient of a parameter for autograd.
+
+        None if the hook has received the gradient. Zeros if the parameter's expert had no tokens, because optimizers
+        and reductions skip a parameter without gradient.
+        """
         if parameter in self._handed_over:
             return None
         return self[parameter] if parameter in self else torch.zeros_like(parameter)
@@ -66,15 +78,19 @@ class Gradients(dict[nn.Parameter, Tensor]):
 
 @dataclass
 class LowRank:
-    """Low-rank factors of a projection, in P parts: W + scale · B·A, or one such product for gate and one for up.
+    """LoRA factors of a group's projection, W + scale · B·A, in P parts.
 
-    The narrow products of forward and backward are kept until the factors' gradients are computed.
+    P is 2 if gate and up have a product B·A each, else 1. The narrow products of forward and backward are kept until
+    the gradients of the factors are computed.
 
     Attributes:
-        A_all, B_all: [n, P, r, in] and [n, P, out / P, r] of all experts with factors; the group has those at `slots`.
-        is_interleaved: the parts alternate in the columns of the output.
-        xA: [N, P, r], from the input rows.
-        dB: [N, P, r], from the gradients of the output rows.
+        A_all: [n, P, r, in], the factors A of all n experts of the layer that have LoRA.
+        B_all: [n, P, out / P, r], their factors B.
+        slots: slice of the group's C experts in the first dimension of `A_all` and `B_all`.
+        is_interleaved: columns of the two parts alternate in the output.
+        scale: alpha / rank.
+        xA: [N, P, r], input rows times Aᵀ; None until `add_forward`.
+        dB: [N, P, r], gradients of the output rows times B; None until `add_grad_input`.
     """
 
     A_all: nn.Parameter
@@ -87,28 +103,35 @@ class LowRank:
 
     @cached_property
     def A(self) -> Tensor:
-        """[C, P, r, in]"""
+        """The group's factors A as a view [C, P, r, in]."""
         return self.A_all[self.slots]
 
     @cached_property
     def B(self) -> Tensor:
-        """[C, P, out / P, r]"""
+        """The group's factors B as a view [C, P, out / P, r]."""
         return self.B_all[self.slots]
 
     def add_forward(self, base: Tensor, out: Tensor, x: Tensor, gemm: GroupedGemm) -> None:
-        """out = base + scale · B·(A·x)"""
+        """Write base + scale · B·(A·x) to `out` [N, out], which may be `base`; `x` is [N, in]. Keeps A·x."""
         base, out = self._in_parts(base), self._in_parts(out)
         self.xA = kernels.low_rank(x, self.A, self.B, base, out, gemm.ends, gemm.counts, self.scale)
 
     def add_grad_input(self, base: Tensor, out: Tensor, dout: Tensor, gemm: GroupedGemm) -> None:
-        """out = base + scale · Aᵀ·(Bᵀ·dout)"""
+        """Write base + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in], which may be `base`; `dout` is [N, out]. Keeps
+        Bᵀ·dout."""
         dout = self._in_parts(dout)
         self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, gemm.ends, gemm.counts, self.scale)
 
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
-        """Add the gradients of A and B, from output gradients `dout` times `weights`. Frees the narrow products."""
+        """Write the gradients of A and B into `grads`, and free the kept narrow products.
+
+        Args:
+            x: input rows [N, in].
+            dout: gradients of the output rows [N, out].
+            weights: multiplied with each row of `dout`; None for 1.
+        """
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts
@@ -118,7 +141,7 @@ class LowRank:
         kernels.low_rank_gradients_(dB, x, xA, dout, of_A, of_B, *(weights or (None, None)), *groups, self.scale)
 
     def _in_parts(self, wide: Tensor) -> Tensor:
-        """[N, out] -> [N, P, out / P]; unchanged for one part."""
+        """Return a view [N, P, out / P] of [N, out]; the tensor itself if P is 1."""
         parts = self.A_all.shape[1]
         if parts == 1:
             return wide
@@ -126,7 +149,7 @@ class LowRank:
 
 
 class FullProjection(nn.Module):
-    """Weight [out, in] and bias [out] of one expert's projection, trained in full precision."""
+    """Weight [out, in] and bias [out] of one fully trained expert's projection; the bias may be None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -136,12 +159,13 @@ class FullProjection(nn.Module):
 
 @dataclass(frozen=True)
 class Projection:
-    """out = W·x + b + scale·B·(A·x), of each expert.
+    """The projection out = W·x + b + scale·B·(A·x) of each of C experts.
 
     Attributes:
-        weights: dequantizes all W [C, out, in], anew on each call; the caller keeps or frees them.
-        bias: [C, out].
-        trained: the group's projections, if they train in full.
+        weights: returns all W [C, out, in] in the compute dtype, dequantized or cast anew on each call.
+        bias: [C, out], or None.
+        trained: the weight and bias modules of the C experts if they train in full, else empty.
+        low_rank: LoRA factors, or None.
     """
 
     weights: Callable[[], Tensor]
@@ -151,12 +175,20 @@ class Projection:
 
     @property
     def trains(self) -> bool:
+        """Whether the projection has parameters: full weights or LoRA factors."""
         return bool(self.trained) or self.low_rank is not None
 
     def forward(
         self, x: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
-        """[N, in] -> [N, out], a new tensor or `into`. Pass `weights` that are dequantized already."""
+        """Project rows [N, in] to [N, out].
+
+        Args:
+            x: input rows, sorted by expert.
+            gemm: the grouped product over these rows.
+            weights: the result of `self.weights()` if the caller has it already; None to dequantize here.
+            into: tensor [N, out] to write to and return; None for a new tensor.
+        """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         out = gemm.linear(x, self.weights() if weights is None else weights, bias)
         if self.low_rank is None:
@@ -168,7 +200,7 @@ class Projection:
     def grad_input(
         self, dout: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
-        """Gradient of the input rows: [N, out] -> [N, in], a new tensor or `into`."""
+        """Return the gradient [N, in] of the input rows, from `dout` [N, out]; other arguments as in `forward`."""
         dx = gemm.mm(dout, self.weights() if weights is None else weights)
         if self.low_rank is None:
             return dx if into is None else into.copy_(dx)
@@ -179,7 +211,13 @@ class Projection:
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None = None
     ) -> None:
-        """Add the gradients of what trains, from input rows [N, in] and output gradients [N, out] times `weights`."""
+        """Write the gradients of this projection's parameters into `grads`.
+
+        Args:
+            x: input rows [N, in].
+            dout: gradients of the output rows [N, out].
+            weights: multiplied with each row of `dout`; None for 1.
+        """
         if self.trained:
             dout = dout if weights is None else dout * weights.column(dout.dtype)
             for full, of_weight in zip(self.trained, gemm.outer(dout, x), strict=True):

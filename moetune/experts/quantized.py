@@ -1,6 +1,6 @@
-"""Frozen weight matrices in base precision, dequantized one at a time or several neighbours together.
+"""Frozen weight matrices of several experts, quantized with NF4, int8 or MXFP4 or stored in 16 or 32 bits.
 
-Shapes: E matrices, each [R, C] = [out_features, in_features]; B = R·C / 64 blocks of a matrix.
+Shapes: E matrices, each [R, C] = [out_features, in_features].
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class QuantizedExperts(nn.Module):
-    """E matrices of one shape in base precision. They are buffers and never train.
+    """E frozen matrices of one shape [R, C], stored in buffers and dequantized on request.
 
-    Bytes of one matrix of n = R·C weights:
+    Bytes of one matrix with n = R·C weights:
 
     | storage | bytes |
     |---|---|
@@ -35,15 +35,22 @@ class QuantizedExperts(nn.Module):
     | mxfp4 | 17·⌈n/32⌉ |
     | bf16, fp32 | 2·n, 4·n |
 
-    NF4 and its double quantization are QLoRA's (arXiv 2305.14314), computed by bitsandbytes matrix by matrix: a slice
-    equals `bitsandbytes.functional.quantize_4bit` of that matrix bit for bit. In MXFP4 (OCP Microscaling Formats 1.0)
-    32 weights of 4 bits (E2M1) share a power of two; it is dequantized as transformers does. The buffers are
-    persistent, so that loaders which initialize missing tensors leave them alone.
+    NF4 and its double quantization are those of QLoRA (arXiv 2305.14314). bitsandbytes quantizes each matrix alone, so
+    a matrix equals `bitsandbytes.functional.quantize_4bit` of it bit for bit. In MXFP4 (OCP Microscaling Formats 1.0),
+    32 weights of 4 bits (E2M1) share a power of two; dequantization is bit for bit that of transformers. The buffers
+    are persistent, so that loaders that initialize missing tensors leave them alone.
 
     Args:
-        pieces: into how many the rows of a matrix are divided, each quantized (NF4) as a matrix of its own.
-        prefetcher: keeps the buffers in pinned host memory whatever the model is moved to. Matrices are quantized on
-            `device`, and dequantized from the prefetcher's copies; the layer has to be added to it.
+        count: number E of matrices.
+        shape: (R, C).
+        storage: "nf4", "int8", "mxfp4", "bf16" or "fp32".
+        double_quant: for "nf4", quantize the scales as well; ignored for other storage.
+        pieces: number of equal row blocks of a matrix that are quantized as separate matrices; more than 1 only for
+            "nf4".
+        device: where the buffers are, and where weights are quantized if there is a prefetcher; None for the default.
+        prefetcher: if given, the buffers stay in host memory, pinned if `device` is a GPU, even when the model is
+            moved, and matrices are dequantized from the prefetcher's copies. The caller adds the module with
+            `ExpertPrefetcher.add_layer`.
     """
 
     data: Tensor
@@ -104,12 +111,12 @@ class QuantizedExperts(nn.Module):
 
     @property
     def on_host(self) -> bool:
-        """Whether the data stay in host memory."""
+        """Whether the buffers stay in host memory."""
         return self.prefetcher is not None
 
     @torch.no_grad()
     def quantize_(self, index: int, weight: Tensor) -> None:
-        """Store `weight` [R, C] as matrix `index`; ignore a meta tensor."""
+        """Quantize `weight` [R, C] and store it as matrix `index`; do nothing for a tensor on the meta device."""
         assert weight.shape == self.shape, f"matrix {tuple(weight.shape)} does not fit a stack of {self.shape}"
         if weight.is_meta:
             return
@@ -126,7 +133,7 @@ class QuantizedExperts(nn.Module):
                         self.nested_absmax[row].copy_(state.state2.absmax)
                         self.offset[row].copy_(state.offset)
             case "int8":
-                # The CUDA kernel takes float16 only; the CPU takes the same, so that both store the same bytes.
+                # bitsandbytes' CUDA kernel accepts only float16; the CPU gets it too, so both store the same bytes.
                 for rows in kernels.int8_slices(self.shape):
                     data, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
                     self.data[index, rows].copy_(data)
@@ -138,7 +145,16 @@ class QuantizedExperts(nn.Module):
 
     @torch.no_grad()
     def put_quantized_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Store quantized data as matrix `index`: for each piece, its tensors by the names of the buffers."""
+        """Store data that are already quantized as matrix `index`.
+
+        Args:
+            index: number of the matrix.
+            pieces: for each of the matrix's pieces, its tensors by buffer name (`data`, `absmax`, `scales`, …), with
+                the shape and dtype of one row of that buffer.
+
+        Raises:
+            AssertionError: the number of pieces, a shape or a dtype differs.
+        """
         assert len(pieces) == self.pieces
         for number, stored in enumerate(pieces, index * self.pieces):
             for name, tensor in stored.items():
@@ -148,11 +164,15 @@ class QuantizedExperts(nn.Module):
                 row.copy_(tensor)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return matrix `index` [R, C] in `dtype`: a new tensor, or the stored one if it has that dtype."""
+        """Return matrix `index` [R, C] in `dtype`: a new tensor, or a view of the buffer if it has that dtype."""
         return self.matrices(slice(index, index + 1), dtype)[0]
 
     def matrices(self, which: slice, dtype: torch.dtype) -> Tensor:
-        """Return neighbouring matrices as one tensor [n, R, C], each bit for bit as `matrix`."""
+        """Return consecutive matrices [n, R, C] in `dtype`, each bit for bit as `matrix` returns it.
+
+        The result is a new tensor, or a view of the buffer if the storage is unquantized and has that dtype. `which` is
+        a slice of matrix numbers with start and stop.
+        """
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
         if self.pieces > 1:
             which = slice(which.start * self.pieces, which.stop * self.pieces)
@@ -184,11 +204,16 @@ class QuantizedExperts(nn.Module):
 
 
 def _quantize_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
-    """Round to the nearest, ties to even. A block's scale is the power of two that brings its largest weight into
-    [4, 8); larger results than 6 become 6 (OCP Microscaling Formats 1.0, section 6.3)."""
+    """Quantize a flat tensor of weights to MXFP4, writing codes to `data` and exponents + 127 to `scales`.
+
+    Weights are rounded to the nearest value, ties to even. The scale of a block of 32 weights is the power of two that
+    brings its largest magnitude into [4, 8); scaled magnitudes above 6 become 6 (OCP Microscaling Formats 1.0, section
+    6.3).
+    """
     levels = weights.new_tensor(_E2M1, dtype=torch.float32)
     middles = (levels[:-1] + levels[1:]) / 2
-    middles[1::2] = torch.nextafter(middles[1::2], levels[:-1][1::2])  # up to the even one
+    # ties between an odd code and the even one above it round up
+    middles[1::2] = torch.nextafter(middles[1::2], levels[:-1][1::2])
     for first in range(0, len(weights), kernels.INT8_AT_ONCE):
         part = weights[first : first + kernels.INT8_AT_ONCE].float()
         if lacking := -len(part) % MX_BLOCK:
@@ -204,8 +229,15 @@ def _quantize_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer in base precision, dequantized for forward and again for backward; for NF4 there is
-    bitsandbytes' `Linear4bit`."""
+    """A frozen linear layer with quantized weights, dequantized in forward and again in backward.
+
+    For NF4, bitsandbytes' `Linear4bit` is used instead.
+
+    Args:
+        weight: [out, in], quantized here on its device.
+        bias: [out] or None; frozen.
+        storage: data type of the stored weight, such as "int8".
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage) -> None:
         nn.Module.__init__(self)
@@ -216,7 +248,10 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight as stored [out, in], from which libraries that wrap a linear layer read device and dtype."""
+        """The stored weight data, of which libraries that wrap linear layers read device and dtype.
+
+        [out, in] for int8, bf16 and fp32; [out·in / 2] packed bytes for MXFP4.
+        """
         return self.stack.data[0]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -227,6 +262,8 @@ class QuantizedLinear(nn.Linear):
 
 
 class _QuantizedMatmul(torch.autograd.Function):
+    """Autograd function of a linear layer that dequantizes its frozen weight in forward and in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, stack: QuantizedExperts, bias: Tensor | None) -> Tensor:
         ctx.stack = stack

@@ -1,4 +1,5 @@
-"""Several ranks as one run: who holds what, how tokens find their experts, how gradients are reduced.
+"""Several processes as the ranks of one run: start, layout, expert dispatch, sharding and gradient reduction.
 
-The only place that uses torch.distributed, FSDP2, DeepSpeed and transformers' tensor parallelism.
+This is the only package that uses torch.distributed, FSDP2, DeepSpeed and transformers' tensor parallelism, except for
+their private interfaces, which are in moetune/compat.
 """

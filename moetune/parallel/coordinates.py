@@ -1,4 +1,4 @@
-"""Coordinates of a rank on the axes of `parallel:`."""
+"""A rank's coordinates on the axes of `parallel:`, and the sizes of its groups; without torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from moetune.config.schema import ParallelConfig
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's coordinates. Innermost first: `tp` ranks split matrices, `fsdp` ranks share one copy of the weights,
-    `replicate` such groups hold one each, `pp` stages split the layers.
+    """A rank's index on each axis of the layout.
 
-    `ep` regroups the ranks of a stage: consecutive ones hold different experts. Of those that hold the same, a stride
-    of ep apart, `shards` split them and `copies` such groups hold one each.
+    Rank numbers count `tp` fastest, then `fsdp`, `replicate` and `pp`. `ep` regroups the `replicate · fsdp · tp` ranks
+    of a pipeline stage: `ep` consecutive ranks store different experts. Of the ranks that store the same experts, `ep`
+    apart, each `expert_shards` in a row share one copy of them.
+
+    Attributes:
+        pp: pipeline stage; stages divide the decoder layers.
+        replicate: index of the copy of the weights.
+        fsdp: index among the ranks that share one copy of the weights.
+        tp: index among the ranks that split matrices.
+        ep: index among the ranks that store different experts.
+        shard: index among the ranks that share one copy of the same experts.
+        copy: index of that copy.
     """
 
     pp: int = 0
@@ -27,6 +36,7 @@ class Coordinates:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, rank: int) -> Coordinates:
+        """Return the coordinates of rank number `rank`, from 0."""
         stage, inner = divmod(rank, parallel.replicate * parallel.fsdp * parallel.tp)
         shards = expert_shards(parallel)
         return cls(
@@ -41,19 +51,23 @@ class Coordinates:
 
 
 def data_ranks(parallel: ParallelConfig) -> int:
-    """Number of ranks that see different data."""
+    """Return the number of parts that the data of a step are divided into: replicate · fsdp."""
     return parallel.replicate * parallel.fsdp
 
 
 def expert_shards(parallel: ParallelConfig) -> int:
-    """Number of ranks that shard the same experts: those of one replica."""
+    """Return the number of ranks that share one copy of the same experts.
+
+    Without expert parallelism this is fsdp. With it, fsdp · tp / gcd(fsdp · tp, ep): the ranks of one replica with the
+    same experts.
+    """
     if parallel.ep == 1:
         return parallel.fsdp
     return parallel.fsdp * parallel.tp // gcd(parallel.fsdp * parallel.tp, parallel.ep)
 
 
 def expert_copies(parallel: ParallelConfig) -> int:
-    """Number of groups of such ranks that hold the same experts."""
+    """Return the number of copies of the same experts, each shared by `expert_shards` ranks, in a pipeline stage."""
     if parallel.ep == 1:
         return parallel.replicate * parallel.tp
     return parallel.replicate * parallel.fsdp * parallel.tp // parallel.ep // expert_shards(parallel)

@@ -1,8 +1,9 @@
-"""DeepSpeed's engine under a run's own steps: ZeRO-1, 2, 3 and ZeRO-Offload. Only this file and `compat/deepspeed.py`,
-which has its private interfaces, import deepspeed.
+"""The DeepSpeed engine (ZeRO-1, 2, 3 and ZeRO-Offload), driven by moetune's own training steps.
 
-DeepSpeed averages gradients over ranks. Here a rank's loss is its share of the step's, so gradients have to be summed:
-the loss is multiplied by the number of ranks before backward.
+Only this file and compat/deepspeed.py, which has its private interfaces, import deepspeed.
+
+DeepSpeed averages gradients over ranks. Here each rank's loss is its share of the step's loss, so that gradients must
+be summed; the loss is therefore multiplied by the number of ranks before backward.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from moetune.experts.bank import ExpertBank
 
 
 def is_installed() -> bool:
-    """Whether the package is installed."""
+    """Return whether the deepspeed package is installed."""
     return find_spec("deepspeed") is not None
 
 
 def require_deepspeed() -> None:
-    """Raise `UserError` if the package is not installed."""
+    """Raise `UserError`, the message for the user, if the deepspeed package is not installed."""
     if not is_installed():
         raise UserError(
             "parallel.engine: deepspeed needs a package that is not installed: DS_BUILD_OPS=0 pip install "
@@ -37,10 +38,10 @@ def require_deepspeed() -> None:
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Let this rank run without the others, for a trace.
+    """Let DeepSpeed run on this rank alone within the `with` block, for a trace.
 
     Raises:
-        UserError: the package is not installed.
+        UserError: the deepspeed package is not installed.
     """
     require_deepspeed()
     with patches.without_others():
@@ -48,11 +49,20 @@ def without_others() -> Iterator[None]:
 
 
 class Engine:
-    """Train what requires a gradient in a model, on all ranks of torch.distributed.
+    """Trains a model's parameters that require a gradient with DeepSpeed, on all ranks of torch.distributed.
 
     Args:
-        optimizer: of torch, over parameters of one dtype. DeepSpeed replaces them by its own flat tensors.
-        settings: `deepspeed_json`.
+        model: on its device.
+        optimizer: a torch optimizer over parameters of one dtype. DeepSpeed replaces its parameters by flat tensors.
+        settings: DeepSpeed's configuration, as `deepspeed_json` returns it.
+
+    Attributes:
+        engine: DeepSpeed's engine.
+        stage: ZeRO stage, 1 to 3.
+        ranks: number of ranks.
+
+    Raises:
+        UserError: the deepspeed package is not installed.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
@@ -60,50 +70,60 @@ class Engine:
         from deepspeed.utils import set_z3_leaf_modules
 
         if settings["zero_optimization"]["stage"] == 3 and any(isinstance(m, ExpertBank) for m in model.modules()):
-            set_z3_leaf_modules(model, [ExpertBank])  # it reads its experts' weights, their modules do not run
+            set_z3_leaf_modules(model, [ExpertBank])  # a bank reads its experts' weights without calling their modules
         self.engine = patches.initialize(model, optimizer, settings)
         self.optimizer, self.stage = optimizer, settings["zero_optimization"]["stage"]
         self.ranks = torch.distributed.get_world_size()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Run backward of one micro-batch; after the `last` of a step reduce the ranks' gradients."""
+        """Run backward of one micro-batch, and reduce gradients over ranks after the last one of a step.
+
+        Args:
+            loss: this rank's share of the step's loss.
+            last: whether this is the last micro-batch of the step.
+        """
         self.engine.set_gradient_accumulation_boundary(last)
         patches.prepare_backward(self.engine)
-        # a loss that is not finite makes all gradients so, and DeepSpeed skips such a step
+        # 0 * loss makes all gradients NaN if the loss is not finite, so that DeepSpeed skips the step
         self.engine.backward(loss * (self.ranks + 0 * loss.detach()), scale_wrt_gas=False)
 
     def norm(self) -> Tensor:
-        """Norm of all ranks' gradients, before clipping; infinite if one of them is not finite."""
+        """Return the L2 norm of all ranks' gradients before clipping, as a scalar tensor; infinite if a gradient is
+        not finite."""
         return patches.norm_of_all(self.engine, self.stage)
 
     def step(self) -> None:
-        """Clip and update."""
+        """Clip the gradients and update the weights."""
         self.engine.step()
 
     def forget(self) -> None:
-        """Drop the gradients of a step of which one is not finite."""
+        """Drop the gradients of a step whose gradients are not all finite.
+
+        Raises:
+            AssertionError: the gradients were finite, so DeepSpeed has updated the weights.
+        """
         self.engine.step()
         assert not self.engine.was_step_applied()
 
     def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
-        """Hold a parameter whole on every rank."""
+        """Return a context within which the parameter is whole on every rank; all ranks must enter it."""
         from deepspeed.runtime.zero import GatheredParameters
 
         return GatheredParameters([parameter])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter's whole gradient, between `backward` and `step`; called on every rank."""
+        """Return a parameter's whole gradient, between `backward` and `step`; all ranks must call it."""
         from deepspeed.utils import safe_get_full_grad
 
         return safe_get_full_grad(parameter)
 
     def weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter and this rank's part of it."""
+        """Yield each parameter with the part of it that this rank stores: a shard under ZeRO-3, else the parameter."""
         for parameter in self.engine.module.parameters():
             yield parameter, parameter.ds_tensor if self.stage == 3 else parameter
 
     def gradients(self) -> Iterator[Tensor]:
-        """The gradients that are kept from one micro-step to the next."""
+        """Yield the gradient tensors that DeepSpeed keeps from one micro-step to the next."""
         zero = self.engine.optimizer
         if self.stage == 3:
             yield zero.grad_partitions_flat_buffer
@@ -114,13 +134,15 @@ class Engine:
 
     @property
     def masters(self) -> list[Tensor]:
-        """This rank's part of the float32 weights, flat."""
+        """This rank's parts of the float32 weights, as flat tensors of several parameters each."""
         zero = self.engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's whole states of a parameter, called on every rank; a 16-bit one has its float32 copy as
-        `master`."""
+        """Return the whole optimizer states of a parameter by name; all ranks must call it.
+
+        A 16-bit parameter has its float32 copy under the key "master". Under ZeRO-1 and 2, call `link_states` first.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         states = {"master": safe_get_full_fp32_param(parameter)} if parameter.itemsize < 4 else {}
@@ -129,12 +151,12 @@ class Engine:
         return states
 
     def link_states(self) -> None:
-        """Prepare for `states`."""
+        """Link optimizer states to parameters under ZeRO-1 and 2, as `states` needs; do nothing under ZeRO-3."""
         if self.stage < 3:
             patches.link_states(self.engine)
 
     def put(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
-        """Restore what `states` returned."""
+        """Restore the optimizer states of a parameter, and its float32 copy, from what `states` returned."""
         if not states:
             return
         for flat in self.masters:
@@ -142,18 +164,19 @@ class Engine:
             missing = states.keys() - there.keys() - {"master"}
             for key in missing:
                 there[key] = torch.zeros_like(flat) if states[key].dim() else states[key].to(flat.device, copy=True)
-        if missing:  # in every group alike
+        if missing:  # the same states in every group
             self.link_states()
         for key, value in states.items():
             if value.dim():
                 self._put(parameter, value, None if key == "master" else key)
 
     def _put(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """Set the optimizer state `key` of a parameter to the whole tensor `value`; None for the float32 copy."""
         from deepspeed import utils
 
         if self.stage < 3:
             put_weight, put_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
-        else:  # DeepSpeed pads its parts of a tensor that ranks do not divide, but not a value that is set
+        else:  # DeepSpeed pads a parameter to a multiple of the ranks, but not a value to set
             put_weight, put_state = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
             shard: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
             size, rank = shard.numel(), torch.distributed.get_rank()

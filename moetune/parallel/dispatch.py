@@ -1,10 +1,10 @@
-"""Dispatch of tokens to the ranks that hold their experts, and combination of the results.
+"""Expert parallelism: sends token rows to the ranks that store their experts, and the results back.
 
-An all-to-all as transformers' `AllToAllEP` makes it, with experts on any rank, send and receive counts that a
-prediction can assume, and experts that also run on no rows at all.
+The rows are exchanged in an all-to-all, as in transformers' `AllToAllEP`. Unlike there, an expert may be on any rank, a
+prediction can replace the send and receive counts, and experts run even if they receive no rows.
 
-Shapes: T tokens of this rank, K experts a token, E experts of the layer, R ranks that share them, L = E/R experts of a
-rank, S rows received here, H model dim.
+Shapes: T tokens of this rank, K chosen experts per token, E experts of the layer, R ranks that share them, L = E/R
+experts per rank, S rows received by this rank, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from moetune.experts.permutation import sorted_positions
 
 
 class _DispatchState(NamedTuple):
-    """What the way back needs: the routing weights of this rank's tokens, the order of the rows sent, rows to and from
-    each rank, and T before tensor parallelism slices the tokens."""
+    """What `TokenDispatcher.combine` needs to send the results back.
+
+    Attributes:
+        weights_TK: routing weights of the tokens that this rank sent.
+        order: [T·K] flat positions token·K + choice of the sent rows, in the order of sending.
+        sends: number of rows sent to each of the R ranks.
+        receives: number of rows received from each of the R ranks.
+        tokens: number of this rank's tokens before tensor-parallel ranks divided them.
+    """
 
     weights_TK: Tensor
     order: Tensor
@@ -35,13 +42,14 @@ class _DispatchState(NamedTuple):
 
 
 class TokenDispatcher:
-    """Dispatcher of all banks of a model.
+    """The `Dispatcher` of all expert banks of a model.
 
     Args:
-        placement: by layer, the expert ids of each of the R ranks.
-        trained: layers whose bank trains on any rank. Their rows must carry gradients on every rank, because a rank
-            that trains nothing would leave the others waiting in backward.
-        ep, tp: the meshes of this rank.
+        placement: layer index -> the expert ids of each of the R ranks.
+        trained: indices of the layers in which some rank trains experts. Rows of these layers get a gradient on every
+            rank, even one that trains nothing, because the backward all-to-all needs all ranks.
+        ep: one-dimensional mesh of the R ranks.
+        tp: one-dimensional mesh of the tensor-parallel ranks, which have the same tokens.
     """
 
     def __init__(
@@ -52,21 +60,31 @@ class TokenDispatcher:
         tp: DeviceMesh,
     ) -> None:
         self._ep, self._tp, self._trained = ep, tp, trained
-        # ids of all experts, rank by rank
+        # layer index -> ids of all experts, those of the first rank first
         self._order = {layer: [expert for held in of_ranks for expert in held] for layer, of_ranks in placement.items()}
         self._positions = {
             layer: torch.tensor([order.index(expert) for expert in range(len(order))], device=ep.device_type)
-            for layer, order in self._order.items()  # on the device, where quantized experts may not be
+            for layer, order in self._order.items()  # on the device of the tokens
         }
 
     def dispatch(
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks
     ) -> Dispatched:
-        """Send every token to the ranks of its experts, and receive those of this rank's."""
+        """Send each token's row to the ranks of its K experts; return the rows that this rank receives.
+
+        All R ranks must call it. Differentiable in `hidden_TH`.
+
+        Args:
+            layer: the layer's index.
+            hidden_TH: token rows.
+            ids_TK: ids of each token's experts.
+            weights_TK: routing weights, kept for `combine`.
+            hooks: determines the send and receive counts.
+        """
         if layer in self._trained and torch.is_grad_enabled() and not hidden_TH.requires_grad:
             hidden_TH = hidden_TH.detach().requires_grad_()
         tokens = len(hidden_TH)
-        if self._tp.size() > 1:  # ranks that have the same tokens send a slice of them each
+        if self._tp.size() > 1:  # these ranks have the same tokens, so each sends a slice of the rows
             hidden_TH, ids_TK, weights_TK = (
                 DTensor.from_local(tensor, self._tp, [Replicate()], run_check=False)
                 .redistribute(self._tp, [Shard(0)])
@@ -93,7 +111,10 @@ class TokenDispatcher:
         return Dispatched(rows_SH, held_S[:, None], by_expert, state)
 
     def combine(self, output_SH: Tensor, state: _DispatchState) -> Tensor:
-        """Send results back to the ranks of their tokens; return their weighted sum for each token, [T, H]."""
+        """Send results [S, H] back; return the weighted sum for each of this rank's tokens, [T, H].
+
+        All R ranks must call it. `state` is that of `dispatch`.
+        """
         rows = all_to_all(output_SH, state.sends, state.receives, self._ep.get_group())
         by_choice = torch.empty_like(rows)
         by_choice[state.order] = rows
@@ -101,14 +122,15 @@ class TokenDispatcher:
         return self._gathered((by_choice * state.weights_TK.unsqueeze(-1)).sum(dim=1), state.tokens)
 
     def combine_norms(self, norms_S: Tensor, state: _DispatchState) -> Tensor:
-        """Send the norms of experts' outputs back to the ranks of their tokens: [T, K]."""
+        """Send the norms [S] of the experts' outputs back to the ranks of the tokens; return [T, K]. Not
+        differentiable."""
         returned, norms = norms_S.new_empty(2, len(state.order))
         dist.all_to_all_single(returned, norms_S, state.sends, state.receives, self._ep.get_group())
         norms[state.order] = returned
         return self._gathered(norms.view(state.weights_TK.shape), state.tokens)
 
     def _gathered(self, rows: Tensor, tokens: int) -> Tensor:
-        """All T rows of a tensor of which tensor-parallel ranks have a slice each."""
+        """Return all T rows of a tensor of which each tensor-parallel rank has a slice of the rows."""
         if self._tp.size() == 1:
             return rows
         shape, stride = torch.Size((tokens, rows.shape[1])), (rows.shape[1], 1)

@@ -1,17 +1,17 @@
-"""Distribution of an adapted model: matrices split by transformers' tensor parallelism, weights sharded by FSDP2.
+"""Distribution of a model over ranks: attention matrices split by tensor parallelism, weights sharded by FSDP2.
 
-Gradients are summed over ranks, never averaged: a rank's loss is its share of the step's
+Gradients are summed over ranks, never averaged: a rank's loss is its share of the step's loss
 (training/step/micro_step.py).
 
 | parallel | decoder layers, embedding, final norm | experts |
 |---|---|---|
-| replicate only | whole; gradients added up after the last micro-step | the same, or over `ep` |
-| fsdp, zero 3 | gathered for forward and again for backward | the same over ranks with the same experts |
-| fsdp, zero 3, reshard: false; zero 2 | gathered for forward, kept until backward | |
-| fsdp, zero 1 | gathered once a step; gradients reduced once a step | |
+| replicate only | whole; gradients summed after the last micro-step | whole, or divided over the `ep` ranks |
+| fsdp, zero 3 | gathered for forward and again for backward | as the layers, over ranks with the same experts |
+| fsdp, zero 3, reshard: false; zero 2 | gathered for forward, kept until backward | as the layers |
+| fsdp, zero 1 | gathered once a step; gradients reduced once a step | as the layers |
 
-The head stays whole, because the loss runs it by chunks (training/step/loss.py), and so do embeddings tied to it and
-quantized weights.
+The output head stays whole, because the loss runs it in chunks (training/step/loss.py), and so do embeddings tied to
+the head and quantized weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from moetune.run.tensor_plan import SPLIT, style_of, tensor_plan
 
 
 def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) -> None:
-    """Distribute a model of which this rank holds its own experts and all else whole. Its banks already have a
-    dispatcher (adapt/pack.py).
+    """Split and shard a model in place as its ranks' layout says; do nothing for a single rank or for DeepSpeed.
+
+    This rank must hold its own experts and everything else whole, and the expert banks must have their dispatcher
+    (adapt/pack.py). DeepSpeed shards when the optimizer is made (training/optim/zero.py).
 
     Raises:
-        UserError: the layout does not go with this model.
+        AssertionError: tensor parallelism cannot split a linear layer of attention; run/validation.py refuses such
+            runs.
     """
     parallel = ranks.parallel
-    if ranks.is_single or parallel.engine == "deepspeed":  # it shards with its optimizer (training/optim/zero.py)
+    if ranks.is_single or parallel.engine == "deepspeed":  # DeepSpeed shards in training/optim/zero.py
         return
     assert ranks.dense is not None
     if parallel.tp > 1:
@@ -47,9 +50,9 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
 
 
 def _split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: DeviceMesh) -> None:
-    """Split the linear layers of attention by heads over the ranks of `tp`, with transformers' plan and layers.
+    """Split attention's linear layers by heads over the ranks of `tp`, with transformers' plan and layers.
 
-    LoRA is split like its layer: B where the rows are split, A where the columns are.
+    LoRA factors are split like their layer: B if the layer's rows are split, A if its columns are.
     """
     plan = tensor_plan(model)
     resolved: dict[str, str] = {}
@@ -70,11 +73,12 @@ def _split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: Devic
 
 
 def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Shard the decoder layers, their expert banks, the embedding and the final norm with FSDP2."""
     parallel = ranks.parallel
     assert ranks.dense is not None
     dense = ranks.dense["replicate", "fsdp"] if parallel.replicate > 1 else ranks.dense["fsdp"]
     reshard = parallel.zero == 3 and parallel.reshard
-    ignored = {p for p in model.parameters() if not p.is_floating_point()}  # quantized by bitsandbytes
+    ignored = {p for p in model.parameters() if not p.is_floating_point()}  # parameters quantized by bitsandbytes
     for layer in decoder_layers(model).values():
         for bank in [module for module in layer.modules() if isinstance(module, ExpertBank)]:
             if ranks.expert is not None:
@@ -90,7 +94,8 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
-    """Shard a bank over the ranks that hold the same experts, if there are several."""
+    """Shard an expert bank over the ranks that store the same experts; do nothing if there is one, or nothing
+    trains."""
     assert ranks.expert is not None
     if ranks.expert.size(1) == 1 or not any(True for _ in bank.parameters()):
         return
@@ -99,7 +104,16 @@ def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
 
 
 def _shard_module(module: nn.Module, mesh: DeviceMesh, reshard: bool | None, ignored: set[nn.Parameter]) -> None:
-    """`fully_shard` with summed gradients. FSDP2 needs one dtype in a group: other dtypes get groups of their own."""
+    """Apply `fully_shard` to a module, with summed gradients.
+
+    FSDP2 needs one dtype per group of parameters, so submodules with parameters of another dtype become a group of
+    their own.
+
+    Args:
+        mesh: ranks to shard over.
+        reshard: free the gathered weights after forward; None for FSDP2's default.
+        ignored: parameters that stay as they are.
+    """
     trained = [
         (owner, p)
         for owner in module.modules()
@@ -114,16 +128,23 @@ def _shard_module(module: nn.Module, mesh: DeviceMesh, reshard: bool | None, ign
 
 
 def _sum(modules: list[FSDPModule]) -> None:
+    """Make FSDP2 sum gradients instead of averaging them."""
     for module in modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
-    """Tell FSDP2 before a micro-step whether it is the `last` of its step, when gradients must be reduced.
+    """Before a micro-step, tell FSDP2 whether to reduce gradients and free gathered weights in its backward.
 
-    Under ZeRO-1 gradients are reduced only then and weights stay gathered until then; under ZeRO-2 only the latter.
-    Replicas of shards are summed once a step.
+    Under ZeRO-1, gradients are reduced, and gathered weights freed, only in the last micro-step of a step. Under
+    ZeRO-2, gradients are reduced in every micro-step, and weights freed in the last. Gradients of replicas are summed
+    over the replicas in the last micro-step.
+
+    Args:
+        stack: the decoder, as FSDP2 sharded it; any other module is left alone.
+        ranks: this rank's layout.
+        last: whether the micro-step is the last of its step.
     """
     parallel = ranks.parallel
     if not isinstance(stack, FSDPModule) or (parallel.zero == 3 and parallel.replicate == 1):
@@ -139,7 +160,7 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP2 leaves gathered after a forward pass without a backward pass."""
+    """Free the weights that FSDP2 keeps gathered after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

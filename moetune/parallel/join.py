@@ -1,4 +1,4 @@
-"""A process becomes a rank: one of several that moetune, torchrun or accelerate started, or one without the others."""
+"""Turns this process into a rank: one of several launched processes, or for predictions one without the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ _ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RA
 
 
 def check_launch(parallel: ParallelConfig) -> None:
-    """Raise `UserError` unless as many processes run as the run file has ranks, with a GPU for each."""
+    """Check that as many processes were started as the run file has ranks, and that each has a GPU.
+
+    GPUs are counted only if torch sees any. If no launcher started this process, it will start all ranks on this
+    machine.
+
+    Raises:
+        UserError: the number of processes differs from `parallel.ranks`, or the machine has fewer GPUs than ranks.
+    """
     started = number_in_environment("WORLD_SIZE", 1)
     if started > 1 and started != parallel.ranks:
         raise UserError(
@@ -43,12 +50,18 @@ def check_launch(parallel: ParallelConfig) -> None:
 
 @contextmanager
 def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
-    """Make this process one of the ranks within the `with` block.
+    """Make this process one of the run's ranks within the `with` block; yield its `Ranks`.
 
-    The environment variables about ranks are removed: libraries that find them would distribute the model once more.
+    With several ranks, torch.distributed is initialized with NCCL on "cuda", else with Gloo, and the launcher's
+    environment variables (`RANK`, `WORLD_SIZE`, …) are removed, because libraries that find them would distribute the
+    model again. At the end of the block all ranks wait for each other.
+
+    Args:
+        parallel: the run file's `parallel:` section.
+        device_type: "cuda" or "cpu".
 
     Raises:
-        UserError: as `check_launch`.
+        UserError: as `check_launch`, or the other ranks cannot be reached with the launcher's variables.
     """
     check_launch(parallel)
     if parallel.ranks == 1:
@@ -74,18 +87,19 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
         )
     for name in _ABOUT_RANK:
         os.environ.pop(name, None)
-    # transformers' TrainingArguments, which reporters need, warn that each rank runs as if it were alone.
+    # Reporters need transformers' TrainingArguments, which warn on each rank that the mode is not distributed.
     about_mode = "parallel_mode != ParallelMode.DISTRIBUTED"
     logging.getLogger("transformers.training_args").addFilter(lambda record: about_mode not in record.getMessage())
     try:
         yield Ranks.join(parallel, device_type)
-        dist.barrier()  # none goes while another still has to be answered
+        dist.barrier()  # no rank leaves while another still waits for it
     finally:
         dist.destroy_process_group()
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this rank if its launcher is killed, instead of waiting for others that will never come."""
+    """On Linux, let the kernel kill this rank if `start_ranks` is killed, so that it does not wait for the other
+    ranks."""
     if PARENT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ[PARENT]):
@@ -94,7 +108,13 @@ def _die_with_parent() -> None:
 
 @contextmanager
 def fake_ranks(parallel: ParallelConfig, rank: int) -> Iterator[Ranks]:
-    """Make this process a rank without the others, for predictions: collectives return at once and send nothing."""
+    """Make this process rank `rank` without other processes within the `with` block, for predictions.
+
+    Collectives return at once and send nothing. Yields the `Ranks` on CPU meshes, or `SINGLE_RANK` for one rank.
+
+    Raises:
+        UserError: the layout uses DeepSpeed, which is not installed.
+    """
     if parallel.ranks == 1:
         yield SINGLE_RANK
         return

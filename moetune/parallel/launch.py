@@ -1,4 +1,4 @@
-"""Start of this machine's ranks, for a run that was not started as several processes. Nothing here imports torch."""
+"""Starts one process per rank on this machine, and reports the first rank that fails; without importing torch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,30 @@ from moetune.documents import read_json
 from moetune.errors import UserError, shown
 
 PARENT = "MOETUNEPARENT"
-"""Environment variable of a rank: the id of the process that started it."""
+"""Environment variable that `start_ranks` sets for its ranks: the process id of the launcher."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_GRACE = 5.0  # seconds in which the other ranks may still report an error, and then end
+_GRACE = 5.0  # seconds for other ranks to report an error, and again to end after SIGTERM
 
 
 def was_launched() -> bool:
-    """Whether this process was started as one of several."""
+    """Return whether this process is one of several ranks: `WORLD_SIZE` in the environment is above 1.
+
+    Raises:
+        UserError: `WORLD_SIZE` is not a number.
+    """
     return number_in_environment("WORLD_SIZE", 1) > 1
 
 
 def number_in_environment(name: str, default: int | None = None) -> int:
-    """Return a number that a launcher sets, such as `RANK`; raise `UserError` if it is missing or no number."""
+    """Return an environment variable that a launcher sets, such as `RANK`, as a non-negative integer.
+
+    Args:
+        name: the variable's name.
+        default: the number if the variable is not set; None if it must be set.
+
+    Raises:
+        UserError: the variable is missing without a default, or is not a decimal number of at most 9 digits.
+    """
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise UserError(f"{name}={shown(text)} in the environment is no number; unset it, or start with torchrun")
@@ -38,7 +50,10 @@ def number_in_environment(name: str, default: int | None = None) -> int:
 
 
 def note_failure(message: str) -> None:
-    """Write an error of this rank to the file where its launcher, ours or torchrun, looks for it."""
+    """Write this rank's error message to the file that its launcher, moetune or torchrun, reads.
+
+    Does nothing without a launcher (`TORCHELASTIC_ERROR_FILE` is not set) or if the file exists already.
+    """
     file = os.environ.get(_ERROR_FILE)
     if file and not Path(file).exists():
         said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}, "at": time.time()}
@@ -46,17 +61,28 @@ def note_failure(message: str) -> None:
 
 
 def is_quiet() -> bool:
-    """Whether this process is a rank whose errors our launcher prints."""
+    """Return whether `start_ranks` started this process, so that the launcher prints its errors."""
     return PARENT in os.environ
 
 
 def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Run `command` once for each rank on this machine. The first rank has stdin, stdout and stderr.
+    """Run `command` once for each rank on this machine, and wait until all have ended.
 
-    The first failure ends all ranks, and its message is printed on stderr.
+    Rank 0 has this process's stdin, stdout and stderr. The others have no stdin or stdout; stderr goes to a temporary
+    file. If a rank fails, the others get a few seconds to end, then are stopped, and the error of the rank that failed
+    first is printed on stderr. SIGINT and SIGTERM are passed on to the ranks.
+
+    Args:
+        command: program and arguments.
+        ranks: number of processes.
+        environment: environment variables of the ranks, to which those of a launcher are added.
 
     Returns:
-        The exit code of the rank that failed first, or 0.
+        0, or the exit code of a failed rank: the lowest-numbered with a positive code, else 128 + the signal that ended
+            it.
+
+    Raises:
+        KeyboardInterrupt: ranks failed after a SIGINT.
     """
     with tempfile.TemporaryDirectory(prefix="moetune-") as name:
         folder = Path(name)
@@ -81,9 +107,9 @@ def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, st
 
 @contextmanager
 def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the ranks, which end in their own way; yield the list of those that came.
+    """Pass SIGINT and SIGTERM on to the ranks within the `with` block; yield the list of signals received so far.
 
-    A terminal sends Ctrl-C to the ranks too: they count signals within a second as one.
+    A terminal sends Ctrl-C to the ranks too, so they count signals within a second as one.
     """
     passed: list[int] = []
 
@@ -102,7 +128,10 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or one has failed and the others had time to report an error too."""
+    """Wait until all processes have ended, and return the exit code that `start_ranks` documents.
+
+    After a failure, the other processes get `_GRACE` seconds to end, then SIGTERM, and after as long again SIGKILL.
+    """
     while not _have_ended(processes, 0.0):
         if any(process.poll() for process in processes) and not _have_ended(processes, _GRACE):
             for process in processes:
@@ -111,12 +140,12 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
                 for process in processes:
                     process.kill()
     failed = [process.returncode for process in processes if process.returncode]
-    usual = [code for code in failed if code > 0]  # those that we ended have a negative one
+    usual = [code for code in failed if code > 0]  # processes that this launcher ended have a negative code
     return usual[0] if usual else (128 - failed[0] if failed else 0)
 
 
 def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bool:
-    """Whether all processes end within so many seconds."""
+    """Return whether all processes end within `patience` seconds."""
     deadline = time.monotonic() + patience
     while is_running := any(process.poll() is None for process in processes):
         time.sleep(0.05)
@@ -126,7 +155,7 @@ def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bo
 
 
 def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
-    """The message of the rank that failed first, or that a rank was killed."""
+    """Return the error line for the rank that failed first, or for a rank that a signal ended."""
     errors: list[tuple[float, int, str]] = []  # time, rank, message
     for rank, process in enumerate(processes):
         file, code = folder / f"{rank}.json", process.returncode or 0
@@ -146,7 +175,7 @@ def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a TCP port of 127.0.0.1 that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a rank sends to others, derived from torch.distributed's operations as they are dispatched."""
+"""Bytes that a rank sends in each torch.distributed collective, read from the dispatched operation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_
 
 @dataclass(frozen=True)
 class Message:
-    """One call of a collective.
+    """What this rank sends in one collective operation.
 
     Attributes:
-        kind: the operation's name if it is not known.
-        group: torch's name of its process group.
-        ranks: size of the group.
-        bytes: sent by this rank, in a ring: (n - 1)/n of the whole tensor, twice that in an all-reduce; in an
-            all-to-all what is for other ranks; in a reduce and a broadcast all of it, except on the last rank.
+        kind: a `Kind`, or the schema name of an operation that this file does not cover.
+        group: torch's name of the process group; empty for an unknown operation.
+        ranks: number of ranks in the group.
+        bytes: bytes that this rank sends, with n ranks and a ring algorithm: (n - 1)/n of the whole tensor, twice that
+            for all-reduce; for all-to-all the rows for other ranks; for reduce and broadcast the whole tensor, and 0 on
+            the last rank of the ring. 0 for an unknown operation.
     """
 
     kind: Kind | str
@@ -34,11 +35,17 @@ class Message:
 
     @property
     def is_known(self) -> bool:
+        """Whether `kind` is one of `Kind`, so that `bytes` holds."""
         return self.kind in typing.get_args(Kind)
 
 
 def message(func: Any, args: Any) -> Message | None:
-    """Return what an operation of `NAMESPACES` sends; None if that is nothing."""
+    """Return what this rank sends in an operation; None if the operation sends nothing, such as a barrier.
+
+    Args:
+        func: operator overload whose namespace is one of `NAMESPACES`.
+        args: its positional arguments.
+    """
     match func._schema.name:
         case "c10d::allreduce_":
             return _ring("all-reduce", sum(tensor.nbytes for tensor in args[0]), args[1])
@@ -65,12 +72,14 @@ def message(func: Any, args: Any) -> Message | None:
 
 
 def _chain(kind: Kind, tensors: Any, group: Any, end: int) -> Message:
+    """Return the message of a reduce or broadcast in which each rank but `end` sends all of the tensors once."""
     members = _group(group)
     size = 0 if members.rank() == end % members.size() else sum(tensor.nbytes for tensor in tensors)
     return Message(kind, members.group_name, members.size(), size)
 
 
 def _ring(kind: Kind, size: int, group: Any) -> Message:
+    """Return the message of a ring collective over a whole tensor of `size` bytes."""
     members = _group(group)
     ranks = members.size()
     part = -(-size // ranks) * (ranks - 1)
@@ -78,6 +87,7 @@ def _ring(kind: Kind, size: int, group: Any) -> Message:
 
 
 def _all_to_all(tensor: Any, rows: list[int], group: Any) -> Message:
+    """Return the message of an all-to-all; `rows` are the rows for each rank, empty for equal shares."""
     members = _group(group)
     ranks, mine = members.size(), members.rank()
     row = tensor.nbytes // max(1, len(tensor))
@@ -86,6 +96,7 @@ def _all_to_all(tensor: Any, rows: list[int], group: Any) -> Message:
 
 
 def _group(group: Any) -> dist.ProcessGroup:
+    """Return the process group that an operation's argument names or wraps."""
     if isinstance(group, str):
         return process_group(group)
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)

@@ -1,4 +1,4 @@
-"""One rank's view of the ranks of a run, and its collectives with them."""
+"""`Ranks`: this process's rank in a run, its device meshes and its collective operations."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from moetune.run.placement import EVERYTHING, Placement
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank's view.
+    """This process's rank in a run, and its collectives with the other ranks.
+
+    The sums over ranks do nothing in a run of one rank. All ranks must make the same calls.
 
     Attributes:
-        parallel: the layout.
-        rank: this rank's number.
-        placement: the experts that this rank holds.
-        dense: mesh (replicate, fsdp, tp); None for a single rank.
-        expert: mesh (copy, shard, ep) of the same ranks, by the experts that they hold.
-        data: group of the ranks that see different data and have the same part of every matrix.
+        parallel: the run file's `parallel:` section.
+        rank: number of this rank, from 0.
+        placement: the experts that this rank stores.
+        dense: device mesh with dimensions (replicate, fsdp, tp); None for a single rank.
+        expert: the same ranks as a mesh (copy, shard, ep): ranks along `ep` store different experts, the others the
+            same. None if `parallel.ep` is 1.
+        data: process group of the ranks that read different data and have the same part of every matrix; None for a
+            single rank.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -41,7 +45,15 @@ class Ranks:
 
     @classmethod
     def join(cls, parallel: ParallelConfig, device_type: str) -> Ranks:
-        """Return the view of this process, one of `parallel.ranks` processes of torch.distributed."""
+        """Return the ranks of this process, with meshes made by torch.distributed, which must be initialized.
+
+        Args:
+            parallel: the run's layout.
+            device_type: "cuda" or "cpu".
+
+        Raises:
+            AssertionError: the number of processes is not `parallel.ranks`.
+        """
         if parallel.ranks == 1:
             return cls(parallel)
         world = dist.get_world_size()
@@ -60,28 +72,36 @@ class Ranks:
 
     @property
     def is_single(self) -> bool:
+        """Whether the run has only this rank."""
         return self.dense is None
 
     @property
     def coordinates(self) -> Coordinates:
+        """This rank's position on each axis of the layout."""
         return Coordinates.of(self.parallel, self.rank)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes and prints for all."""
+        """Whether this rank writes files and prints for all ranks: rank 0."""
         return self.rank == 0
 
     @property
     def data_index(self) -> int:
-        """This rank's number among those that see different data."""
+        """This rank's index among the `data_size` parts of the data; tensor-parallel ranks share one."""
         return self.rank // self.parallel.tp
 
     @property
     def data_size(self) -> int:
+        """Number of parts that the data of a step are divided into."""
         return data_ranks(self.parallel)
 
     def copies(self, tensor: Tensor, *, of_expert: bool) -> int:
-        """Number of ranks that hold the same part of a parameter."""
+        """Return how many ranks store the same part of a parameter.
+
+        Args:
+            tensor: the parameter, or its gradient; a DTensor if it is sharded.
+            of_expert: whether it belongs to an expert, which only 1/`ep` of the ranks store.
+        """
         parts = self.parallel.ep if of_expert else 1
         if isinstance(tensor, DTensor):
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
@@ -89,23 +109,27 @@ class Ranks:
         return self.parallel.ranks // parts
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
+        """Sum a tensor over all ranks in place, and return it."""
         if not self.is_single:
             dist.all_reduce(tensor)
         return tensor
 
     def total_over_data(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that see different data, in place."""
+        """Sum a tensor in place over the ranks that read different data, and return it."""
         if self.data_size > 1:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
     def axis_of(self, sent: Message) -> str:
-        """Return the axis of `parallel:` along which a message goes."""
-        # axes of the same ranks share a group in torch; only experts communicate all to all
+        """Return the axis of the layout along which a message goes: "ep", "fsdp", "tp", "replicate", "data" or "all".
+
+        "efsdp" is the axis over which ranks with the same experts shard them. For an unknown group, returns the group's
+        name.
+        """
+        # axes with the same ranks share a process group in torch; only the experts use all-to-all
         if sent.kind == "all-to-all":
             return "ep"
-        if self.parallel.engine == "deepspeed":  # groups of its own, all of the same ranks
+        if self.parallel.engine == "deepspeed":  # it makes its own groups, each with all ranks
             return "fsdp"
         return self._axes.get(sent.group, sent.group)
 
@@ -122,10 +146,12 @@ class Ranks:
         return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
     def reduce(self, gradients: Mapping[nn.Parameter, Tensor], experts: Collection[nn.Parameter]) -> None:
-        """Sum in place the gradients that no engine reduces: those of parameters that are whole on this rank.
+        """Sum gradients over ranks in place, except those that FSDP2 reduces.
 
         Args:
-            experts: the parameters of experts.
+            gradients: this rank's gradient of each parameter.
+            experts: the parameters among them that belong to experts. Under expert parallelism they are summed only
+                over the ranks that store the same experts, all others over the ranks with different data.
         """
         if self.is_single:
             return
@@ -139,12 +165,12 @@ class Ranks:
 
     @staticmethod
     def _is_reduced(parameter: DTensor) -> bool:
-        """Whether FSDP2 shards a parameter and reduces its gradients; tensor parallelism alone does not count."""
+        """Return whether FSDP2 shards a parameter, and so reduces its gradients; False for tensor parallelism alone."""
         names = parameter.device_mesh.mesh_dim_names or ()
         return "fsdp" in names or "shard" in names
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each rank, in order."""
+        """Return the values that all ranks pass, in order of rank; values are pickled."""
         if self.is_single:
             return [value]
         said: list[Any] = [None] * self.parallel.ranks
@@ -152,20 +178,21 @@ class Ranks:
         return said
 
     def any(self, mine: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Return whether `mine` is true on any rank."""
         return any(self.gather(mine))
 
     def barrier(self) -> None:
+        """Wait until every rank has called this."""
         if not self.is_single:
             dist.barrier()
 
 
 SINGLE_RANK = Ranks()
-"""The rank of a run without others."""
+"""The `Ranks` of a run with one rank."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy."""
+    """Return this rank's part of a DTensor, without a copy and outside autograd; any other tensor as it is."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             return tensor.to_local()

@@ -1,7 +1,6 @@
-"""Launch of a Triton kernel in a third of the host's time that Triton's own launch takes
-(docs/benchmarks/host_time.md).
+"""A launcher of Triton kernels that takes a third of the host time of Triton's own launch.
 
-Imported only with a GPU and Triton.
+Measurements are in docs/benchmarks/host_time.md. Import this file only with a GPU and Triton.
 """
 
 from __future__ import annotations
@@ -17,14 +16,20 @@ import triton
 
 
 class QuickLaunch:
-    """A Triton kernel, launched likewise by `kernel[grid](...)`.
+    """A Triton kernel with a faster launch, called like a Triton kernel as `kernel[grid](...)`.
 
-    At each launch Triton examines each argument for what needs another compilation: types, alignment, numbers that are
-    1 or multiples of 16. Here the key of a compiled kernel is the numbers themselves, except those that it does not
-    specialize on.
+    At each launch, Triton examines every argument for what needs another compilation: type, alignment, and numbers that
+    are 1 or multiples of 16. This class instead looks a compiled kernel up by the numbers themselves, leaving out those
+    that the kernel is not specialized on, and by device, alignment and dtypes of the tensors.
 
-    Parameters have this order: tensors, numbers that are not specialized on, other numbers, constants. A call gives
-    constants by name, then options of Triton. A parameter is always a float or always an int: 1 and 1.0 are one key.
+    The kernel's parameters must be in this order: tensors, numbers that it is not specialized on, other numbers,
+    constants. A call passes constants by name, then Triton's options. A parameter must always be a float or always an
+    int, because 1 and 1.0 are the same key.
+
+    Args:
+        jitted: the kernel as `triton.jit` returns it.
+        function: the Python function of the kernel.
+        varying: names of the parameters that the kernel is not specialized on.
     """
 
     def __init__(self, jitted: Any, function: Callable[..., None], varying: Sequence[str]) -> None:
@@ -34,9 +39,12 @@ class QuickLaunch:
         self._tensors = -1
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return a function that launches the kernel on `grid`, one to three program counts."""
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Launch the kernel: compile it if no compiled kernel has the key of these arguments, else call the compiled
+        one."""
         if self._tensors < 0:
             self._check(args, constants)
         tensors = args[: self._tensors]
@@ -54,7 +62,7 @@ class QuickLaunch:
         compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *of_kernel)
 
     def _check(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Check the order of the parameters, at the first launch."""
+        """At the first launch, count the tensors and assert that the parameters have the order that the class needs."""
         self._tensors = sum(torch.is_tensor(arg) for arg in args)
         assert all(torch.is_tensor(arg) for arg in args[: self._tensors])
         assert self._names[self._tensors :][: len(self._varying)] == list(self._varying)
@@ -63,7 +71,10 @@ class QuickLaunch:
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit` with these options, and a quick launch where it compiles; Triton's interpreter has none."""
+    """Return a decorator that compiles a function with `triton.jit(**options)` and wraps it in `QuickLaunch`.
+
+    Under Triton's interpreter the kernel is not compiled, and the decorator returns what `triton.jit` does.
+    """
 
     def define(function: Callable[..., None]) -> Any:
         jitted = triton.jit(function, **options)

@@ -1,12 +1,16 @@
-"""Operators of the experts: a kernel each in Triton on a GPU (triton_kernels.py), torch's own operations elsewhere.
+"""Operators of the experts' forward and backward: dispatcher, torch reference and shapes of each.
 
-They are operators of the dispatcher, so that a trace counts on fake tensors what a GPU runs: one launch each, and no
-memory but the result. Where Triton cannot compile, a GPU runs torch's operations too, after a warning.
+On a GPU an operator runs its Triton kernel (triton_kernels.py), elsewhere torch's operations. The operators are
+registered with torch's dispatcher, so that a trace on fake tensors counts what a GPU runs: one launch each, and no
+memory but the result. On a GPU where Triton cannot compile, torch's operations run, after a warning.
 
-Shapes: T tokens, K experts a token, N rows of a group of C experts, sorted by expert; p in and q out features, rank r.
-Low-rank factors of a projection come in P parts where gate and up have their own.
-`order` [N] are flat positions (token, choice) of the rows; `ends` [C] and `counts` are those of `GroupedGemm`, and one
-expert needs no ends. `weights` are all routing weights, flat [T·K].
+Shapes: T tokens, K chosen experts per token, H hidden size, I intermediate size; C experts in a group with N rows
+together, sorted by expert; p input and q output features, rank r. The low-rank factors of a projection have P parts: 2
+if gate and up have separate factors, else 1.
+
+Arguments of several operators: `order` [N] are the rows' flat positions token·K + choice; `weights` [T·K] are the
+routing weights by flat position, None for 1; `ends` [C] int32 are the ends of the experts' rows, None for one expert;
+`counts` are the experts' numbers of rows.
 """
 
 from __future__ import annotations
@@ -28,20 +32,23 @@ from moetune.experts.kernels.grouped import library, product_of_groups
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
 MX_BLOCK = 32  # weights that share one MXFP4 scale
-MXFP4_AT_ONCE = 1 << 24  # weights whose bytes are looked up at once: 32 MiB of indices
-INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at once, to int8 or MXFP4: 16 MiB
+MXFP4_AT_ONCE = 1 << 24  # weights that are dequantized at a time; their int32 indices take 32 MiB
+INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at a time, for int8 and MXFP4; they take 16 MiB
 REFERENCES: dict[str, Callable[..., Any]] = {}
-"""Operator -> the same with torch's operations."""
+"""Operator name -> the function that computes it with torch's operations."""
 
 
 @cache
 def on_gpu() -> ModuleType | None:
-    """Return the kernels in Triton, if they can be compiled here."""
+    """Return the module of Triton kernels, or None, after a warning, if Triton cannot compile on this machine.
+
+    The result is cached for the process.
+    """
     try:
         from moetune.experts.kernels import triton_kernels
 
-        triton_kernels.triton.runtime.driver.active  # noqa: B018  compiles its own access to the driver
-    except Exception as error:  # whatever a compiler, a linker or the driver has said
+        triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
+    except Exception as error:  # compiler, linker and driver raise errors of any type
         warnings.warn(
             f"Triton does not work here ({type(error).__name__}: {error}), so experts run slower, and may take more "
             "memory than predicted; it needs a C compiler (gcc) and Python's headers",
@@ -52,11 +59,14 @@ def on_gpu() -> ModuleType | None:
 
 
 def _operator(fake: Callable[..., Any] = lambda *_: None, *, mutates: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Define an operator by a function that computes with torch's operations. On a GPU the kernel of its name runs.
+    """Return a decorator that registers a function of torch operations as the operator `moetune::<its name>`.
+
+    The decorated function becomes a call of the operator with the same arguments. If the first argument is on a GPU,
+    the Triton kernel of the same name runs if there is one.
 
     Args:
-        fake: what it returns, without values.
-        mutates: arguments that it writes to.
+        fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.
+        mutates: names of the arguments that the operator writes to.
     """
 
     def define(reference: Callable[..., Any]) -> Any:
@@ -71,7 +81,7 @@ def _operator(fake: Callable[..., Any] = lambda *_: None, *, mutates: Sequence[s
         torch.library.register_fake(f"moetune::{name}", fake, lib=library)
         operator = getattr(torch.ops.moetune, name).default
         REFERENCES[name] = reference
-        # Unobserved, the dispatcher takes as long as a launch and adds nothing: autograd records nothing here.
+        # The dispatcher takes as long as a launch and is needed only by observers: autograd records nothing here.
         return lambda *args: (operator if is_observed(args[0]) else run)(*args)
 
     return define
@@ -89,8 +99,21 @@ def dequantize_nf4(
     weights: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Dequantize matrices of `weights` elements each: [n, weights], bit for bit as bitsandbytes does one by one. They
-    are dequantized together if each consists of whole blocks, and so do their scales."""
+    """Dequantize NF4 matrices of `weights` elements each: [n, weights] in `dtype`.
+
+    The result is bit for bit that of bitsandbytes for each matrix alone. torch's operations dequantize all matrices
+    together if `weights` is a multiple of 64, and all scales together if their number per matrix is a multiple of 256.
+
+    Args:
+        data: [n, ⌈weights / 2⌉] uint8, two codes per byte.
+        absmax: [n, B] scales of the B = ⌈weights / 64⌉ blocks: float32, or uint8 if they are quantized.
+        nested: [n, ⌈B / 256⌉] float32 second-level scales; None if the scales are not quantized, as `code` and
+            `offset`.
+        code: [256] float32 values of the quantized scales.
+        offset: [n] float32, added to the scales.
+        weights: elements of a matrix.
+        dtype: data type of the result.
+    """
     ops, count = torch.ops.bitsandbytes, len(data)
     if nested is not None and code is not None and offset is not None:
         together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
@@ -99,7 +122,7 @@ def dequantize_nf4(
             for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
         ).view(absmax.shape)
         absmax.add_(offset[:, None])
-    # A row that is no whole number of blocks is dequantized alone: docs/reference/upstream.md has bitsandbytes' bug.
+    # A matrix that is not a whole number of blocks is dequantized alone (bitsandbytes in docs/reference/upstream.md).
     together = 1 if weights % BLOCK == 0 else count
     return _joined(
         ops.dequantize_4bit(part.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(part), weights), dtype)
@@ -108,12 +131,13 @@ def dequantize_nf4(
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:
+    """Return the parts concatenated along the first dimension; a single part as it is."""
     first, *others = parts
     return torch.cat([first, *others]) if others else first
 
 
 def int8_slices(shape: Sequence[int]) -> list[slice]:
-    """Slices of the rows [R, C] of an int8 matrix that are scaled at once: at most `INT8_AT_ONCE` weights or one
+    """Return slices of the rows of an int8 matrix [R, C] to scale at a time: at most `INT8_AT_ONCE` weights, or one
     row."""
     rows = max(1, INT8_AT_ONCE // shape[1])
     return [slice(first, first + rows) for first in range(0, shape[0], rows)]
@@ -121,8 +145,11 @@ def int8_slices(shape: Sequence[int]) -> list[slice]:
 
 @_operator(lambda data, absmax, dtype: torch.empty_like(data, dtype=dtype))
 def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize rows [n, C] with a scale each [n], bit for bit as bitsandbytes' `int8_vectorwise_dequant`. torch's
-    operations take at most 16 MiB beside the result, bitsandbytes' 8 bytes a weight."""
+    """Dequantize int8 rows [n, C] with scales `absmax` [n] float32: [n, C] in `dtype`.
+
+    Bit for bit bitsandbytes' `int8_vectorwise_dequant`. torch's operations need at most 16 MiB beside the result for
+    rows of up to `INT8_AT_ONCE` weights; those of bitsandbytes need 8 bytes per weight.
+    """
     out = torch.empty_like(data, dtype=dtype)
     if dtype == torch.float32:
         return torch.mul(data, absmax[:, None], out=out).mul_(INT8_STEP)
@@ -136,11 +163,18 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_operator(lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype))
 def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize blocks of 32 weights, 16 bytes each, with an exponent per block: [weights]. `pairs` [256, 2] are the
-    two values of each byte. Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition.
+    """Dequantize MXFP4 blocks of 32 weights: a flat tensor [weights] in `dtype`.
 
-    torch's operations look two weights up at once, by their byte, and take at most 2 bytes a weight of `MXFP4_AT_ONCE`
-    weights beside the result."""
+    Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up the
+    two weights of a byte at a time, for `MXFP4_AT_ONCE` weights at once, which takes at most 2 bytes for each of these
+    beside the result.
+
+    Args:
+        data: [weights / 2] uint8, two codes per byte.
+        scales: [weights / 32] uint8, exponent + 127 of each block.
+        pairs: [256, 2] float32, the two values of each byte.
+        dtype: data type of the result, 2 or 4 bytes wide.
+    """
     as_one = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
     pair = pairs.to(dtype).view(as_one).flatten()
     out = torch.empty(2 * len(data), dtype=dtype, device=data.device)
@@ -156,8 +190,17 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
 
 @_operator(lambda gate_up, *_: gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2)))
 def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
-    """SwiGLU of rows [N, 2I], gate and up concatenated or interleaved: silu(gate)·up, [N, I]. With a `limit` other than
-    0 that of gpt-oss: both clamped, up plus 1, and a sigmoid of alpha·gate."""
+    """Return SwiGLU of gate_up rows [N, 2I]: silu(gate) · up, [N, I].
+
+    If `limit` is not 0, return gpt-oss's variant instead: g · σ(alpha·g) · (clamp(up, ±limit) + 1) with g = min(gate,
+    limit).
+
+    Args:
+        gate_up: input rows.
+        interleaved: gate and up alternate in the columns; otherwise all gate columns come first.
+        alpha: used only if `limit` is not 0.
+        limit: 0 for plain SwiGLU.
+    """
     gate, up = _halves(gate_up, interleaved)
     if not limit:
         return silu(gate).mul_(up)
@@ -176,8 +219,16 @@ def gated_backward_(
     alpha: float,
     limit: float,
 ) -> None:
-    """Backward of `gated`, in place. `dact` is the gradient before weighting and becomes act; gate_up becomes its
-    weighted gradient; `dweights` [T·K] gets ⟨dact, act⟩ of these rows."""
+    """Compute the backward of `gated` in place.
+
+    Args:
+        gate_up: [N, 2I] input rows of `gated`; overwritten with their gradient, times the routing weight of each row.
+        dact: [N, I] gradient of the result before the routing weights are applied; overwritten with act, the result.
+        weights: [T·K] routing weights.
+        order: [N] flat positions of the rows.
+        dweights: [T·K], overwritten at `order` with ⟨dact, act⟩; None to skip.
+        interleaved: as in `gated`, like `alpha` and `limit`.
+    """
     gate, up = _halves(gate_up, interleaved)
     act = gated(gate_up, interleaved, alpha, limit)
     if dweights is not None:
@@ -196,13 +247,21 @@ def gated_backward_(
 
 
 def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Return views [N, I] of gate and up."""
     size = gate_up.shape[1] // 2
     return (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else (gate_up[:, :size], gate_up[:, size:])
 
 
 @_operator(lambda x, order, *_: x.new_empty((len(order), x.shape[1])), mutates=("inverse",))
 def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
-    """Return the tokens' rows [T, H] in an order: [N, H]. Write the row of each position to `inverse` [T·K], int32."""
+    """Return the tokens' rows x [T, H] in the given order: a new tensor [N, H].
+
+    Args:
+        x: one row for each token.
+        order: [N] flat positions token·top_k + choice.
+        top_k: chosen experts per token.
+        inverse: [T·K] int32; at each position in `order`, the number of its row in the result is written. None to skip.
+    """
     if inverse is not None:
         inverse[order] = torch.arange(len(order), dtype=inverse.dtype, device=order.device)
     return x.index_select(0, order // top_k)
@@ -210,7 +269,14 @@ def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) ->
 
 @_operator(mutates=("out",))
 def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
-    """Write the weighted sum of each token's K rows, found by `inverse` and summed in their order, to out [T, H]."""
+    """Write the weighted sum of each token's K rows to `out` [T, H].
+
+    Args:
+        out: overwritten.
+        rows: [T·K, H].
+        inverse: [T·K] int32, the number of the row at each flat position, as written by `gather_rows`.
+        weights: [T·K] weight of the row at each flat position; None for 1.
+    """
     found = rows.index_select(0, inverse)
     if weights is not None:
         found.mul_(weights[:, None].to(found.dtype))
@@ -220,7 +286,15 @@ def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None
 
 @_operator(mutates=("out", "rows"))
 def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
-    """Add weighted rows, at most one of each token, to out [T, H]. Overwrites the rows."""
+    """Add weighted rows [N, H] to the rows of their tokens in `out` [T, H].
+
+    Args:
+        out: added to in place.
+        rows: at most one for each token; overwritten.
+        order: [N] flat positions token·top_k + choice.
+        top_k: chosen experts per token.
+        weights: [T·K] weights by flat position; None for 1.
+    """
     if weights is not None:
         rows.mul_(weights[order, None].to(rows.dtype))
     out.index_add_(0, order // top_k, rows)
@@ -237,9 +311,23 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """Return x·firstᵀ with the factor [C, P, r, p] of each row's expert, in P parts: [N, P, r]. x is [N, p], the same
-    for all parts, or [N, P, p]. With a `second` [C, P, q, r], `out` becomes base + scale · narrow·secondᵀ: [N, P, q],
-    or [N, q] with the sum of the parts; it may be the base itself. Factors are rounded to x's dtype."""
+    """Return x·firstᵀ, and add its product with a second factor to `out`.
+
+    Each row is multiplied by the factors of its expert, rounded to the dtype of x.
+
+    Args:
+        x: [N, p], the same rows for all P parts, or [N, P, p].
+        first: [C, P, r, p].
+        second: [C, P, q, r]; None, with `base` and `out`, to compute only the returned product.
+        base: in the shape of `out`; may be `out` itself.
+        out: overwritten with base + scale · (x·firstᵀ)·secondᵀ: [N, P, q], or [N, q] with the sum over the parts.
+        ends: [C] int32, or None for one expert.
+        counts: number of rows of each expert.
+        scale: factor of the product.
+
+    Returns:
+        x·firstᵀ, a new tensor [N, P, r].
+    """
     parts, groups = range(first.shape[1]), (ends, counts)
     first = first.to(x.dtype)
     if x.dim() == 2:
@@ -260,7 +348,7 @@ def low_rank(
 def _add_product(
     base: Tensor, rows: Tensor, factors: Tensor, out: Tensor, ends: Tensor | None, counts: Sequence[int], scale: float
 ) -> None:
-    """out = base + scale · rows·factorsᵀ, of rows [N, p] and factors [C, q, p]."""
+    """Write base + scale · rows·factorsᵀ to `out` [N, q], for rows [N, p] and factors [C, q, p]."""
     if ends is None:
         torch.addmm(base, rows, factors[0].T, alpha=scale, out=out)
     else:
@@ -281,9 +369,25 @@ def low_rank_gradients_(
     counts: Sequence[int],
     scale: float,
 ) -> None:
-    """Write the gradients of factors [C, P, r, p] and [C, P, q, r]: scale · Σ w·narrow_outᵀ·x and
-    scale · Σ w·doutᵀ·narrow_in over each expert's rows; zeros for one without. `narrow_out` is dout·second, `narrow_in`
-    x·firstᵀ, both [N, P, r], and dout [N, P, q], or [N, q] of one part."""
+    """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros for an expert without
+    rows.
+
+    With w the routing weight of a row, of_first = scale · Σ w·narrow_outᵀ·x and of_second = scale · Σ
+    w·doutᵀ·narrow_in.
+
+    Args:
+        narrow_out: dout·second, [N, P, r].
+        x: input rows [N, p].
+        narrow_in: x·firstᵀ, [N, P, r].
+        dout: gradient of the output rows, [N, P, q], or [N, q] if P is 1.
+        of_first: [C, P, r, p], overwritten.
+        of_second: [C, P, q, r], overwritten.
+        weights: [T·K] routing weights; None for 1.
+        order: [N] flat positions of the rows; None for no weights.
+        ends: [C] int32, or None for one expert.
+        counts: number of rows of each expert.
+        scale: factor of the low-rank product.
+    """
     factor: Tensor | float = scale
     if weights is not None and order is not None:
         factor = weights[order, None, None].to(x.dtype) * scale

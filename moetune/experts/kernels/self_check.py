@@ -1,4 +1,4 @@
-"""Comparison of the experts' kernels with torch's operations on this machine."""
+"""A check that the experts' kernels compute the same as torch's operations on this machine."""
 
 from __future__ import annotations
 
@@ -15,30 +15,41 @@ from moetune.experts.quantized import QuantizedExperts
 
 TOP_K, EXPERTS = 3, 5
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Relative to the largest number of a result; torch rounds more often in 16 bits. Dequantization is exact."""
+"""Largest accepted difference, relative to the largest value of a result; torch rounds more often in 16 bits."""
 
 
 def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, tokens: int = 80) -> list[str]:
-    """Return the operators whose kernel in `module` differs from torch's operations, and by how much."""
+    """Run every operator with a kernel in `module`, and return those that differ from torch's operations.
+
+    Args:
+        module: the kernels, with a function for each operator in `operators.REFERENCES` (triton_kernels.py).
+        device: where to run.
+        dtype: data type of the token rows, a key of `TOLERANCE`.
+        tokens: number of token rows in the test inputs.
+
+    Returns:
+        One text for each differing call, with the operator's name and the largest difference relative to the largest
+            value. Dequantization must be exact; other operators may differ by `TOLERANCE`.
+    """
     found = []
     with torch.no_grad():
         for name, args in calls(device, dtype, tokens):
             one, other = (_results(run, args) for run in (getattr(module, name), kernels.REFERENCES[name]))
-            off = float(
-                torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max()
-            )  # NaN, if one is
+            # NaN if any difference is NaN
+            off = float(torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max())
             if not off <= (0 if name.startswith("dequantize") else TOLERANCE[dtype]):
                 found.append(f"{name} (off by {off:.1e} of the largest)")
     return found
 
 
 def _results(run: Callable[..., Any], args: list[Any]) -> list[Tensor]:
-    """Its result, and its arguments as it leaves them."""
+    """Run an operator on copies of its arguments; return the tensors of its result and its arguments afterwards."""
     copies = [arg.clone(memory_format=torch.preserve_format) if torch.is_tensor(arg) else arg for arg in args]
     return [tensor for tensor in (run(*copies), *copies) if torch.is_tensor(tensor)]
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:
+    """Return the largest absolute difference, divided by the largest magnitude of `other`."""
     one, other = one.double(), other.double()
     return (one - other).abs().max() / other.abs().max().clamp_min(1e-30)
 
@@ -52,7 +63,18 @@ def calls(
     intermediate: int = 144,
     rank: int = 12,
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Each operator with arguments, for several experts of which one has no rows, and for one expert alone."""
+    """Yield (operator name, arguments) for each operator, with random inputs that are the same on every call.
+
+    Row operators run for several experts, one of which has no rows, and for one expert alone.
+
+    Args:
+        device: where the argument tensors are.
+        dtype: data type of the token rows.
+        tokens: number of tokens.
+        hidden: hidden size.
+        intermediate: intermediate size of an expert.
+        rank: rank of the low-rank factors.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

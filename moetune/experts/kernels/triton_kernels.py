@@ -1,8 +1,9 @@
-"""The operators of operators.py in Triton. Each function without an underscore is the operator of that name, with its
-arguments.
+"""Triton kernels of the operators in operators.py.
 
-Imported only with a GPU and Triton. Sums run in float32 and in one order, so that two runs give the same bits. Programs
-of products find their tile by the ends of the experts' rows on the device, without the host.
+Each function without a leading underscore implements the operator of that name and takes its arguments; operators.py
+documents them. Import this file only with a GPU and Triton. Sums run in float32 in a fixed order, so that two runs give
+the same bits. Programs of grouped products find their tile from the ends of the experts' rows on the device, without
+the host.
 
 Not measured on a GPU: block sizes are what fits into the shared memory and registers of compute capability 8.6.
 """
@@ -17,18 +18,21 @@ from torch import Tensor
 from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.launch import kernel
 
-BLOCKS_OF_64 = 64  # of NF4, a program
-COLUMNS = 1024
-ROWS = 32  # of a product
+BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program
+COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
+ROWS = 32  # rows of a tile of a product
 
 
 def _next(number: int) -> int:
-    """The next power of two. Triton's own functions, for kernels, take the host ten times as long."""
+    """Return the smallest power of two that is at least `number`.
+
+    `triton.next_power_of_2` takes the host ten times as long.
+    """
     return 1 << max(0, number - 1).bit_length()
 
 
 def _ratio(number: int, size: int) -> int:
-    """The ratio, rounded up."""
+    """Return number / size, rounded up."""
     return -(-number // size)
 
 
@@ -37,7 +41,8 @@ def _ratio(number: int, size: int) -> int:
 
 @triton.jit
 def _level(code):
-    """NF4 level of 4 bits (bitsandbytes/functional.py: get_4bit_type), by selections instead of a table."""
+    """Return the NF4 value of a 4-bit code (bitsandbytes/functional.py: get_4bit_type), by selections instead of a
+    table."""
     low = (code & 1) == 1
     a = tl.where(low, -0.6961928009986877, -1.0)
     b = tl.where(low, -0.39491748809814453, -0.5250730514526367)
@@ -77,7 +82,7 @@ def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     grid = (_ratio(blocks, BLOCKS_OF_64), data.shape[0])
     is_nested = nested is not None
     of_nested = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
-    # without fused multiplication and addition, a scale has the bits that bitsandbytes gives it
+    # without fused multiply-add, scales are bit for bit those of bitsandbytes
     _dequantize_nf4[grid](
         data, absmax, *of_nested, out, weights, data.shape[1], blocks, nests, NESTED=is_nested, BLOCKS=BLOCKS_OF_64,
         enable_fp_fusion=False,
@@ -109,13 +114,14 @@ def dequantize_int8(data, absmax, dtype):
 
 @triton.jit
 def _power_of_two(exponent):
-    """2 to an exponent from -126 to 127, by its bits."""
+    """Return 2**exponent for an integer exponent from -126 to 127, built from its bits."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _e2m1(code):
-    """Value of 4 bits: sign, two of exponent, one of mantissa (OCP Microscaling Formats 1.0, section 5.3.3)."""
+    """Return the value of a 4-bit E2M1 code: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0,
+    5.3.3)."""
     exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
     value = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * _power_of_two(exponent - 1))
     return tl.where((code & 8) == 8, -value, value)
@@ -127,7 +133,7 @@ def _dequantize_mxfp4(data, scales, out, bytes_, BYTES: tl.constexpr):
     inside = byte < bytes_
     pair = tl.load(data + byte, mask=inside, other=0).to(tl.int32)
     exponent = tl.load(scales + byte // 16, mask=inside, other=127).to(tl.int32) - 127
-    half = _power_of_two(exponent >> 1)  # of both halves the power is a normal number
+    half = _power_of_two(exponent >> 1)  # two factors, so that both powers are normal numbers
     rest = _power_of_two(exponent - (exponent >> 1))
     low, high = _e2m1(pair & 15) * half * rest, _e2m1(pair >> 4) * half * rest
     value = tl.reshape(tl.join(low, high), (2 * BYTES,)).to(out.dtype.element_ty)
@@ -147,7 +153,7 @@ def dequantize_mxfp4(data, scales, pairs, dtype):
 
 @triton.jit
 def _gate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """(act, ∂act/∂gate, ∂act/∂up)"""
+    """Return (act, ∂act/∂gate, ∂act/∂up) of SwiGLU, or of its clamped variant."""
     if CLAMPED:
         inside_gate, inside_up = gate <= limit, tl.abs(up) <= limit
         gate = tl.minimum(gate, limit)
@@ -298,7 +304,10 @@ def add_rows_(out, rows, order, top_k, weights):
 
 @triton.jit
 def _tile(ends, tile, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first row of its tile, end of its rows); the expert is `count` for a tile that is not needed."""
+    """Find the rows of a tile: return (expert, first row of the tile, end of the expert's rows).
+
+    Each expert's rows are divided into tiles of ROWS. The expert is `count` if there are fewer than `tile` + 1 tiles.
+    """
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends + number, mask=number < count, other=0)
     start = tl.load(ends + number - 1, mask=(number > 0) & (number < count), other=0)
@@ -363,18 +372,20 @@ def _low_rank(
                 sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
                 tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
             if following + 1 < TOGETHER:
-                tl.debug_barrier()  # the next part's sums begin with these
+                tl.debug_barrier()  # the next part reads these sums
 
 
 def _tiles(rank: int) -> dict[str, int]:
-    """Padded rank, rows and columns of a tile, and pipeline stages: what fits into shared memory."""
+    """Return the padded rank, the rows and columns of a tile and the pipeline stages, so that a tile fits into
+    shared memory."""
     padded = max(16, _next(rank))
     stages = 3 if padded <= 64 else 2 if padded <= 256 else 1
     return {"RANK": padded, "ROWS": ROWS, "WIDE": max(16, min(64, 4096 // padded)), "num_stages": stages}
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
-    """Strides of row, part and column, of [N, P, p] or of [N, p], which is the same for all parts."""
+    """Return the strides of (row, part, column) of [N, P, p], or of [N, p] with part stride 0: all parts read the
+    same rows."""
     return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
 
 
@@ -390,7 +401,7 @@ def low_rank(x, first, second, base, out, ends, counts, scale):
     wide_out = out.shape[-1] if adds else 0
     together = parts if adds and out.dim() == 2 else 1
     tiles = _ratio(rows, ROWS) + (experts if ends is not None else 0)
-    # few tiles of rows leave a card idle: columns are then divided too, and each program multiplies by `first` itself
+    # few tiles of rows leave a GPU idle: then columns are divided too, and each program repeats x·firstᵀ
     splits = max(1, min(512 // tiles, wide_out // 1024))
     each = _ratio(_ratio(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
     _low_rank[(tiles, splits, parts // together)](
