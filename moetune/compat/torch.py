@@ -30,6 +30,21 @@ NO_PASS = -1
 __all__ = ["unset_fake_temporarily"]
 
 
+class HostModule(nn.Module):
+    """A module whose tensors `to`, `cuda`, `half` and their like leave where they are while `on_host` is true.
+
+    `nn.Module` has no public way to exempt a module: all of these call the private `_apply` of each submodule.
+    """
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the tensors stay in host memory."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostModule:
+        return self if self.on_host else super()._apply(fn, recurse)
+
+
 def backward_pass() -> int:
     """Return the number of the backward pass that runs on this thread, or `NO_PASS` if none does.
 

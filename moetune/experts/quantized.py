@@ -6,13 +6,14 @@ Shapes: E matrices, each [R, C] = [out_features, in_features].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
+from moetune.compat.torch import HostModule
 from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
 from moetune.experts.kernels import operators as kernels
@@ -22,7 +23,7 @@ from moetune.run.dtypes import DTYPES
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class QuantizedExperts(nn.Module):
+class QuantizedExperts(HostModule):
     """E frozen matrices of one shape [R, C], stored in buffers and dequantized on request.
 
     Bytes of one matrix with n = R·C weights:
@@ -194,9 +195,6 @@ class QuantizedExperts(nn.Module):
                 return weights.view(len(data), -1)[:, : rows * columns].reshape(-1, rows, columns)
             case _:
                 return data.to(dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
-        return self if self.on_host else super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         quantized = ", double_quant" if self.double_quant else ""

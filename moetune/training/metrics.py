@@ -85,25 +85,28 @@ class Interval:
     Attributes:
         losses: the loss of each step that was not skipped.
         updates: number of steps, skipped ones included.
+        timed_updates: number of steps since `since`.
         since: time from which speed is measured, of `time.perf_counter`.
     """
 
     sums: Sums = field(default_factory=Sums)
     losses: list[Tensor] = field(default_factory=list)
     updates: int = 0
+    timed_updates: int = 0
     since: float = field(default_factory=time.perf_counter)
 
     def add(self, sums: Sums, reduced: Reduced) -> None:
         """Add a step; a step that was skipped for a non-finite gradient adds no loss."""
         self.sums.add(sums, sums.positions, sums.tokens)
         self.updates += 1
+        self.timed_updates += 1
         if reduced.scale is not None:
             self.losses.append(reduced.loss)
 
     def restart_clock(self) -> None:
         """Measure `tokens_per_second` from now on, so that the time of an evaluation does not count; other sums are
         kept."""
-        self.since, self.sums.positions = time.perf_counter(), 0
+        self.since, self.sums.positions, self.timed_updates = time.perf_counter(), 0, 0
 
     def line(
         self,
@@ -147,7 +150,7 @@ class Interval:
             "grad_norm": norm.item() if math.isfinite(norm.item()) else None,  # JSON has no NaN
             "skipped_steps": self.updates - len(self.losses),
             "tokens_per_second": round(self.sums.positions * ranks.data_size / seconds, 1),
-            **pace.metrics(self.updates, seconds, left),
+            **pace.metrics(self.timed_updates, seconds, left),
             "peak_allocated": torch.cuda.max_memory_allocated(norm.device) if norm.is_cuda else None,
             "expert_load": load_summary(load),
             "routing": load_by_layer(load),

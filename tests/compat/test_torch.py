@@ -20,6 +20,7 @@ from moetune.compat.torch import (
     _IN_PLACE,
     _ON_META,
     NO_PASS,
+    HostModule,
     QuickFakeMode,
     add_missing_fakes,
     after_backward,
@@ -33,6 +34,17 @@ from moetune.compat.torch import (
     process_group,
     shard_place,
 )
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_module_on_the_host_stays_there(stays):
+    class Held(HostModule):
+        on_host = stays
+
+    model = torch.nn.Sequential(Held())
+    model[0].register_buffer("data", torch.zeros(1))
+    expected = torch.float32 if stays else torch.float64
+    assert model.double()[0].data.dtype == model.to(torch.float64)[0].data.dtype == expected
 
 
 class InBackward(torch.autograd.Function):

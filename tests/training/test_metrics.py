@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from moetune.training.metrics import Pace, load_by_layer, load_summary
+from moetune.training.metrics import Interval, Pace, Sums, load_by_layer, load_summary
+from moetune.training.step.stepper import Reduced
 from tests import small
 from tests.resolved import train
 
@@ -38,3 +39,13 @@ def test_the_pace() -> None:
     metrics = Pace(flops=10**12, limit=10**13).metrics(updates=4, seconds=2.0, left=10)
     assert metrics == {"flops": 10**12, "share_of_limit": 0.2, "seconds_left": 5.0}
     assert Pace().metrics(updates=0, seconds=2.0, left=10) == dict.fromkeys(metrics)
+
+
+def test_speed_counts_the_steps_since_an_evaluation() -> None:
+    interval = Interval()
+    reduced = Reduced(torch.tensor(1.0), torch.tensor(1.0), 1.0)
+    for _ in range(3):
+        interval.add(Sums(positions=8, tokens=8), reduced)
+    interval.restart_clock()
+    interval.add(Sums(positions=8, tokens=8), reduced)
+    assert (interval.updates, interval.timed_updates, interval.sums.positions) == (4, 1, 8)
