@@ -1,1 +1,1 @@
-"""The memory and time of a run, predicted: traced, by closed form, and reported."""
+"""Prediction of a run's GPU memory and step time, by tracing it or by closed form, and its measurement."""
