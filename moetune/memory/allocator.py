@@ -17,7 +17,7 @@ Event = tuple[int, int]
 """(id, bytes): a storage is allocated; (id, -1): it is freed. A storage of 0 bytes takes no memory."""
 
 WORKSPACES = 2
-"""Number of cuBLAS workspaces in the allocator: one for the thread of the forward pass, one for that of backward."""
+"""Number of cuBLAS workspaces in the allocator: one for the forward thread and one for the backward thread."""
 
 SMALLEST_BLOCK = 512  # kMinBlockSize
 _LARGEST_SMALL = 1 << 20  # kSmallSize: largest request that is served by the small pool

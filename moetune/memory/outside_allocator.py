@@ -21,7 +21,7 @@ def outside_allocator(parallel: ParallelConfig, card: Gpu) -> int:
     """Return the bytes that one process takes on its GPU outside torch's allocator: CUDA context plus NCCL buffers.
 
     The context's size is `card.context`, which `models/catalog/gpus.yaml` lists for each GPU with its source. NCCL's
-    buffers are computed by `communicators`. The buffers' size was not measured by this project.
+    buffers are computed by `communicators`. This project measured neither.
     """
     return card.context.value + communicators(parallel, card.channels.value)
 
