@@ -281,7 +281,7 @@ class MemoryReport:
 
     @property
     def required(self) -> int:
-        """Bytes that the GPU must have: peak of live tensors, in a step or during loading, plus all outside the allocator.
+        """Bytes that the GPU must have: peak of live tensors, in a step or during loading, plus `outside_allocator`.
 
         The allocator's cache is not included, because it is released when the GPU is full.
         """

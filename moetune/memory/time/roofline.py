@@ -10,8 +10,9 @@ The fast end assumes that these terms overlap completely, the slow end that they
 Work of a part: F16, F32 FLOPs of matrix products in 16 and 32 bits; Bp bytes read and written by products, B by all
 other operations; C bytes copied between host and GPU. Limits of the GPU: P16, P32 FLOP/s; M memory bandwidth and L host
 link in bytes/s. Factors, each with a value for either end (`FACTORS`): p, m, l the share of each limit that is reached;
-a and s the seconds of a launch and of a synchronization. For the part `host`, which is computed on the CPU, B is divided
-by the bandwidth of host memory. Explained in docs/concepts/time.md.
+a and s the seconds of a launch and of a synchronization. For the part `host`, which is computed on the CPU, B is
+divided by the bandwidth of host memory. t(communication): bytes sent / (half of the GPU interconnect's bandwidth · l).
+Explained in docs/concepts/time.md.
 """
 
 from __future__ import annotations
