@@ -65,8 +65,8 @@ class Chart:
         """Write the chart as PNG or SVG, by the suffix of the file `path`.
 
         Raises:
-            UserError: the suffix is neither `.png` nor `.svg`, the file cannot be written, or it exists and was not written by
-                moetune.
+            UserError: the suffix is neither `.png` nor `.svg`; the file cannot be written; or it exists and was not
+                written by moetune.
         """
         refuse_unknown_format(path)
         write_output(path, self._rendered(path.suffix.lower()[1:], self.heading or self.title))
