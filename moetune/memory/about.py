@@ -1,4 +1,4 @@
-"""Text lines that describe a run (what trains, batch, optimizer, ranks), for the head of a memory report."""
+"""Descriptions of a run as text (what trains, batch, optimizer, ranks), for the head of a memory report."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Simulation of torch's CUDA caching allocator: bytes reserved by a sequence of allocations and frees, without a GPU.
+"""Simulation of torch's CUDA caching allocator: bytes that a sequence of allocations and frees reserves.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with default settings and a
-single stream. docs/concepts/allocator.md explains them and lists what is left out.
+No GPU is needed. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with
+default settings and a single stream. docs/concepts/allocator.md explains them and lists what is left out.
 
 All sizes are in bytes. Requests are rounded up to multiples of 512 bytes first.
 """
@@ -234,6 +234,7 @@ class _SegmentPool(_Pool):
         return block
 
     def give_back(self) -> None:
+        """Return each segment that is entirely free."""
         kept = []
         for size, address, block in self._free:
             if block.before is None and block.after is None:
@@ -279,6 +280,7 @@ class _ExpandablePool(_Pool):
         return block
 
     def give_back(self) -> None:
+        """Return each page that lies entirely inside a free block."""
         for _, _, block in list(self._free):
             first = _round_up(block.address, self._page)
             end = (block.address + block.size) // self._page * self._page

@@ -1,4 +1,4 @@
-"""Search for run-file changes that make a predicted run fit its GPU: candidate settings, tried singly and combined."""
+"""Run-file changes with which a predicted run fits its GPU: list of candidates, tried singly and combined."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moetune.errors import UserError
 from moetune.memory.report import Change, MemoryReport, PartName
 
 Predict = Callable[[RunConfig], MemoryReport]
+"""A run file -> its prediction."""
 _ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
 _UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
 _ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")

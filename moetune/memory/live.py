@@ -1,4 +1,4 @@
-"""What fills a device when it runs out of memory: live storages, their owners, and other processes on the GPU.
+"""Contents of a device that ran out of memory: live storages, their owners, and other processes on the GPU.
 
 On a CPU, the storages are read from a `Tracker` with a memory limit. On CUDA, they are read from the caching allocator
 before it raises its error, because the operands of the failed operation are freed while the error propagates.

@@ -1,4 +1,4 @@
-"""Real training steps with random weights and tokens: their measured peak memory, speed and expert load."""
+"""Real training steps with random weights: measured peak memory, speed and expert load, without a prediction."""
 
 from __future__ import annotations
 

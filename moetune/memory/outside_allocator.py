@@ -1,4 +1,4 @@
-"""GPU memory of a process outside torch's allocator: the sum of CUDA context (from gpus.yaml) and NCCL buffers."""
+"""GPU memory of a process outside torch's allocator: CUDA context (size from gpus.yaml) plus NCCL buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`predict`: the memory report of a run, by trace or closed form, for one GPU or each rank of several."""
+"""`predict`: the memory report of a run by trace or closed form, for one GPU or each rank of several."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ class PartTime:
 
     @property
     def seconds(self) -> float:
+        """Seconds of all operations of the part on the device."""
         return self.products + self.passes
 
     @property

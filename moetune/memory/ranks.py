@@ -1,4 +1,4 @@
-"""Groups of ranks that need equal memory, so that only one rank of each group is predicted."""
+"""Groups of ranks that need equal memory, so that one rank of each group is predicted."""
 
 from __future__ import annotations
 

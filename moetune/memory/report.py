@@ -50,12 +50,14 @@ class Parts:
 
     @property
     def total(self) -> int:
+        """Sum of all parts."""
         return sum(self)
 
     def __iter__(self) -> Iterator[int]:
         return (getattr(self, name) for name in PART_NAMES)
 
     def items(self) -> list[tuple[PartName, int]]:
+        """Return (name, bytes) of each part, in the order of `PART_NAMES`."""
         return [(name, getattr(self, name)) for name in PART_NAMES]
 
 
@@ -160,6 +162,7 @@ class RankMemory:
         return self.peak_reserved + self.outside_allocator
 
     def to_json(self) -> dict[str, int]:
+        """Return an element of `ranks` in the output of `moetune predict --json`."""
         return {
             "rank": self.rank,
             **dict(self.parts.items()),
@@ -210,7 +213,7 @@ class Change:
         why: how the change saves memory, in a few words.
     """
 
-    settings: tuple[str, ...]  # as `--set` takes them
+    settings: tuple[str, ...]
     saves: int
     peak_process: int
     fits: bool

@@ -1,4 +1,4 @@
-"""`Routing`: how many rows each expert is assumed to receive (balanced, skewed, worst, or recorded).
+"""Assumptions of a prediction about the rows each expert receives: balanced, skewed, worst, or recorded.
 
 Sizes in this file: T tokens, K chosen experts per token, E experts. The experts of a layer receive T·K rows in all.
 """

@@ -1,4 +1,4 @@
-"""`terms_of`: the predicted peak as report lines with bytes and formulas, one for each kind of tensor.
+"""Lines of a report that explain the predicted peak: what is alive, its bytes, and their formula.
 
 For stored weights and optimizer states the formulas are those of papers (docs/concepts/weights.md,
 optimizer-states.md). They only explain the bytes; no prediction is computed from them. Sources:
@@ -20,6 +20,7 @@ from typing import NamedTuple
 from moetune.memory.report import PartName, Term
 from moetune.memory.trace.views import Trace
 
+# Part of the peak -> the page in docs/concepts that explains it.
 _PAGES: dict[PartName, str] = {
     "frozen_weights": "weights",
     "trainable_weights": "weights",
@@ -29,6 +30,7 @@ _PAGES: dict[PartName, str] = {
     "saved_activations": "activations",
     "transient_peak": "activations",
 }
+# How a weight is stored -> formula of its bytes; n: elements.
 _STORED: dict[str, str] = {
     "nf4": "n/2 + 4·⌈n/64⌉ a matrix of n weights",
     "nf4, double-quantized": "n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 a matrix of n weights",
@@ -37,6 +39,7 @@ _STORED: dict[str, str] = {
     "bf16": "2·n",
     "fp32": "4·n",
 }
+# Optimizer -> formula of the bytes of its states; n: elements, b: bytes per element, [R, C]: shape of a matrix.
 _STATES: dict[str, str] = {
     "adamw": "2·b·n: two moments in the dtype that is updated",
     "paged_adamw": "8·n: two float32 moments",
@@ -52,7 +55,7 @@ _STATES: dict[str, str] = {
 
 
 class _Alike(NamedTuple):
-    """Key of a group of storages: size in bytes, and formula of the size (empty in a trace)."""
+    """Key of a group of storages: size in bytes, and formula of the size (empty unless from a closed form)."""
 
     bytes: int
     formula: str

@@ -1,1 +1,1 @@
-"""Output for people: each command's answer as a view (view.py), printed on a terminal or written as an HTML page."""
+"""Output for people: a command's answer as a view (view.py), printed on a terminal or as an HTML page."""

@@ -1,7 +1,7 @@
-"""`Chart`: a matplotlib figure that is saved as PNG or SVG or embedded in a page, and the colour of each memory part.
+"""`Chart`, a figure saved as PNG or SVG or embedded in a page, and the colours of the memory parts.
 
-Figures are drawn without pyplot, so that no global state is changed. The colours are those of Okabe and Ito, which
-colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
+Figures are drawn by matplotlib without pyplot, so that no global state is changed. The colours are those of Okabe and
+Ito, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
 """
 
 from __future__ import annotations

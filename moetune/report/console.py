@@ -1,4 +1,4 @@
-"""Standard streams and rich consoles that escape control characters, so that printed data cannot control a terminal."""
+"""Consoles and standard streams that escape control characters, so that data cannot control a terminal."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Charts of a `MemoryReport`: bars of each rank's peak against the GPU's memory, and the timeline of one step."""
+"""Charts of a `MemoryReport`: bars of each rank's peak against the GPU, and a timeline of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections for `moetune verify --profile`: time by part of a profiled step, and the share of measured limits."""
+"""Tables for `moetune verify --profile`: time of a step by part, and the share of measured limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on stderr for reading weights, counting items and training steps: bars on a terminal, else lines."""
+"""Progress on stderr (reading weights, counting items, training): bars on a terminal, else lines."""
 
 from __future__ import annotations
 

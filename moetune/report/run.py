@@ -1,4 +1,4 @@
-"""Tables and charts of a run that several commands show: memory against prediction, parameters, expert load, drift."""
+"""Tables and charts of a run: memory against prediction, trained parameters, expert load, routing drift."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roofline estimate of a step's seconds on a GPU from its counted work, as a range from a fast to a slow end.
+"""Roofline estimate of a step's seconds on a GPU from its work, as a range from a fast to a slow end.
 
     t(part)     = max((F16 / P16 + F32 / P32) / p, Bp / (M·m)) + B / (M·m) + C / (L·l)      seconds
     t(launches) = launches · a + synchronizations · s

@@ -1,4 +1,4 @@
-"""Work of single operations on a GPU: FLOPs, bytes moved and kernel launches, computed from an operator's arguments.
+"""Work of single GPU operations: FLOPs, bytes moved and kernel launches, from an operator's arguments.
 
 FLOPs are counted for matrix products and attention, with the formulas of `torch.utils.flop_counter`; causal attention
 counts as half. Bytes are those of the inputs and outputs, each read or written once and caches ignored; an operation
@@ -247,6 +247,7 @@ _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an attention operator was called with `is_causal=True`."""
     place = _place(func, "is_causal")
     return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
@@ -376,6 +377,7 @@ def _share_of_a_launch(tensor: Tensor) -> float:
 
 
 def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """Return the number of kernel launches of an operation."""
     own = _LAUNCHES.get(func._opname)
     if own is None:
         return 1
@@ -396,6 +398,7 @@ def _of_copy(args: Any, kwargs: Any, out: Tensor, capability: Capability) -> flo
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill a contiguous stretch of memory, in any order."""
     return tensor.numel() == 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -405,15 +408,18 @@ def _of_sort(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
 
 
 def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """No launch to join a single tensor, else one."""
     return 1 if len(args[0]) > 1 else 0
 
 
 def _of_power(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """No launch for the exponent 1, else one."""
     exponent = args[1]
     return 0 if not isinstance(exponent, Tensor) and exponent == 1 else 1
 
 
 def _of_product(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """No launch if one of the matrices is empty, else one."""
     return 1 if args[-1].numel() and args[-2].numel() else 0
 
 
