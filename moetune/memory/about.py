@@ -39,13 +39,14 @@ def _dense_gradient(run: ResolvedRun) -> str:
 def dense_gradient_cost(run: ResolvedRun) -> float:
     """Return the factor by which `train.dense_router_gradient` multiplies the FLOPs of frozen experts in a step, ≥ 1.
 
-    Counted in products with a matrix [hidden, intermediate], of which gate_up has w = 2 (w = 1 without a gate):
+        factor = (usual + added) / usual, each summed over the MoE layers
+
+    Both count products of a row with a matrix [hidden, intermediate], in units of hidden · intermediate. An expert has
+    w such matrices in gate_up (w = 2, or 1 without a gate) and one in down.
 
         usual, for each token and each of its top_k experts: w + 1 in forward, w + 1 in backward for the gradient of the
             input, and w more in backward unless `train.checkpointing` is `none`, because gate_up is computed again
         added, for each token and every expert of the layer: w + 1 (`experts/dense.py`)
-
-        factor = (usual + added) / usual, each summed over the MoE layers
     """
     usual = dense = 0
     for layer in run.structure.moe_layers:

@@ -84,7 +84,7 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterat
 
 
 def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Remedy | None:
-    """Add savings in order until the run fits, then drop those that are not needed, starting with the last one but one.
+    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first.
 
     Savings whose parts hold no more than 1 % of the missing bytes at the peak are not tried. Returns None if the run
     does not fit with all savings.

@@ -31,9 +31,10 @@ class Measured:
         tokens_per_second: over all steps but the first, which loads kernels and creates optimizer states; over the
             first if there is only one.
         routing: the rows that each expert received in each call, for a prediction that replays them. Its `load` holds,
-            for each layer, the call in which a single expert received most rows.
+            for each layer, the rows of the call in which a single expert received most.
         trace: on a CPU the recorded storages, as in a prediction; None on CUDA, where torch's counters are read.
-        received: under expert parallelism, for each call the rows received per expert from each rank, [ranks][experts].
+        received: under expert parallelism, the rows that this rank's experts received from each rank,
+            [calls][ranks][experts of this rank].
     """
 
     peak_allocated: int

@@ -19,9 +19,9 @@ PartName = Literal[
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evaluation"]
-
-
+"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward."""
 Verdict = Literal["yes", "tight", "no"]
+"""Whether a run fits its GPU; `tight`: it fits, but with less memory left than `MemoryReport.allowance`."""
 TIGHT_PERCENT = 2
 """Margin of a tight fit, in percent: largest prediction error seen (0.5) plus memory lost to fragmentation (1.5)."""
 
@@ -222,7 +222,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The GPU of a prediction. `usable_bytes` is the memory that all processes on the GPU share."""
+    """The GPU of a prediction: its name, and the bytes of its memory that processes can use."""
 
     name: str
     usable_bytes: int
@@ -240,7 +240,7 @@ class MemoryReport:
         assumptions: what the prediction assumes, one sentence each.
         load: peaks while weights are loaded.
         moment: when the peak of the fullest rank occurs, and its largest allocations.
-        timeline: live bytes of the fullest rank during the last step; empty by closed form.
+        timeline: live bytes of the fullest rank during the last traced step; empty by closed form.
         collectives: communication of a step; empty by closed form or without other ranks.
         changes: changes with which a run that does not fit would fit, mildest first.
         notes: further remarks for the user.

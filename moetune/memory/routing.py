@@ -135,7 +135,7 @@ def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> l
 
 
 def _capped(total: int, most: int, shares: tuple[float, ...]) -> list[int]:
-    """Distribute `total` rows in proportion to `shares`, at most `most` to an expert; the others share the excess."""
+    """Distribute `total` rows in proportion to `shares`, at most `most` to each expert; the others get the rest."""
     full: set[int] = set()
     while True:
         left = sum(share for expert, share in enumerate(shares) if expert not in full)

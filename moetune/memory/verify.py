@@ -26,7 +26,8 @@ class Outcome:
 
     Attributes:
         predicted, measured: name -> bytes, with the names `peak_allocated`, `peak_reserved`, `peak_process` and
-            `host_bytes`. None where there is no number: the middle two on a CPU, measured `host_bytes` on CUDA.
+            `host_bytes`. None where there is no number: `peak_reserved` and `peak_process` on a CPU, measured
+            `host_bytes` on CUDA.
         tokens_per_second: measured.
         device: `cpu` or the GPU's name.
         routing: name of the assumption that the prediction used.

@@ -47,7 +47,7 @@ class _Stream:
 
 
 class _Stdout(_Stream):
-    """A wrapper of stdout that raises `UserError` if stdout cannot be written, such as a closed pipe or a full disk."""
+    """A wrapper of stdout that raises `UserError` if writing fails, as on a full disk."""
 
     def write(self, text: str) -> int:
         return self._try(self._stream.write, self._shown(text))
@@ -85,10 +85,10 @@ def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
 def quieten() -> None:
     """Prepare this process's output; may be called more than once.
 
-    - Wrap `sys.stdout` and `sys.stderr` so that control characters, and characters that the encoding lacks, are
-    escaped. - Replace a closed stream by one that discards its output.
-    - Switch off other libraries' tqdm progress bars if stderr is no terminal, and a message of bitsandbytes about a CPU
-      kernel that moetune does not use. Warnings of other libraries stay.
+    - Wrap `sys.stdout` and `sys.stderr` to escape control characters, and characters that the encoding lacks.
+    - Replace a closed stream by one that discards its output.
+    - Switch off tqdm's progress bars if stderr is no terminal.
+    - Drop bitsandbytes' message about a CPU kernel that moetune does not use. Other libraries' warnings stay.
     """
     for name, shown in (("stdout", printable), ("stderr", _on_stderr)):
         stream = getattr(sys, name)

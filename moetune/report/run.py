@@ -12,6 +12,7 @@ from moetune.report.units import gib, named, percent
 from moetune.report.view import Section, Table
 
 Load = Mapping[Any, Sequence[float]]
+"""Layer -> load of each expert of the layer."""
 
 
 def memory_table(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Table:
@@ -41,7 +42,7 @@ def trainable_table(trainable: Mapping[str, int], parameters: int) -> Table:
 
 
 def drift_section(drift: Mapping[str, Any]) -> Section:
-    """Return a table of routing drift by layer. `drift` is the content of `drift.json`."""
+    """Return a table of the change of routing in each layer; `drift` is the content of `drift.json`."""
     rows = [
         (str(index), f"{layer['distance']:.3f}", percent(layer["changed"], 1), _ids(layer["died"]), _ids(layer["came"]))
         for index, layer in drift["layers"].items()

@@ -34,5 +34,5 @@ def between(ends: Range) -> str:
 
 
 def hours(time: Duration, tokens: int | None) -> str:
-    """Format the hours that training on `tokens` tokens takes, as `, 2 to 4 h for … tokens`; empty if None."""
+    """Format the hours that `tokens` tokens take, as `, 2 to 4 h for … tokens`; empty if `tokens` is None."""
     return "" if tokens is None else f", {between(time.hours(tokens))} h for {tokens:,} tokens"

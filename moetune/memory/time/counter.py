@@ -88,7 +88,7 @@ class Counter:
         """Record work at the current position; does nothing while weights are loaded or during evaluation.
 
         Args:
-            part: None: the part of the module that runs.
+            part: the part to which the work counts; None: the part of the module that runs.
             of: a tensor whose storage the record refers to, which gives the decoder layer that the work belongs to.
         """
         where = self.where
@@ -103,8 +103,9 @@ class Counter:
 def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
     """Return module path -> part of a step, from the kinds of parameters that each module holds.
 
-    A module that holds several kinds counts as the first of: attention, experts, router, MLP. A decoder layer itself is
-    `rest` (residuals), and work outside all modules is `head_and_loss`.
+    A module that holds attention and another kind, such as a decoder layer, is `rest` (residual additions). Any other
+    module with several kinds counts as the first of: experts, router, shared or dense MLP, output head. All modules
+    inside an attention module are `attention`. The path "", for work outside all modules, is `head_and_loss`.
 
     Args:
         named: module -> path, for the modules to classify.

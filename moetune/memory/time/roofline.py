@@ -60,6 +60,7 @@ FACTORS: Mapping[Literal["products", "memory", "link", "launch", "synchronizatio
     "synchronization": Factor(10e-6, 50e-6, "estimate"),
     "host_memory": Factor(60e9, 10e9, "estimate: bytes/s of a host's memory, all channels and one thread"),
 }
+"""The factors p (`products`), m (`memory`), l (`link`), a (`launch`), s (`synchronization`), and host bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Duration:
     Attributes:
         tokens: tokens per step, over all ranks.
         flops: FLOPs per step on one rank.
-        limit: FLOP/s of the GPU in 16 bits, as listed by its vendor.
+        limit: FLOP/s of the GPU in bfloat16, or in float16 if its tensor cores lack bfloat16 (`gpus.yaml`).
         seconds: seconds per step.
         parts: part of the step -> seconds that it would take alone; includes `launches` and `communication`.
         work: part of the step -> its counted work on one rank.

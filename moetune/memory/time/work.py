@@ -202,6 +202,7 @@ def size_of(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
+# Names of operators that launch nothing on the GPU.
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "alias",
     "lift_fresh", "detach", "detach_", "set_", "resize_", "_local_scalar_dense", "_record_function_enter_new",
@@ -243,6 +244,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return known(*args, **kwargs, out_val=out) / (2 if _is_causal(func, args, kwargs) else 1)
 
 
+# In-place product -> the product with the same FLOPs, which torch's registry has.
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 
 
@@ -259,7 +261,7 @@ def _place(func: Any, name: str) -> int | None:
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
-    """FLOPs of a grouped product, 2·N·p·q: [N, p] with matrices [C, p, q], or [p, N] with [N, q]."""
+    """FLOPs of a grouped product of `a` and `b`, 2·N·p·q: [N, p] by [C, p, q], or [p, N] by [N, q]."""
     rows = a.shape[0] if b.dim() == 3 else a.shape[1]
     return 2.0 * rows * (a.shape[1] if b.dim() == 3 else a.shape[0]) * b.shape[-1]
 
@@ -269,7 +271,7 @@ def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float
 
     Args:
         x: rows [N, p] or [N, P, p].
-        first: factors [C, P, r, p].
+        first: factors [C, P, r, p], for C experts.
         second: factors [C, P, q, r]; None: only the first product, with q = 0.
     """
     per_number = first.shape[-1] + (0 if second is None else second.shape[-2])
@@ -277,7 +279,7 @@ def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float
 
 
 def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
-    """FLOPs of both LoRA factors' gradients: 2 · elements of `narrow_out` · (columns of `x` + of `dout`)."""
+    """FLOPs of both LoRA factors' gradients, 2·n·(p + q): n elements in `narrow_out`, x [.., p], dout [.., q]."""
     return 2.0 * narrow_out.numel() * (x.shape[-1] + dout.shape[-1])
 
 
@@ -305,6 +307,7 @@ def _varlen_backward(
     return 2.5 * _varlen(query, key, value, starts, *rest)
 
 
+# Operators that torch's registry lacks -> function of their arguments that returns the FLOPs.
 _FLOPS: dict[Any, Callable[..., float]] = {
     torch.ops.moetune.grouped_mm.default: _grouped,
     torch.ops.moetune.low_rank.default: _low_rank,
@@ -339,6 +342,7 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
     return sum(map(size_of, tensors)) + (0 if name in _OVERWRITES or func._overloadname == "out" else changed)
 
 
+# Operators that read rows of a tensor; that write rows of it; and whose written argument is not read before.
 _LOOKS_UP = {"embedding", "index", "index_select", "gather", "gather_rows"}
 _PUTS = {"index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_", "low_rank", "low_rank_gradients_"}
@@ -360,6 +364,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
 
 # --- Launches -------------------------------------------------------------------------------------------------------
 
+# Fused optimizer updates, whose arguments are lists of tensors: weights, gradients, states.
 _PER_TENSOR = {
     getattr(packet, overload)
     for packet in (aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_)
