@@ -1,4 +1,4 @@
-"""A run in words, for the head of a report."""
+"""Descriptions of a run as text (what trains, batch, optimizer, ranks), for the head of a memory report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moetune.errors import counted
 from moetune.models.selection import ranges
 from moetune.run.resolve import ResolvedRun
 
-_VERSION: str = vars(sys.modules["moetune"])["__version__"]  # what imports this has imported the package
+_VERSION: str = vars(sys.modules["moetune"])["__version__"]  # the package is always imported before this module
 
 
 def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
-    """Describe a run: (name, words)."""
+    """Return (label, text) pairs that describe a run, in the order in which a report prints them."""
     config, train = run.config, run.config.train
     base = f"{config.model.base}{', double-quantized' * (config.model.base == 'nf4' and config.model.double_quant)}"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {train.accumulate} micro-batches a step"
@@ -37,11 +37,16 @@ def _dense_gradient(run: ResolvedRun) -> str:
 
 
 def dense_gradient_cost(run: ResolvedRun) -> float:
-    """Factor by which `train.dense_router_gradient` increases the multiplications of frozen experts in a step.
+    """Return the factor by which `train.dense_router_gradient` multiplies the FLOPs of frozen experts in a step, ≥ 1.
 
-    For each token and expert, in matrices of [hidden, intermediate], with w = 2 of them in gate_up (1 without a gate):
-    w + 1 in forward; in backward w again (not if rows are kept) and w + 1 for the gradient of what came in. Through all
-    experts: w + 1 for each (experts/dense.py).
+        factor = (usual + added) / usual, each summed over the MoE layers
+
+    Both count products of a row with a matrix [hidden, intermediate], in units of hidden · intermediate. An expert has
+    w such matrices in gate_up (w = 2, or 1 without a gate) and one in down.
+
+        usual, for each token and each of its top_k experts: w + 1 in forward, w + 1 in backward for the gradient of the
+            input, and w more in backward unless `train.checkpointing` is `none`, because gate_up is computed again
+        added, for each token and every expert of the layer: w + 1 (`experts/dense.py`)
     """
     usual = dense = 0
     for layer in run.structure.moe_layers:
@@ -54,7 +59,7 @@ def dense_gradient_cost(run: ResolvedRun) -> float:
 
 
 def trains(run: ResolvedRun) -> Iterator[str]:
-    """Describe the trained parts."""
+    """Yield one phrase for each group of trained parameters: experts, routers, LoRA, and `adapt.also`."""
     adapt, selection = run.config.adapt, run.selection
     if selection.experts:
         count = sum(map(len, selection.experts.values()))
@@ -69,6 +74,7 @@ def trains(run: ResolvedRun) -> Iterator[str]:
 
 
 def optimizers(run: ResolvedRun) -> str:
+    """Return the optimizer's name and options as text, or `part: optimizer; …` if parts have different ones."""
     said = {part: _optimizer(optimizer) for part, optimizer in run.optimizers.items()}
     if len(set(said.values())) == 1:
         return next(iter(said.values()))

@@ -1,9 +1,9 @@
-"""Simulation of torch's CUDA caching allocator: memory reserved for a sequence of storages, without a GPU.
+"""Simulation of torch's CUDA caching allocator: bytes that a sequence of allocations and frees reserves.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` at their defaults, on one
-stream. docs/concepts/allocator.md tells them in words and lists what is left out.
+No GPU is needed. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with
+default settings and a single stream. docs/concepts/allocator.md explains them and lists what is left out.
 
-Every size in here is a multiple of 512 bytes once it is rounded.
+All sizes are in bytes. Requests are rounded up to multiples of 512 bytes first.
 """
 
 from __future__ import annotations
@@ -14,31 +14,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Event = tuple[int, int]
-"""(id, bytes) when a storage is born; (id, -1) when it dies. A storage of 0 bytes takes nothing."""
+"""(id, bytes): a storage is allocated; (id, -1): it is freed. A storage of 0 bytes takes no memory."""
 
 WORKSPACES = 2
-"""cuBLAS workspaces inside the allocator: one for each thread that multiplies, forward's and backward's."""
+"""Number of cuBLAS workspaces in the allocator: one for the forward thread and one for the backward thread."""
 
 SMALLEST_BLOCK = 512  # kMinBlockSize
-_LARGEST_SMALL = 1 << 20  # kSmallSize: requests up to here live in the small pool
+_LARGEST_SMALL = 1 << 20  # kSmallSize: largest request that is served by the small pool
 _SMALL_PAGE = 2 << 20  # kSmallBuffer
 _LARGE_PAGE = 20 << 20  # large_segment_size_
-_OWN_SEGMENT = 10 << 20  # kMinLargeAlloc: requests from here have a segment of their own size
+_OWN_SEGMENT = 10 << 20  # kMinLargeAlloc: requests of at least this size get a segment of their own
 _OWN_ROUNDING = 2 << 20  # kRoundLarge
-# torch reserves addresses for 9/8 of the card. More than any card has means that addresses never run out.
+# torch reserves addresses for 9/8 of the GPU's memory. 2^60 exceeds any GPU, so that addresses never run out.
 _ADDRESSES = 1 << 60
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Result of a simulation, in bytes.
+    """Result of a simulation; all sizes in bytes.
 
     Attributes:
-        peak_allocated: the most that blocks in use took, as `torch.cuda.max_memory_allocated` counts.
-        peak_reserved: the most that the allocator held of the card, as `torch.cuda.max_memory_reserved` counts.
-        reserved_at_end: what it held last.
-        cache_flushes: how often the card was full and all unused memory was given back to it, which stalls the GPU.
-        fits: False if a request failed even then. The simulation ends there, as the process would.
+        peak_allocated: largest sum of blocks in use, as reported by `torch.cuda.max_memory_allocated`.
+        peak_reserved: largest amount of GPU memory held by the allocator, in use or cached, as reported by
+            `torch.cuda.max_memory_reserved`.
+        reserved_at_end: GPU memory held by the allocator after the last event.
+        cache_flushes: number of times that the GPU was full and the allocator returned all unused memory to the driver.
+            Each flush stalls the GPU.
+        fits: False if a request failed even after a flush. The simulation stops at that event, as a process would with
+            an out-of-memory error.
     """
 
     peak_allocated: int
@@ -49,12 +52,13 @@ class Reserved:
 
 
 def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None = None) -> Reserved:
-    """Simulate births and deaths of storages.
+    """Simulate a sequence of allocations and frees and return the peaks.
 
     Args:
-        events: births and deaths in order. An id may be born again once it has died.
-        expandable: with `expandable_segments:True`.
-        capacity: bytes of the card that the allocator may hold: all but what stands outside of it. None: no limit.
+        events: allocations and frees in order. An id may be used again after its storage was freed.
+        expandable: simulate `expandable_segments:True` instead of torch's default segments.
+        capacity: bytes of GPU memory that the allocator may hold: the GPU's memory less what is used outside the
+            allocator. None: no limit.
     """
     card = _Card(capacity)
     large: _Pool
@@ -101,7 +105,7 @@ def _round_up(nbytes: int, unit: int) -> int:
 
 
 class _Card:
-    """The memory that cudaMalloc and cuMemCreate hand out."""
+    """GPU memory that the driver hands out through cudaMalloc and cuMemCreate; `capacity` None means no limit."""
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
@@ -109,6 +113,7 @@ class _Card:
         self.peak = 0
 
     def take(self, nbytes: int) -> bool:
+        """Reserve `nbytes`; return False, reserving nothing, if that exceeds the capacity."""
         if self.capacity is not None and self.held + nbytes > self.capacity:
             return False
         self.held += nbytes
@@ -117,9 +122,10 @@ class _Card:
 
 
 class _Block:
-    """A stretch of addresses: in use, free, or (in an expandable segment) free and without memory behind it.
+    """A contiguous address range: in use, free, or (in an expandable segment) free and not backed by memory.
 
-    `before` and `after` are its neighbours in the same segment.
+    `before` and `after` are the adjacent blocks in the same segment; None at its ends. `mapped` is False where no
+    memory backs the addresses.
     """
 
     __slots__ = ("address", "after", "before", "in_use", "mapped", "size")
@@ -133,7 +139,7 @@ class _Block:
         self.after: _Block | None = None
 
     def split(self, size: int) -> _Block:
-        """Cut the block to its first `size` bytes and return the rest."""
+        """Shrink this block to its first `size` bytes and return a new block with the remaining bytes."""
         rest = _Block(self.address + size, self.size - size, mapped=self.mapped)
         rest.before, rest.after = self, self.after
         if self.after is not None:
@@ -144,9 +150,13 @@ class _Block:
 
 
 class _Pool(ABC):
-    """Free blocks, by size and then address, so that a bisection finds the best fit.
+    """Base class of a memory pool: its free blocks, sorted by size and then address for a best-fit search by bisection.
 
-    Two pools: requests up to 1 MiB, and larger ones. They share the card, never a block.
+    The allocator has two pools, for requests up to 1 MiB and for larger requests. Both take memory from one card, and
+    blocks never move between them.
+
+    Args:
+        split_above: bytes that a block must have beyond a request for the remainder to be split off as a free block.
     """
 
     def __init__(self, card: _Card, split_above: int) -> None:
@@ -155,32 +165,36 @@ class _Pool(ABC):
         self._free: list[tuple[int, int, _Block]] = []
 
     def best_fit(self, size: int) -> _Block | None:
-        """Take the smallest free block of at least `size` bytes out of the pool."""
+        """Remove and return the smallest free block of at least `size` bytes; None if there is none."""
         index = bisect_left(self._free, (size,))
         return self._free.pop(index)[2] if index < len(self._free) else None
 
     @abstractmethod
     def grow(self, size: int) -> _Block | None:
-        """Take memory from the card for a block of at least `size` bytes; None if the card has too little left."""
+        """Reserve more memory and return a free block of at least `size` bytes that is not in the free list.
+
+        Returns None if the card has too little memory left.
+        """
 
     @abstractmethod
     def give_back(self) -> None:
-        """Return to the card all memory without a block in use."""
+        """Return to the card all memory in which no block is in use."""
 
     def cut(self, block: _Block, size: int) -> _Block:
-        """Put `block` in use; the rest beyond `size` bytes becomes a free block, unless it is too small."""
+        """Mark `block` as in use and return it; split off the bytes beyond `size` if more than `split_above`."""
         block.in_use = True
         if block.size - size > self._split_above:
             self._add(block.split(size))
         return block
 
     def release(self, block: _Block) -> None:
+        """Free `block`, merge it with free neighbours, and add the result to the free list."""
         block.in_use = False
         self._merge(block)
         self._add(block)
 
     def _merge(self, block: _Block) -> None:
-        """`block`, which is in no list, swallows the neighbours that are free like it."""
+        """Extend `block`, which is in no list, by its free neighbours and remove these from their lists."""
         before, after = block.before, block.after
         if before is not None and not before.in_use and before.mapped == block.mapped:
             self._remove(before)
@@ -201,9 +215,9 @@ class _Pool(ABC):
 
 
 class _SegmentPool(_Pool):
-    """The default: each segment is one cudaMalloc."""
+    """Pool with torch's default segments: each segment is one cudaMalloc and is never extended."""
 
-    # The driver chooses addresses; here a later segment lies higher. Addresses only decide between blocks of one size.
+    # The driver chooses addresses; here later segments get higher ones. Addresses only order blocks of equal size.
     _next_address = 0
 
     def grow(self, size: int) -> _Block | None:
@@ -220,6 +234,7 @@ class _SegmentPool(_Pool):
         return block
 
     def give_back(self) -> None:
+        """Return each segment that is entirely free."""
         kept = []
         for size, address, block in self._free:
             if block.before is None and block.after is None:
@@ -230,7 +245,11 @@ class _SegmentPool(_Pool):
 
 
 class _ExpandablePool(_Pool):
-    """`expandable_segments:True`: one segment of addresses without end. Memory is put behind them page by page."""
+    """Pool with `expandable_segments:True`: a single segment with unlimited addresses, backed by memory page by page.
+
+    Args:
+        page: bytes of a page, 20 MiB in the large pool and 2 MiB in the small one.
+    """
 
     def __init__(self, card: _Card, page: int) -> None:
         super().__init__(card, split_above=0)
@@ -241,7 +260,7 @@ class _ExpandablePool(_Pool):
         index = bisect_left(self._free, (size,))
         if index == len(self._free):
             return None
-        # A block that could grow counts as what it could grow to: the end of the segment is used last.
+        # As in torch, a block that can grow is compared by the size that it can reach: the segment's end is used last.
         while index + 1 < len(self._free) and _reach(self._free[index + 1][2]) < _reach(self._free[index][2]):
             index += 1
         return self._free.pop(index)[2]
@@ -256,11 +275,12 @@ class _ExpandablePool(_Pool):
             # Pages mapped before a failure stay here as free memory; give_back() returns them.
             if not self._map(unmapped, min(unmapped.size, size - block.size)):
                 return None
-            block = unmapped  # it has swallowed the former one
+            block = unmapped  # _map() has merged the former block into it
         self._remove(block)
         return block
 
     def give_back(self) -> None:
+        """Return each page that lies entirely inside a free block."""
         for _, _, block in list(self._free):
             first = _round_up(block.address, self._page)
             end = (block.address + block.size) // self._page * self._page
@@ -279,7 +299,7 @@ class _ExpandablePool(_Pool):
             self._add(pages)
 
     def _lowest_room(self, size: int) -> _Block:
-        """The first block of the lowest stretch that is free, mapped or not, over `size` bytes and needs new pages."""
+        """Return the first block of the lowest free range that spans `size` bytes and contains unmapped addresses."""
         for _, unmapped in self._unmapped:
             before = unmapped.before
             first = before if before is not None and not before.in_use else unmapped
@@ -292,7 +312,7 @@ class _ExpandablePool(_Pool):
         raise AssertionError("addresses ran out")
 
     def _map(self, block: _Block, nbytes: int) -> bool:
-        """Map pages behind at least the first `nbytes` of an unmapped block; False if the card lacks them."""
+        """Map pages to at least the first `nbytes` of an unmapped block; return False if the card is too full."""
         pages = _round_up(nbytes, self._page)
         if not self._card.take(pages):
             return False
@@ -318,5 +338,6 @@ class _ExpandablePool(_Pool):
 
 
 def _reach(block: _Block) -> int:
+    """Return the bytes of a free block plus those of the unmapped block after it, into which it could grow."""
     after = block.after
     return block.size + (after.size if after is not None and not after.mapped else 0)

@@ -1,4 +1,4 @@
-"""Changes of a run file that make it fit, the mildest first, each predicted as the run itself is."""
+"""Run-file changes with which a predicted run fits its GPU: list of candidates, tried singly and combined."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from moetune.errors import UserError
 from moetune.memory.report import Change, MemoryReport, PartName
 
 Predict = Callable[[RunConfig], MemoryReport]
+"""A run file -> its prediction."""
 _ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
 _UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
 _ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")
 _SHORTEST, _LOWEST = 512, 8
-"""Tokens of a sequence and LoRA rank below which nothing is suggested."""
+"""Shortest sequence, in tokens, and lowest LoRA rank that are suggested."""
 
 
 class Saving(NamedTuple):
-    """Settings that may save memory, why, and the parts of the peak that they reduce."""
+    """Candidate settings that may save memory.
+
+    Attributes:
+        settings: dotted run-file key -> new value.
+        why: how they save memory, in a few words for the user.
+        parts: the parts of the peak (`Parts`) that they can reduce.
+    """
 
     settings: dict[str, object]
     why: str
@@ -30,7 +37,13 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings with which a run fits, why each helps, and the prediction with them."""
+    """Settings with which a run fits, and the prediction of the run with them.
+
+    Attributes:
+        settings: dotted run-file key -> new value.
+        why: one explanation for each saving that was applied.
+        report: the prediction with these settings.
+    """
 
     settings: dict[str, object]
     why: tuple[str, ...]
@@ -38,27 +51,31 @@ class Remedy:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The settings in the form that `--set` takes."""
+        """The settings as `key=value` strings, in the form that `--set` takes."""
         return tuple(f"{key}={value}" for key, value in self.settings.items())
 
     def change_of(self, before: MemoryReport) -> Change:
+        """Return the `Change` that a report prints, relative to `before`, the prediction without the settings."""
         required = self.report.required
         return Change(self.flags, before.required - required, required, self.report.fits is True, "; ".join(self.why))
 
 
 def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterator[Remedy]:
-    """Yield single savings with which a run fits, the mildest first; if there are none, a minimal combination.
+    """Yield each single saving with which a run fits, in the order of `savings`; if none does, a minimal combination.
+
+    Yields nothing if `report` has no GPU, or if the memory outside torch's allocator alone fills that GPU.
 
     Args:
+        config: the run file.
         report: the prediction for `config`, which does not fit.
-        predict: predicts a run file for the card of `report`.
+        predict: returns the prediction for a changed run file on the GPU of `report`.
     """
     if report.headroom_bytes is None or report.headroom_bytes + report.required <= report.fullest.outside_allocator:
-        return  # no card, or one that is too small for any run
+        return  # no GPU given, or a GPU that is too small for any run
     is_single = False
     for one in savings(config):
         if _alive(one, report) + report.fullest.parts.transient_peak < _lacking(report):
-            continue  # too much even if these parts took nothing
+            continue  # would not fit even if these parts took no memory
         if (found := _with(config, [one], predict)) is not None and found.report.fits:
             is_single = True
             yield found
@@ -67,9 +84,10 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterat
 
 
 def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Remedy | None:
-    """Add the mildest saving that helps until the run fits, then drop those that are not needed, the harshest first.
+    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first.
 
-    A saving that acts on less than a hundredth of what is lacking is not tried.
+    Savings whose parts hold no more than 1 % of the missing bytes at the peak are not tried. Returns None if the run
+    does not fit with all savings.
     """
     taken: list[Saving] = []
     tried: list[Saving] = []
@@ -92,7 +110,7 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Reme
 
 
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
-    """Predict the run with these savings; None if it cannot have them."""
+    """Predict the run with the chosen savings; None if the run file or the model does not allow them."""
     settings = {key: value for one in chosen for key, value in one.settings.items()}
     try:
         return Remedy(settings, tuple(one.why for one in chosen), predict(changed(config, settings)))
@@ -101,28 +119,29 @@ def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Reme
 
 
 def _alive(one: Saving, report: MemoryReport) -> int:
-    """Bytes at the peak of the parts that a saving reduces."""
+    """Return the bytes at the peak, on the fullest rank, of the parts that a saving can reduce."""
     return sum(getattr(report.fullest.parts, part) for part in one.parts)
 
 
 def _lacking(report: MemoryReport) -> int:
-    """Bytes of the fullest rank's peak that the card does not have."""
+    """Return by how many bytes the fullest rank's peak exceeds the GPU's memory. The report must have a GPU."""
     assert report.gpu is not None
     return report.fullest.peak_allocated + report.fullest.outside_allocator - report.gpu.usable_bytes
 
 
 def is_setting_of_host(key: str, value: object) -> bool:
-    """Whether a setting moves something to host memory, which slows every step."""
+    """Return whether the setting moves tensors to host memory, which makes every step slower."""
     return _ON_HOST.get(key) == value
 
 
 def savings(config: RunConfig) -> Iterator[Saving]:
-    """Yield the savings that a run file leaves open, ordered by how much they change the training.
+    """Yield the savings that `config` does not use yet, ordered by how much they change the training.
 
-    1. Equal updates: recomputation, gradients freed early, host memory instead of the GPU's. They cost time.
-    2. The same steps at lower precision: master weights, 8-bit optimizer states, 4-bit frozen weights.
+    1. The updates stay the same: recomputation, gradients freed early, host memory instead of GPU memory. Steps get
+       slower.
+    2. Lower precision: stochastic rounding instead of master weights, 8-bit optimizer states, 4-bit frozen weights.
     3. The same step in smaller micro-batches.
-    4. Another training: shorter sequences, fewer trained parameters, another optimizer.
+    4. Different training: shorter sequences, a lower LoRA rank, SGD.
     """
     train, model, optimizer = config.train, config.model, config.optimizer
     single = optimizer if isinstance(optimizer, OptimizerConfig) else None
@@ -169,10 +188,15 @@ def savings(config: RunConfig) -> Iterator[Saving]:
 
 
 def changed(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """Return the run file with other values, by dotted key. An optimizer of another name has its own defaults.
+    """Return a copy of a run file with new values.
+
+    If `optimizer.name` changes, `betas`, `eps` and `momentum` are removed, so that the new optimizer's defaults apply.
+
+    Args:
+        settings: dotted key -> new value, such as `{"train.micro_batch": 1}`.
 
     Raises:
-        UserError: the result is no valid run file.
+        UserError: the result is not a valid run file.
     """
     raw = config.model_dump(mode="json", exclude_unset=True)
     for key, value in settings.items():

@@ -1,7 +1,7 @@
-"""Storages alive when a device runs out of memory, and their owners.
+"""Contents of a device that ran out of memory: live storages, their owners, and other processes on the GPU.
 
-On a CPU they are read from a tracker with a limit; on CUDA from the caching allocator, before its error is raised: the
-operands of the failed operation are freed while the error propagates.
+On a CPU, the storages are read from a `Tracker` with a memory limit. On CUDA, they are read from the caching allocator
+before it raises its error, because the operands of the failed operation are freed while the error propagates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from moetune.training.optim.optimizers import CombinedOptimizer
 
 
 class Storage(NamedTuple):
-    """Bytes of one storage, and what made it, as far as that is known."""
+    """A storage that was alive.
+
+    Attributes:
+        bytes: its size.
+        made_by: on a CPU the operation and module that made it, such as `mm.default in <module path>`; on CUDA the
+            shape and dtype of a tensor on it; empty if unknown.
+    """
 
     bytes: int
     made_by: str
@@ -41,11 +47,12 @@ class Refused:
     """State of a device when it refused an allocation.
 
     Attributes:
-        wanted: bytes that were asked for.
-        allocated: bytes of all tensors.
-        available: bytes that this process's tensors could have had: what it holds, and what was free.
-        storages: each that was alive, by its address; on a CPU by its number in a tracker's log.
-        key: finds a tensor's among them.
+        wanted: bytes requested.
+        allocated: bytes of all live tensors on the device.
+        available: bytes that tensors of this process could have: the tracker's limit on a CPU; on CUDA what the
+            allocator had reserved plus what was free on the GPU.
+        storages: live storages by key: on CUDA the address, on a CPU the index in `tracker.log.blocks`.
+        key: returns the key of a tensor's storage; None if it has none.
     """
 
     wanted: int
@@ -56,18 +63,18 @@ class Refused:
 
     @property
     def reached(self) -> int:
-        """Bytes that would have had to fit."""
+        """Bytes needed in all: allocated plus requested."""
         return self.allocated + self.wanted
 
     @property
     def lacking(self) -> int:
-        """Bytes missing; all of the request where free memory is fragmented."""
+        """Bytes missing; the whole request if enough memory was free but fragmented."""
         over = self.reached - self.available
         return over if over > 0 else self.wanted
 
 
 def refused_by_tracker(tracker: Tracker) -> Refused | None:
-    """State of a tracker when its limit was reached; None if it was not."""
+    """Return the state of a tracker when an allocation exceeded its limit; None if none did."""
     (at, wanted), limit, log = tracker.refused, tracker.limit, tracker.log
     if limit is None or not wanted:
         return None
@@ -81,7 +88,11 @@ def refused_by_tracker(tracker: Tracker) -> Refused | None:
 
 @cache
 def watch_cuda() -> dict[int, Refused]:
-    """Record from now on the state of each device, by number, at its last refused allocation."""
+    """Register an observer that records the state of a CUDA device whenever it refuses an allocation.
+
+    Returns a dict, device index -> state at the last refused allocation, that the observer updates. The result is
+    cached: all calls return the same dict and register one observer.
+    """
     seen: dict[int, Refused] = {}
 
     def note(device: int, wanted: int, total: int, free: int) -> None:
@@ -105,7 +116,7 @@ def watch_cuda() -> dict[int, Refused]:
 
 
 def _tensors() -> Iterator[Tensor]:
-    """Plain tensors on CUDA that Python refers to."""
+    """Return the CUDA tensors and parameters, without subclasses such as DTensor, that Python objects refer to."""
     return (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.is_cuda)
 
 
@@ -114,7 +125,14 @@ def _address(tensor: Tensor) -> int | None:
 
 
 class Owned(NamedTuple):
-    """Bytes of so many storages of a part that go by one name."""
+    """A group of storages with one owner.
+
+    Attributes:
+        part: the part of the memory report to which they belong.
+        name: the owner, such as a component of the model, `optimizer states`, or the operation of a temporary.
+        storages: how many there are.
+        bytes: their total size.
+    """
 
     part: PartName
     name: str
@@ -123,7 +141,15 @@ class Owned(NamedTuple):
 
 
 def owned(refused: Refused, adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> list[Owned]:
-    """Group live storages by owner, the largest first. Those of neither model nor optimizer are transient."""
+    """Group the storages of a refused allocation by owner, largest group first.
+
+    Storages that belong to neither the model nor the optimizer are reported as `transient_peak`, grouped by what made
+    them.
+
+    Args:
+        adapted: the model, with its gradients; None if it was not built yet.
+        optimizer: None if it was not made yet.
+    """
     left, found = dict(refused.storages), defaultdict[tuple[PartName, str], list[int]](list)
     for tensor, part, name in _named(adapted, optimizer):
         key = refused.key(tensor)
@@ -136,13 +162,14 @@ def owned(refused: Refused, adapted: Adapted | None, optimizer: CombinedOptimize
 
 
 def _named(adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> Iterator[tuple[Tensor, PartName, str]]:
+    """Yield (tensor, part, name) for the model's tensors, its gradients, master weights and optimizer states."""
     if adapted is None:
         return
     labels, trained = labels_of(adapted), adapted.trainable()
     of_trained = {id(local_tensor(parameter).untyped_storage()) for parameter in trained.values()}
     for tensor in chain(tensors_of(adapted.model), map(local_tensor, trained.values())):
         storage = id(tensor.untyped_storage())
-        trains = storage in of_trained or tensor.requires_grad  # gathered, it is beside the shards
+        trains = storage in of_trained or tensor.requires_grad  # a gathered parameter has storage apart from its shards
         yield tensor, "trainable_weights" if trains else "frozen_weights", labels.get(storage, "other")
     for name, parameter in trained.items():
         if parameter.grad is not None:
@@ -153,7 +180,13 @@ def _named(adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> Iter
 
 
 class Process(NamedTuple):
-    """A program on a card, and the bytes that it has there."""
+    """A process that uses a GPU.
+
+    Attributes:
+        pid: process id.
+        name: name of the executable.
+        bytes: GPU memory that the process uses.
+    """
 
     pid: int
     name: str
@@ -161,8 +194,13 @@ class Process(NamedTuple):
 
 
 def processes_on(device: torch.device) -> list[Process]:
-    """The programs on a card, this one included, as `nvidia-smi` lists them; none where it is not there, or cannot see
-    them, as in most containers."""
+    """Return the processes on a GPU, this one included, as listed by `nvidia-smi`.
+
+    Returns an empty list if `nvidia-smi` is missing, fails, or sees no processes, as in most containers.
+
+    Args:
+        device: a CUDA device.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     asked = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"

@@ -1,4 +1,4 @@
-"""Measured steps with random weights, for comparison with a prediction."""
+"""Real training steps with random weights: measured peak memory, speed and expert load, without a prediction."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from moetune.training.step.batch import Batch
 
 @dataclass(frozen=True)
 class Measured:
-    """Memory of real steps, in bytes.
+    """Measurements of real steps; memory in bytes.
 
     Attributes:
-        tokens_per_second: of all steps but the first, which loads kernels and makes the optimizer's states, where there
-            are more.
-        trace: on a CPU every storage, as in a prediction; None on CUDA, where counters are read instead.
-        peak_reserved, peak_process: None on a CPU, which has no caching allocator. `peak_process` is what the driver
-            says is in use on the card at the end, by this process if it has the card to itself.
-        routing: what each layer's experts received, call by call; its `load` is that of the micro-step in
-            which one of them received most.
-        received: what received from other ranks, call by call.
+        peak_allocated: peak of live tensors on the device.
+        peak_reserved: peak of the caching allocator; None on a CPU.
+        peak_process: GPU memory in use after the last step as reported by the driver, by all processes on the GPU; None
+            on a CPU.
+        tokens_per_second: over all steps but the first, which loads kernels and creates optimizer states; over the
+            first if there is only one.
+        routing: the rows that each expert received in each call, for a prediction that replays them. Its `load` holds,
+            for each layer, the rows of the call in which a single expert received most.
+        trace: on a CPU the recorded storages, as in a prediction; None on CUDA, where torch's counters are read.
+        received: under expert parallelism, the rows that this rank's experts received from each rank,
+            [calls][ranks][experts of this rank].
     """
 
     peak_allocated: int
@@ -44,23 +47,25 @@ class Measured:
 
     @property
     def counts(self) -> list[list[int]]:
-        """The rows of each expert, call by call."""
+        """The rows that each expert received, [calls][experts]."""
         return [list(rows) for rows in self.routing.calls]
 
     @property
     def host_bytes(self) -> int | None:
-        """Peak of host memory used by design; None on CUDA, which has no counter of it."""
+        """Peak bytes of tensors that are kept in host memory on purpose; None on CUDA, where none are counted."""
         return None if self.trace is None else self.trace.host_peak
 
 
 def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ranks = SINGLE_RANK) -> Measured:
-    """Take real steps on `device` with random weights and random tokens.
+    """Take real steps on `device` with random weights and random tokens, and measure them.
 
     Args:
-        ranks: of a run of several, all of which measure.
+        steps: number of optimizer steps, at least 1.
+        ranks: the ranks of a distributed run, as this process sees them. Every rank must call `measure`.
 
     Raises:
-        UserError: as `build`.
+        UserError: as `build`; or the run has settings that cannot be predicted or needs a package that is not
+            installed.
     """
     raise_problems(
         (*validation.unpredictable_settings(run.config), *validation.missing_packages(run.config, run.device_type))
@@ -78,7 +83,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    began: list[float] = []  # when each step did
+    began: list[float] = []  # start time of each step, in seconds
 
     def batch(rows: int) -> Batch:
         if len(began) == tracker.step:

@@ -1,4 +1,4 @@
-"""Device memory of a process outside torch's allocator: the CUDA context, and NCCL's buffers."""
+"""GPU memory of a process outside torch's allocator: CUDA context (size from gpus.yaml) plus NCCL buffers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,33 @@ from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.coordinates import Coordinates
 
 CONNECTION = 14 << 20
-"""Bytes that NCCL takes for one channel to one other rank. Of its own it allocates buffers of 10 MiB, for all three
-protocols (NCCL_BUFFSIZE and the like, rounded up to pages of 2 MiB), and of 2 MiB (github.com/NVIDIA/nccl/issues/1685,
-where 7 ranks x 32 channels take 3.28 GB: 14.6 MB each)."""
+"""Bytes that NCCL takes for a connection: one channel to one other rank.
+
+NCCL allocates buffers of 10 MiB for its three protocols (NCCL_BUFFSIZE and similar settings, each rounded up to pages
+of 2 MiB) and further buffers of 2 MiB. Source of the total: github.com/NVIDIA/nccl/issues/1685, where 7 ranks × 32
+channels take 3.28 GB, 14.6 MB for each connection.
+"""
 
 
 def outside_allocator(parallel: ParallelConfig, card: Gpu) -> int:
-    """Bytes of the context and of NCCL's buffers. Not measured by us; each figure has its source."""
+    """Return the bytes that one process takes on its GPU outside torch's allocator: CUDA context plus NCCL buffers.
+
+    The context's size is `card.context`, which `models/catalog/gpus.yaml` lists for each GPU with its source. NCCL's
+    buffers are computed by `communicators`. This project measured neither.
+    """
     return card.context.value + communicators(parallel, card.channels.value)
 
 
 def communicators(parallel: ParallelConfig, channels: int) -> int:
-    """Bytes of the buffers of all communicators of the first rank, one for each set of ranks that it talks to.
+    """Return the bytes of NCCL's buffers on rank 0, summed over all communicators.
 
-    A ring has one connection a channel, whatever its length; experts' tokens go from each rank to each.
+        bytes = (rings + pairs) · channels · CONNECTION
+
+    rings: number of distinct groups of ranks with which rank 0 communicates; a ring needs one connection per channel,
+    whatever its length. pairs: number of other ranks of its `ep` group; all-to-all needs a connection to each of them.
+
+    Args:
+        channels: NCCL channels between two GPUs.
     """
     groups = _groups(parallel)
     rings = len(set(groups.values()) - {frozenset({0})})
@@ -31,7 +44,7 @@ def communicators(parallel: ParallelConfig, channels: int) -> int:
 
 
 def _groups(parallel: ParallelConfig) -> dict[str, frozenset[int]]:
-    """Ranks that communicate with the first one, by axis: those that differ from it along this axis alone."""
+    """Return, for each axis of the layout, the ranks with which rank 0 communicates along it, rank 0 included."""
     at = [Coordinates.of(parallel, rank) for rank in range(parallel.ranks)]
     dense: dict[str, Callable[[Coordinates], tuple[int, ...]]] = {
         "all": lambda c: (),

@@ -1,4 +1,4 @@
-"""The memory report of a run: traced or by closed form, on one card or divided over several."""
+"""`predict`: the memory report of a run by trace or closed form, for one GPU or each rank of several."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from moetune.run.validation import refuse_unpredictable
 
 Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]
-"""Torch's caching allocator: with segments of a size of their own, or with such that grow."""
+"""Configuration of torch's caching allocator: default segments, or `expandable_segments:True`."""
 Tracing = Callable[..., Trace]
-"""(a run, the routing, `rank`, `gpu`) -> what it makes there, watched."""
-_PAGE = 20 << 20  # growing segments are mapped in pages of this size, small ones in pages of 2 MiB
-_SMALL_PAGE = 2 << 20
+"""(run, routing, rank=…, gpu=…) -> the trace of that rank on that GPU."""
+_PAGE = 20 << 20  # bytes of a page of an expandable segment in the large pool
+_SMALL_PAGE = 2 << 20  # bytes of a page in the small pool
 _WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expandable segments"}
 
 
@@ -49,21 +49,26 @@ def predict(
     advise: bool = True,
     tracing: Tracing = trace,
 ) -> MemoryReport:
-    """Predict the peak of a run, and by trace how long a step takes, without weights, data or a GPU.
+    """Predict the peak memory of a run and, by trace, the time of a step. Needs no weights, no data and no GPU.
 
     Args:
-        method: by default a trace.
-        gpu: name or size, or a card, instead of `hardware.gpu`.
-        allocator: by default that of `moetune train`: `expandable`, unless the environment says otherwise.
-        depths: what runs that differ in their number of layers share by closed form.
-        advise: where it does not fit, look for changes that would make it.
-        tracing: what is traced: the trainer's steps.
+        run: a run file (path, config) or a resolved run. It is predicted for CUDA.
+        method: `trace` runs the trainer's step on fake tensors; `formula` evaluates a recorded closed form at the run's
+            sizes, which is faster but does not simulate the allocator. None: `trace`.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
+            the report has no verdict, and memory outside the allocator is that of an L40S.
+        routing: assumption about the rows that each expert receives.
+        allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
+            variables set, else `expandable`, as in `moetune train`.
+        depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
+        advise: if the run does not fit, add up to three changes of the run file with which it fits.
+        tracing: function that makes the traces; replaces `trace`.
 
     Raises:
-        UserError: as `resolve`; what cannot be trained or predicted; an unknown GPU; DeepSpeed is to be traced and not
-            installed.
-        NotTraceable: the model's own code looks at values.
-        NoClosedForm: it has none; a trace serves.
+        UserError: as `resolve`; the run cannot be trained or predicted; the GPU is unknown; or a DeepSpeed run is to be
+            traced and DeepSpeed is not installed.
+        NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
+        NoClosedForm: the run has no closed form; `method="trace"` can predict it.
     """
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
@@ -109,7 +114,11 @@ def predict(
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:
-    """Return the allocator that PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF sets, or `unset`: by default torch's."""
+    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures.
+
+    Args:
+        unset: returned if neither variable is set.
+    """
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if settings is None:
         return unset
@@ -119,10 +128,12 @@ def allocator_here(unset: Allocator = "default") -> Allocator:
 def _reported(
     run: ResolvedRun, card: Gpu, found: dict[int, Trace], allocator: Allocator | None, common: dict[str, Any]
 ) -> MemoryReport:
-    """A report on what was found by rank.
+    """Build the report from the trace of each rank.
 
     Args:
-        allocator: of traces; None: found by closed form.
+        found: rank -> its trace. Ranks of equal memory share one `Trace` object.
+        allocator: the simulated allocator; None if `found` comes from closed forms.
+        common: arguments of `MemoryReport` that do not depend on the method.
     """
     outside = outside_allocator(run.config.parallel, card)
     capacity = None if common["gpu"] is None else card.memory.value - outside
@@ -153,18 +164,22 @@ def _reported(
 
 
 def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
+    """Return the report with more assumptions."""
     return replace(report, assumptions=(*report.assumptions, *more))
 
 
 def _rank(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
-    """One rank's bytes. What the allocator adds, its rounding and cuBLAS's workspaces, counts as transient.
+    """Return the memory of one rank.
+
+    Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
 
     Args:
-        allocator: None: what it reserves is rounded up, not simulated.
-        matrix: bytes of the largest matrix that was on its way while weights were loaded.
-        capacity: bytes of the card that the allocator may have; None for any.
+        outside: bytes outside the allocator: context and NCCL buffers.
+        allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
+        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_packed`.
+        capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
     parts = found.parts()
     if allocator is None:
@@ -188,10 +203,12 @@ def _rank(
 
 
 def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
-    """Peaks of allocated and reserved bytes, by simulation of the allocator.
+    """Simulate the allocator on a trace; return its peaks of allocated and of reserved bytes.
 
-    Loading may leave a hole between the weights. The simulation runs without one, with one as large as the largest
-    matrix, and with one as large as eight; the largest reservation counts.
+    Loading may leave a hole between the weights. The trace is simulated without a hole, with a hole of `matrix` bytes,
+    and with one of eight times as many; the largest reservation is returned. If that exceeds `capacity` although the
+    allocated bytes do not, the three simulations are repeated within `capacity`, where unused memory is returned to the
+    driver.
     """
 
     def events(hole: int) -> Iterator[Event]:
@@ -205,19 +222,19 @@ def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity
     free = played(None)
     reserved = max(one.peak_reserved for one in free)
     if capacity is not None and reserved > capacity >= free[0].peak_allocated:
-        reserved = max(one.peak_reserved for one in played(capacity))  # unused memory is given back
+        reserved = max(one.peak_reserved for one in played(capacity))  # with flushes of unused memory
     return free[0].peak_allocated, reserved
 
 
 def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
-    """Time of a traced step; None if the speed of the card is not known."""
+    """Return the estimated time of a traced step on a GPU; None if its speed is unknown or no work was counted."""
     train = config.train
     tokens = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
     return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives))
 
 
 def largest_packed(run: ResolvedRun) -> int:
-    """Bytes in 16 bit of the largest linear layer that is packed as it is loaded."""
+    """Return the bytes, at 16 bits per weight, of the largest linear layer that is quantized on load; 0 if none."""
     sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.quantized_linears)
     return 2 * max(sizes, default=0)
 

@@ -1,4 +1,4 @@
-"""Time of a real step by part, beside the device's measured limits."""
+"""Profile of one real training step: seconds, FLOP/s and bytes/s by part, beside measured limits of the device."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 @dataclass(frozen=True)
 class PartTime:
-    """One part of a step: seconds of its products and attention, and of all else; its work.
+    """Time and work of one part of a step.
 
-    `host` are the seconds that the host took for the same, on a GPU beside it.
+    Attributes:
+        products: seconds of matrix products and attention on the device.
+        passes: seconds of all other operations on the device.
+        host: seconds that the host spent on the operations of this part; on a GPU these overlap with the device's.
+        work: FLOPs, bytes and launches of the part, counted from its operations.
     """
 
     products: float
@@ -44,28 +48,36 @@ class PartTime:
 
     @property
     def seconds(self) -> float:
+        """Seconds of all operations of the part on the device."""
         return self.products + self.passes
 
     @property
     def flops_per_second(self) -> float | None:
+        """FLOP/s of matrix products and attention; None if the part has none."""
         return (self.work.flops + self.work.flops32) / self.products if self.products else None
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Of all but products."""
+        """Bytes/s of all operations except matrix products and attention; None if there are none."""
         return self.work.bytes / self.passes if self.passes else None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One step.
+    """Profile of one optimizer step.
 
     Attributes:
-        seconds: by the clock, while it was profiled, which makes it slower.
-        launches, synchronizations: that the profiler saw; on a CPU the operations that do anything, and 0. Where it may
-            not look at a GPU, launches are counted off operations, and synchronizations and the GPU's seconds unknown.
-        gemm: FLOP/s of a large product in the run's dtype.
-        copy: bytes/s read and written by a large copy.
+        device: `cpu` or the GPU's name.
+        dtype: the model's dtype, such as `bfloat16`.
+        seconds: wall-clock time of the profiled step. Profiling makes the step slower.
+        tokens: tokens of the step.
+        parts: part of the step (`WorkPart`) -> its time and work, longest first.
+        launches: kernel launches that the profiler recorded; if it recorded none (on a CPU, or without permission to
+            profile the GPU), launches counted from the operations.
+        synchronizations: times that the host waited for the device; 0 on a CPU; None if the profiler may not access the
+            GPU, in which case the parts' device times are missing too.
+        gemm: FLOP/s of a large matrix product in the run's dtype, measured on this device.
+        copy: bytes/s of a large copy on this device, bytes read plus bytes written.
     """
 
     device: str
@@ -79,7 +91,7 @@ class Profile:
     copy: float
 
     def to_json(self) -> dict[str, Any]:
-        """`profile` in `moetune verify --json`."""
+        """Return the object under `profile` in the output of `moetune verify --json`."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parts"}
         parts = {
             name: {
@@ -96,7 +108,7 @@ class Profile:
 
 
 class _Ranges(TorchDispatchMode):
-    """Name a range of the profile by the part of each operation, and count its work."""
+    """Dispatch mode that labels each operation with its part in the profile and counts its work."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -112,10 +124,13 @@ class _Ranges(TorchDispatchMode):
 
 
 def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
-    """Take two steps with random weights and profile a third; write its trace for chrome://tracing.
+    """Take two steps with random weights, profile a third, and write the profiler's trace for chrome://tracing.
+
+    Args:
+        file: the trace file to write, as JSON; compressed if the name ends in `.gz`.
 
     Raises:
-        UserError: as `build`; the file cannot be written.
+        UserError: as `build`; or the file cannot be written.
     """
     adapted = build(run.with_random_weights(), device)
     adapted.model.train()
@@ -139,7 +154,7 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
         seconds = time.perf_counter() - began
     steps.watch.remove()
     assert isinstance(recording, profile)
-    with tempfile.TemporaryDirectory() as folder:  # torch's writer says nothing of what the system refuses
+    with tempfile.TemporaryDirectory() as folder:  # torch's writer does not report all write errors
         trace = Path(folder) / file.name
         try:
             recording.export_chrome_trace(str(trace))
@@ -167,7 +182,7 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
 
 
 def _by_part(events: list[FunctionEvent], works: Mapping[Any, Work], on_cuda: bool) -> dict[str, PartTime]:
-    """Seconds of the ranges that were named; a GPU's are those of the kernels that were launched inside."""
+    """Sum the seconds of the labelled ranges by part; on a GPU, those of the kernels launched inside a range."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for event in events:
         if event.name.startswith(_PREFIX) and event.device_type == torch.autograd.DeviceType.CPU:
@@ -184,20 +199,21 @@ def _by_part(events: list[FunctionEvent], works: Mapping[Any, Work], on_cuda: bo
 
 
 def large_product(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s that a device reaches at most."""
+    """Measure the FLOP/s of a square matrix product in `dtype`: size 8192 on a GPU, 1024 on a CPU."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _fastest(device, lambda: torch.mm(a, b))
 
 
 def _copy(device: torch.device) -> float:
+    """Measure the bytes/s of a copy on the device, bytes read plus bytes written."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _fastest(device, lambda: target.copy_(source))
 
 
 def _fastest(device: torch.device, run: Callable[[], Tensor], times: int = 5) -> float:
-    """Seconds of the fastest of several, after one that counts for nothing."""
+    """Return the seconds of the fastest of `times` calls, after one call that is not counted."""
     taken = []
     for _ in range(times + 1):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Ranks of a run grouped by memory, so that one prediction serves each group."""
+"""Groups of ranks that need equal memory, so that one rank of each group is predicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _Value = TypeVar("_Value")
 
 
 def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -> dict[int, _Value]:
-    """Call `find` once for each kind of rank; return its results by rank."""
+    """Call `find` for one rank of each group of ranks that need equal memory; return rank -> its group's result.
+
+    Args:
+        routing: with any other than `BALANCED`, ranks that hold different experts are never grouped.
+        find: called with a rank's number.
+    """
     found: dict[Hashable, _Value] = {}
     by_rank = {}
     for rank, kind in enumerate(kinds_of_ranks(run, by_expert=routing != BALANCED)):
@@ -25,11 +30,14 @@ def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -
 
 
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
-    """Properties that a rank's memory depends on, in the order of ranks: numbers of trained experts, and where tensors
-    do not divide evenly, its shard.
+    """Return one key per rank, in rank order; ranks with equal keys need equal memory.
+
+    A key holds the numbers of trained experts and of experts with LoRA in each layer, and the rank's shard if some
+    tensor does not divide evenly among the FSDP ranks.
 
     Args:
-        by_expert: experts receive unlike numbers of tokens, so it matters which ones a rank holds.
+        by_expert: also distinguish ranks that hold different experts, because experts receive different numbers of
+            tokens.
     """
     run = resolve(run, "cuda")
     parallel = run.config.parallel
@@ -37,7 +45,7 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
         return [()]
     adapted = build(run, "meta")
     rows = {p.shape[0] for p in adapted.model.parameters() if p.dim()}
-    # DeepSpeed divides one flat tensor of all that trains, filled up so that it divides
+    # DeepSpeed shards one flat tensor of all trained parameters, padded to divide evenly
     is_even = parallel.engine == "deepspeed" or all(size % parallel.fsdp == 0 for size in rows)
     selection = adapted.selection
     kinds: list[Hashable] = []

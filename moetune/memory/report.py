@@ -1,4 +1,4 @@
-"""Results of a prediction: integer bytes by rank, with their sources. Formatting is elsewhere."""
+"""`MemoryReport` and its parts: the results of a prediction as plain data in integer bytes, without formatting."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ PartName = Literal[
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evaluation"]
-
-
+"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward."""
 Verdict = Literal["yes", "tight", "no"]
+"""Whether a run fits its GPU; `tight`: it fits, but with less memory left than `MemoryReport.allowance`."""
 TIGHT_PERCENT = 2
-"""Margin: the largest deviation seen of a prediction, 0.5 %, plus that of reserved memory, 1.5 %."""
+"""Margin of a tight fit, in percent: largest prediction error seen (0.5) plus memory lost to fragmentation (1.5)."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes that are alive at one moment, by what they are.
+    """Bytes of live tensors on one rank at one moment, by purpose.
 
     Attributes:
-        frozen_weights: parameters and buffers that never change, quantization constants included.
-        trainable_weights: parameters that train, in their own dtype.
-        gradients: what backward leaves, or has begun to leave, in `.grad`.
-        optimizer_states: everything an optimizer keeps between steps but master weights.
-        master_weights: float32 copies of weights of fewer bits.
-        saved_activations: the batch, and what the forward pass keeps for backward.
-        transient_peak: all else: temporaries, recomputed activations, gradients of activations.
+        frozen_weights: parameters and buffers that are not trained, including quantization constants.
+        trainable_weights: trained parameters in their own dtype.
+        gradients: `.grad` of parameters, complete or still being accumulated.
+        optimizer_states: all tensors that an optimizer keeps between steps, except master weights.
+        master_weights: float32 copies of weights that are stored with fewer bits.
+        saved_activations: the batch, and tensors that the forward pass saves for backward.
+        transient_peak: everything else: temporaries, recomputed activations, gradients of activations.
     """
 
     frozen_weights: int = 0
@@ -50,12 +50,14 @@ class Parts:
 
     @property
     def total(self) -> int:
+        """Sum of all parts."""
         return sum(self)
 
     def __iter__(self) -> Iterator[int]:
         return (getattr(self, name) for name in PART_NAMES)
 
     def items(self) -> list[tuple[PartName, int]]:
+        """Return (name, bytes) of each part, in the order of `PART_NAMES`."""
         return [(name, getattr(self, name)) for name in PART_NAMES]
 
 
@@ -64,9 +66,15 @@ assert tuple(field.name for field in fields(Parts)) == PART_NAMES
 
 @dataclass(frozen=True)
 class Term:
-    """One line of the closed form: what it is, its formula, the numbers put in, and the page that explains it.
+    """One line of the list that explains the peak, such as the stored experts of all layers.
 
-    `page` is relative to the documentation, as in `concepts/weights.md`.
+    Attributes:
+        part: the part of the peak in which the bytes are counted.
+        name: what the tensors are, or the module and operation that made them.
+        formula: bytes as a formula; empty where a trace has none.
+        numbers: values of the formula's variables, or the number of storages.
+        bytes: total of the line.
+        page: page of the documentation that explains it, relative to `docs/`, such as `concepts/weights.md`.
     """
 
     part: PartName
@@ -79,7 +87,16 @@ class Term:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Storages alive at the peak that one module made in one phase: `count` of them, `bytes` in all."""
+    """Storages that are alive at the peak and were made by the same operation, in the same module and phase.
+
+    Attributes:
+        part: the part of the peak in which they are counted.
+        module: path of the module; empty if made outside any module.
+        phase: the phase in which they were made.
+        op: name of the operation, or a label of the tensors.
+        count: number of storages.
+        bytes: their total size.
+    """
 
     part: PartName
     module: str
@@ -91,7 +108,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Moment:
-    """When the most is alive: in which step and micro-step (from 0), phase and module, and what then."""
+    """The moment of the peak.
+
+    Attributes:
+        step, micro_step: counted from 0.
+        phase, module: what was running; `module` is empty outside any module.
+        largest: the largest groups of live storages at that moment, largest first.
+    """
 
     step: int
     micro_step: int
@@ -102,7 +125,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Sample:
-    """Live bytes at one moment of the timeline. `label` is empty but where a phase begins."""
+    """Live bytes at one point of the timeline. `label` names the phase that begins there; else it is empty."""
 
     label: str
     parts: Parts
@@ -110,12 +133,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's bytes at its peak.
+    """Peak memory of one rank, in bytes.
 
-    `peak_allocated` is the sum of `parts`; `peak_reserved` what the caching allocator then holds; `outside_allocator`
-    what the driver, libraries and communication take beside it; `peak_process` the last two together. `host_bytes` is
-    the most that its tensors take in host memory. `terms` sum to
-    `peak_allocated`.
+    Attributes:
+        parts: live tensors at the peak; their sum is `peak_allocated`.
+        outside_allocator: GPU memory outside torch's allocator: CUDA context, NCCL buffers, and managed memory of paged
+            optimizer states.
+        peak_reserved: most GPU memory held by torch's allocator, in use or cached.
+        host_bytes: most bytes of tensors kept in host memory on purpose.
+        terms: lines that explain `peak_allocated` and sum to it.
     """
 
     rank: int
@@ -127,13 +153,16 @@ class RankMemory:
 
     @property
     def peak_allocated(self) -> int:
+        """Bytes of live tensors at the peak."""
         return self.parts.total
 
     @property
     def peak_process(self) -> int:
+        """GPU memory of the whole process: reserved by the allocator plus outside of it."""
         return self.peak_reserved + self.outside_allocator
 
     def to_json(self) -> dict[str, int]:
+        """Return an element of `ranks` in the output of `moetune predict --json`."""
         return {
             "rank": self.rank,
             **dict(self.parts.items()),
@@ -147,7 +176,15 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of communication in a step, in bytes sent by each rank."""
+    """Communication of one kind in one step.
+
+    Attributes:
+        kind: the collective operation.
+        axis: the axis of the layout along which the ranks communicate, such as `fsdp`.
+        what: the phase of the step, such as `in backward`.
+        calls: number of calls in the step.
+        bytes: bytes that each rank sends in all these calls.
+    """
 
     kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast", "point-to-point"]
     axis: str
@@ -158,7 +195,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class LoadPeaks:
-    """Peaks of host and GPU memory while weights are loaded."""
+    """Peak bytes of host and GPU memory while weights are loaded, before the first step."""
 
     host: int
     gpu: int
@@ -166,9 +203,17 @@ class LoadPeaks:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the run file and the process memory that it saves on the fullest rank."""
+    """A change of the run file that reduces memory.
 
-    settings: tuple[str, ...]  # as `--set` takes them
+    Attributes:
+        settings: `key=value` strings, in the form that `--set` takes.
+        saves: bytes by which `MemoryReport.required` decreases.
+        peak_process: bytes required with the change (`MemoryReport.required`, without the allocator's cache).
+        fits: whether the run then fits.
+        why: how the change saves memory, in a few words.
+    """
+
+    settings: tuple[str, ...]
     saves: int
     peak_process: int
     fits: bool
@@ -177,7 +222,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The card of a prediction. `usable_bytes` is the limit of a whole process."""
+    """The GPU of a prediction: its name, and the bytes of its memory that processes can use."""
 
     name: str
     usable_bytes: int
@@ -185,9 +230,22 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """A whole prediction. Frozen, and it carries what was predicted (`about`, in words by name) and what it assumed.
+    """A whole prediction.
 
-    `time` is how long a step takes: of a trace, for a card whose speed is known.
+    Attributes:
+        model: `model.path` of the run.
+        method: how it was predicted: by trace or by closed form (`formula`).
+        gpu: None if no GPU was named; then there is no verdict.
+        ranks: memory of each rank, in rank order.
+        assumptions: what the prediction assumes, one sentence each.
+        load: peaks while weights are loaded.
+        moment: when the peak of the fullest rank occurs, and its largest allocations.
+        timeline: live bytes of the fullest rank during the last traced step; empty by closed form.
+        collectives: communication of a step; empty by closed form or without other ranks.
+        changes: changes with which a run that does not fit would fit, mildest first.
+        notes: further remarks for the user.
+        about: (label, text) pairs that describe the run.
+        time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
     """
 
     model: str
@@ -206,38 +264,43 @@ class MemoryReport:
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank with the largest process."""
+        """The rank whose process takes most GPU memory."""
         return max(self.ranks, key=lambda rank: rank.peak_process)
 
     @property
     def peak_process(self) -> int:
-        """Peak of any rank's process, loading included."""
+        """Peak GPU memory of the fullest rank's process, in a step or during loading, allocator's cache included."""
         return max(self.fullest.peak_process, self.load.gpu + self.fullest.outside_allocator)
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Usable bytes beyond `required`, negative if too few; None without a card."""
+        """Usable bytes of the GPU minus `required`, negative if it does not fit; None without a GPU."""
         return None if self.gpu is None else self.gpu.usable_bytes - self.required
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Those of the fullest rank."""
+        """The terms of the fullest rank."""
         return self.fullest.terms
 
     @property
     def required(self) -> int:
-        """Bytes that the card must have: tensors at the peak, or while weights load, and memory outside the allocator.
-        The allocator's cache is not included: on a full card it is released."""
+        """Bytes that the GPU must have: peak of live tensors, in a step or during loading, plus `outside_allocator`.
+
+        The allocator's cache is not included, because it is released when the GPU is full.
+        """
         return max(max(rank.peak_allocated for rank in self.ranks), self.load.gpu) + self.fullest.outside_allocator
 
     @property
     def allowance(self) -> int:
-        """Margin for the method's own error and for fragmentation (docs/concepts/allocator.md)."""
+        """Safety margin in bytes, 2 % of `required`, for prediction error and fragmentation (concepts/allocator.md)."""
         return self.required * TIGHT_PERCENT // 100
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether it fits: `tight` if less is left than `allowance`; None without a card. The same by both methods."""
+        """`no` if `required` exceeds the usable bytes, `tight` if `required + allowance` does, else `yes`.
+
+        None without a GPU. Trace and closed form give the same verdict, because both count the same storages.
+        """
         if self.gpu is None:
             return None
         if self.required > self.gpu.usable_bytes:
@@ -246,10 +309,11 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
+        """Whether the run fits; a tight fit counts. None without a GPU."""
         return None if self.verdict is None else self.verdict != "no"
 
     def figures(self) -> dict[str, Any]:
-        """Figures for plans and comparisons."""
+        """Return the JSON values that plans and comparisons print for a run."""
         return {
             "method": self.method,
             "verdict": self.verdict,
@@ -260,7 +324,7 @@ class MemoryReport:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `moetune predict --json` prints."""
+        """Return the object that `moetune predict --json` prints."""
         return {
             "schema": 1,
             "model": self.model,

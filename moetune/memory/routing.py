@@ -1,6 +1,6 @@
-"""Tokens per expert: the one assumption of a prediction.
+"""Assumptions of a prediction about the rows each expert receives: balanced, skewed, worst, or recorded.
 
-Shapes: T tokens, K experts a token, E experts; a layer's experts receive T·K rows in all.
+Sizes in this file: T tokens, K chosen experts per token, E experts. The experts of a layer receive T·K rows in all.
 """
 
 from __future__ import annotations
@@ -17,21 +17,34 @@ from moetune.run.records import read_load
 
 @dataclass(frozen=True)
 class Routing:
-    """An assumption. `fullest` is the load of the fullest expert as a multiple of the mean, where one holds for all
-    layers; `load`, by layer, is each expert's share of that layer's rows."""
+    """An assumption about how the rows of a layer are distributed over its experts.
+
+    Attributes:
+        name: as written after `--routing`.
+        fullest: load of the fullest expert as a multiple of the mean; None for `worst` or a recorded load.
+        load: (layer, one number per expert) pairs of a recorded load, of which only the proportions within a layer
+            count; empty if the same assumption holds for all layers.
+    """
 
     name: str
     fullest: float | None = 1.0
     load: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
     def rows(self, layer: int, tokens: int, top_k: int, num_experts: int) -> list[int]:
-        """Rows of each expert of one layer: E ints that sum to T·K, none above T.
+        """Return the rows of each expert of a layer: `num_experts` ints that sum to T·K, each at most T.
 
-        The fullest experts are the last ones: a layer's gradients pile up expert by expert, so that is the worst order.
-        Under `worst` all others receive a row, if there are any left, because then they have gradients too.
+        Without a recorded load the last experts are the fullest. Expert gradients accumulate in index order, so this
+        order needs most memory. For `worst`, K experts receive as many rows as possible, but every other expert still
+        receives one row if there are enough, because it then has gradients too.
+
+        Args:
+            layer: index of the decoder layer.
+            tokens: T.
+            top_k: K.
+            num_experts: E.
 
         Raises:
-            UserError: the recorded load has no such layer, or another number of experts.
+            UserError: the recorded load lacks this layer, or has another number of experts.
         """
         if not self.load:
             return _rows(self.fullest, tokens, top_k, num_experts)
@@ -42,7 +55,11 @@ class Routing:
         return _capped(tokens * top_k, tokens, shares)
 
     def count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        """Replacement of `ExpertHooks.count_rows`, by assumption instead of by ids."""
+        """Return the assumed rows; has the signature of `ExpertHooks.count_rows` and replaces it in a trace.
+
+        Args:
+            ids: chosen experts [T, K], of which only the shape is used.
+        """
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 
@@ -52,29 +69,33 @@ _MOST_SKEW = 1_000_000
 
 @dataclass(frozen=True)
 class Replayed(Routing):
-    """Rows that the experts of real steps received, call by call.
+    """The rows that experts received in real steps, call by call, for a trace of the same steps.
 
     Attributes:
-        steps: how many steps those are, with all their micro-steps.
-        calls: the rows of each expert, in the order in which the banks asked.
+        steps: number of recorded steps; all their micro-steps are recorded.
+        calls: rows of each expert, [calls][experts], in the order in which expert layers were called.
     """
 
     steps: int = 0
     calls: tuple[tuple[int, ...], ...] = ()
 
     def answers(self) -> CountRows:
-        """Replacement of `ExpertHooks.count_rows` that returns the recorded calls in order."""
+        """Return a replacement for `ExpertHooks.count_rows` that returns the recorded rows, call by call."""
         left = iter(self.calls)
         return lambda layer, ids, num_experts: list(next(left))
 
 
 def parse_routing(text: str) -> Routing:
-    """`balanced`, `skew:S` (the fullest expert receives S times the mean), `worst` (nearly all tokens choose the same
-    experts), or a JSON file with `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, as `train` leaves in
-    `memory.json`.
+    """Parse the value of `--routing`.
+
+    - `balanced`: all experts receive equally many rows.
+    - `skew:S`: the fullest expert receives S times the mean, 1 ≤ S ≤ 1,000,000.
+    - `worst`: nearly all tokens choose the same K experts.
+    - otherwise the path of a JSON file with `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, such as
+      `memory.json` in a run folder.
 
     Raises:
-        UserError: it is none of these.
+        UserError: `text` is none of these, or the file does not hold such a load.
     """
     if text in ("balanced", "worst"):
         return Routing(text, 1.0 if text == "balanced" else None)
@@ -95,12 +116,17 @@ def parse_routing(text: str) -> Routing:
 
 
 def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:
-    """The last experts as full as assumed, K of them if they can hold all rows; the others share the rest."""
+    """Return the rows of E experts for an assumption that holds for all layers.
+
+    Args:
+        fullest: load of the last expert as a multiple of the mean, while the others share the rest evenly; None: as
+            many rows as possible to the last experts, but at least one to every other expert if there are enough.
+    """
     total = tokens * top_k
     most = tokens if fullest is None else min(tokens, -int(-min(fullest, num_experts) * total // num_experts))
     if fullest is None:
         rows = [tokens]
-        for others in reversed(range(num_experts - 1)):  # each of them is to have a row still
+        for others in reversed(range(num_experts - 1)):  # number of experts that still need a row each
             left = total - sum(rows)
             rows.append(min(tokens, max(left - others, min(left, 1))))
         return rows[::-1]
@@ -109,7 +135,7 @@ def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> l
 
 
 def _capped(total: int, most: int, shares: tuple[float, ...]) -> list[int]:
-    """As `_split`, but no expert gets more than a row of each token: what it cannot take, the others share."""
+    """Distribute `total` rows in proportion to `shares`, at most `most` to each expert; the others get the rest."""
     full: set[int] = set()
     while True:
         left = sum(share for expert, share in enumerate(shares) if expert not in full)
@@ -124,9 +150,9 @@ def _capped(total: int, most: int, shares: tuple[float, ...]) -> list[int]:
 
 
 def _split(total: int, shares: list[float]) -> list[int]:
-    """Ints in proportion to the shares that sum to the total: largest remainders first."""
+    """Distribute `total` into ints in proportion to `shares`, which sum to 1, by the largest remainder method."""
     exact = [total * share for share in shares]
-    rows = [int(value - 1e-9) for value in exact]  # never one too many where a product was rounded up
+    rows = [int(value - 1e-9) for value in exact]  # 1e-9: a product that was rounded up must not count as a whole row
     by_remainder = sorted(range(len(rows)), key=lambda index: rows[index] - exact[index])
     for index in by_remainder[: total - sum(rows)]:
         rows[index] += 1

@@ -1,10 +1,13 @@
-"""The peak, line by line: what is alive, by what it is and what made it. The lines of a part sum to that part.
+"""Lines of a report that explain the predicted peak: what is alive, its bytes, and their formula.
 
-Formulas of stored weights and optimizer states are those of papers (docs/concepts/weights.md, optimizer-states.md); no
-prediction uses them. Mixed-precision Adam is 2 + 2 + 4 + 4 + 4 = 16 bytes a parameter (ZeRO, arXiv 1910.02054, section
-3.1): weight, gradient, and in float32 master copy and two moments. LOMO (arXiv 2306.09782) keeps neither gradients nor
-states. NF4 is half a byte and a float32 scale for 64 weights, or with double quantization a byte, and a float32 for 256
-of these (QLoRA, arXiv 2305.14314).
+For stored weights and optimizer states the formulas are those of papers (docs/concepts/weights.md,
+optimizer-states.md). They only explain the bytes; no prediction is computed from them. Sources:
+
+- Mixed-precision Adam: 2 + 2 + 4 + 4 + 4 = 16 bytes per parameter, for weight, gradient, and in float32 the master copy
+  and two moments (ZeRO, arXiv 1910.02054, section 3.1).
+- LOMO (arXiv 2306.09782) keeps neither gradients nor optimizer states.
+- NF4: half a byte per weight, and for each block of 64 weights a float32 scale; with double quantization a scale of one
+  byte, and a float32 for each 256 scales (QLoRA, arXiv 2305.14314).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import NamedTuple
 from moetune.memory.report import PartName, Term
 from moetune.memory.trace.views import Trace
 
+# Part of the peak -> the page in docs/concepts that explains it.
 _PAGES: dict[PartName, str] = {
     "frozen_weights": "weights",
     "trainable_weights": "weights",
@@ -26,6 +30,7 @@ _PAGES: dict[PartName, str] = {
     "saved_activations": "activations",
     "transient_peak": "activations",
 }
+# How a weight is stored -> formula of its bytes; n: elements.
 _STORED: dict[str, str] = {
     "nf4": "n/2 + 4·⌈n/64⌉ a matrix of n weights",
     "nf4, double-quantized": "n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 a matrix of n weights",
@@ -34,6 +39,7 @@ _STORED: dict[str, str] = {
     "bf16": "2·n",
     "fp32": "4·n",
 }
+# Optimizer -> formula of the bytes of its states; n: elements, b: bytes per element, [R, C]: shape of a matrix.
 _STATES: dict[str, str] = {
     "adamw": "2·b·n: two moments in the dtype that is updated",
     "paged_adamw": "8·n: two float32 moments",
@@ -49,14 +55,19 @@ _STATES: dict[str, str] = {
 
 
 class _Alike(NamedTuple):
-    """Storages of these bytes each, made by one operation of one kind of module."""
+    """Key of a group of storages: size in bytes, and formula of the size (empty unless from a closed form)."""
 
     bytes: int
     formula: str
 
 
 def terms_of(traced: Trace) -> Iterator[Term]:
-    """The lines of a trace's peak, the largest first; of a closed form each with its formula."""
+    """Yield the lines that explain the peak of a trace, largest first; within a part they sum to that part.
+
+    Storages form a line if they belong to the same part and were made by the same operation in the same kind of module,
+    in any layer. Traces from a closed form have a formula for each line; other traces only for weights and optimizer
+    states.
+    """
     lines: dict[tuple[PartName, str], Counter[_Alike]] = {}
     like, sizes = traced.events.like, traced.bytes
     alive = traced.alive()
@@ -70,6 +81,13 @@ def terms_of(traced: Trace) -> Iterator[Term]:
 
 
 def _term(part: PartName, name: str, alike: Counter[_Alike], sizes: Mapping[str, int]) -> Term:
+    """Return the line of one group.
+
+    Args:
+        name: what made the storages, which is also looked up in `_STORED` and `_STATES`.
+        alike: (size, formula) -> number of storages.
+        sizes: variable -> value, for the variables of closed-form formulas.
+    """
     ones = sorted(alike.items(), key=lambda pair: -pair[0].bytes * pair[1])
     formulas = dict.fromkeys(_times(count, one.formula) for one, count in ones if one.formula)
     known = _STORED.get(name.partition(", ")[2]) or _STATES.get(name.partition(": ")[2])
@@ -82,7 +100,7 @@ def _term(part: PartName, name: str, alike: Counter[_Alike], sizes: Mapping[str,
 
 
 def _kind(module: str) -> str:
-    """A module's path without the number of its layer."""
+    """Return a module's path without the prefix up to the layer number, so that all layers have the same name."""
     return re.sub(r"(?:^|.*\.)\d+\.?", "", module)
 
 

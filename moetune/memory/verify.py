@@ -1,4 +1,4 @@
-"""Predicted beside measured: on a CPU by the tracker of the trace, on CUDA by torch's counters."""
+"""Comparison of a prediction with real steps on this machine, for `moetune verify`; at most 5 % apart is a pass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ from moetune.run.dtypes import kind_of
 from moetune.run.resolve import AnyRun, resolve
 
 TOLERANCE = 0.05
-"""Largest relative deviation of a prediction that holds."""
+"""Largest relative difference of predicted and measured `peak_allocated` with which `verify` passes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes, by name: `peak_allocated`, on CUDA `peak_reserved` and `peak_process`, and `host_bytes`, which a CPU run
-    measures; None where there is no such number."""
+    """Predicted and measured memory of the same steps.
+
+    Attributes:
+        predicted, measured: name -> bytes, with the names `peak_allocated`, `peak_reserved`, `peak_process` and
+            `host_bytes`. None where there is no number: `peak_reserved` and `peak_process` on a CPU, measured
+            `host_bytes` on CUDA.
+        tokens_per_second: measured.
+        device: `cpu` or the GPU's name.
+        routing: name of the assumption that the prediction used.
+    """
 
     predicted: dict[str, int | None]
     measured: dict[str, int | None]
@@ -33,29 +41,30 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether the prediction of what is allocated was within `TOLERANCE`."""
+        """Whether predicted and measured `peak_allocated` differ by at most `TOLERANCE`."""
         before, after = self.predicted["peak_allocated"], self.measured["peak_allocated"]
         assert before is not None
         assert after is not None
         return abs(before / after - 1) <= TOLERANCE
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `moetune verify --json` prints."""
+        """Return the object that `moetune verify --json` prints."""
         return {"schema": 1, **self.__dict__, "holds": self.holds}
 
 
 def verify(
     run: AnyRun, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
 ) -> Outcome:
-    """Take `steps` real steps with random weights, and predict them.
+    """Take real steps with random weights, and predict the memory of the same steps.
 
     Args:
-        run: if it is resolved, for the kind of `device`.
-        routing: what the prediction assumes; by default what the experts of the real steps received, call by call.
-        device: by default the first of the kind that the run is resolved for.
+        run: a resolved run must have been resolved for the kind of `device`.
+        steps: number of optimizer steps.
+        routing: assumption of the prediction; None: replay the rows that the experts received in the real steps.
+        device: None: the first device of the kind for which the run is resolved.
 
     Raises:
-        UserError: as `build`; there are several ranks, or no such device.
+        UserError: as `measure`; the run has several ranks; or the device does not exist.
     """
     run = resolve(run, kind_of(device))
     if run.config.parallel.ranks > 1:
@@ -90,7 +99,7 @@ def verify(
 
 
 def catalog_name(device: torch.device) -> str:
-    """The catalog's name of the card, or its size."""
+    """Return the GPU's catalog name; if it is not in the catalog, its memory as a size, such as `47608692736B`."""
     name = torch.cuda.get_device_name(device)
     try:
         return find_gpu(name).name

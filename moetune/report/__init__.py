@@ -1,1 +1,1 @@
-"""Answers for people: one view of each (view.py), printed on a terminal and as a page, with charts."""
+"""Output for people: a command's answer as a view (view.py), printed on a terminal or as an HTML page."""

@@ -1,6 +1,7 @@
-"""Charts, as files and in pages. Drawn without pyplot, so nothing global is left behind.
+"""`Chart`, a figure saved as PNG or SVG or embedded in a page, and the colours of the memory parts.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
+Figures are drawn by matplotlib without pyplot, so that no global state is changed. The colours are those of Okabe and
+Ito, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COLOURS: dict[PartName, str] = {
     "saved_activations": "#009e73",
     "transient_peak": "#f0e442",
 }
-INK, PAPER = "#1b1f24", "#fffffe"  # replaced by a page's own colours, so that charts follow a dark theme
+INK, PAPER = "#1b1f24", "#fffffe"  # text and background; a page replaces them by its own colours, for its dark theme
 _STYLE: Any = {
     "font.size": 9,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -38,20 +39,21 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "text.parse_math": False,  # a name may hold a $
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "moetune",  # the same chart gives the same file
+    "text.parse_math": False,  # names may contain $
+    "svg.fonttype": "none",  # keep text as text, not as outlines
+    "svg.hashsalt": "moetune",  # reproducible ids: equal charts give equal files
 }
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, drawn when it is written.
+    """A chart that is drawn when it is saved or embedded.
 
     Attributes:
-        size: width and height, inches.
-        draw: draws it on an empty figure.
-        heading: what a file has above it; by default the title.
+        title: title in a page.
+        size: width and height in inches.
+        draw: function that draws the chart on an empty figure.
+        heading: text above the chart in a saved file; if empty, the title.
     """
 
     title: str
@@ -60,20 +62,22 @@ class Chart:
     heading: str = ""
 
     def save(self, path: Path) -> None:
-        """Write a PNG or SVG, by the file's suffix.
+        """Write the chart as PNG or SVG, by the suffix of the file `path`.
 
         Raises:
-            UserError: the suffix is another one, or the file cannot be written.
+            UserError: the suffix is neither `.png` nor `.svg`; the file cannot be written; or it exists and was not
+                written by moetune.
         """
         refuse_unknown_format(path)
         write_output(path, self._rendered(path.suffix.lower()[1:], self.heading or self.title))
 
     def svg(self) -> str:
-        """Return an `<svg>` element without the title, in the page's own colours."""
+        """Return an `<svg>` element without a title, with a page's CSS variables as text and background colours."""
         svg = self._rendered("svg").decode()
         return svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
 
     def _rendered(self, kind: str, heading: str = "") -> bytes:
+        """Return the chart as a file of format `kind`, `png` or `svg`."""
         content = io.BytesIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if kind == "svg" else {"Software": "moetune"}
         with matplotlib.rc_context(_STYLE):
@@ -82,11 +86,11 @@ class Chart:
             if heading:
                 figure.suptitle(heading, x=0.01, ha="left", fontsize=12, fontweight="bold")
             figure.savefig(content, format=kind, dpi=150, facecolor=PAPER, metadata=metadata)
-        # as the page's own comment and PNG's metadata, this tells a picture of ours from others'
+        # like the comment in a page and the metadata of a PNG, it identifies the file as written by moetune
         return content.getvalue().replace(b"<svg", b"<!-- written by moetune -->\n<svg", kind == "svg")
 
 
 def refuse_unknown_format(path: Path) -> None:
-    """Refuse a path whose suffix is not of a picture that can be written."""
+    """Raise `UserError` unless the suffix of `path` is `.png` or `.svg`, in any case."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"cannot draw {str(path)!r}: a figure is .png or .svg, not {path.suffix or 'without suffix'!r}")

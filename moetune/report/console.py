@@ -1,5 +1,4 @@
-"""stdout and stderr, as everything here writes on them: control characters are written out, because a terminal would
-obey those of a record or of a name."""
+"""Consoles and standard streams that escape control characters, so that data cannot control a terminal."""
 
 import logging
 import os
@@ -13,17 +12,24 @@ from rich.segment import Segment
 
 from moetune.errors import UserError, one_line, printable
 
-_BARS = re.compile(r"(\r|\x1b\[A)")  # how other libraries' progress bars go back
+_BARS = re.compile(r"(\r|\x1b\[A)")  # moves the cursor back, in other libraries' progress bars
 
 
 class _Terminal(Console):
+    """A rich console that escapes control characters in what it prints, except its own."""
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 class _Stream:
-    """A standard stream that writes out control characters."""
+    """A wrapper of a standard stream that escapes control characters.
+
+    Args:
+        stream: the stream to write to.
+        shown: returns the text to write in place of a given text.
+    """
 
     def __init__(self, stream: Any, shown: Callable[[str], str]) -> None:
         self._stream, self._shown = stream, shown
@@ -33,7 +39,7 @@ class _Stream:
 
     @property
     def rich_proxied_file(self) -> "_Stream":
-        """Where rich writes its colours: `_Terminal` has written out the rest."""
+        """The unescaped stream, to which rich writes its colour codes; `_Terminal` has escaped the text."""
         return type(self)(self._stream, str)
 
     def write(self, text: str) -> int:
@@ -41,7 +47,7 @@ class _Stream:
 
 
 class _Stdout(_Stream):
-    """stdout, whose errors say that they are its own."""
+    """A wrapper of stdout that raises `UserError` if writing fails, as on a full disk."""
 
     def write(self, text: str) -> int:
         return self._try(self._stream.write, self._shown(text))
@@ -57,32 +63,43 @@ class _Stdout(_Stream):
 
 
 def _on_stderr(text: str) -> str:
+    """Escape control characters except those with which progress bars move the cursor back."""
     return text if text.isprintable() else "".join(p if _BARS.fullmatch(p) else printable(p) for p in _BARS.split(text))
 
 
 def note(text: str) -> None:
-    """Print on stderr what a user should know."""
+    """Print a line that begins with `note: ` on stderr."""
     print(f"note: {text}", file=sys.stderr)
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return a console that prints what it is given: in a path, neither `[/]` nor `:key:` stands for something else."""
+    """Return a rich console that prints text literally: `[/]` is no markup and `:key:` no emoji.
+
+    Args:
+        stderr: print on stderr instead of stdout.
+        quiet: print nothing.
+    """
     return _Terminal(stderr=stderr, quiet=quiet, markup=False, emoji=False)
 
 
 def quieten() -> None:
-    """Keep off stderr what other libraries print that helps nobody here; their warnings stay. Let stdout and stderr
-    take any text, whatever their encoding."""
+    """Prepare this process's output; may be called more than once.
+
+    - Wrap `sys.stdout` and `sys.stderr` to escape control characters, and characters that the encoding lacks.
+    - Replace a closed stream by one that discards its output.
+    - Switch off tqdm's progress bars if stderr is no terminal.
+    - Drop bitsandbytes' message about a CPU kernel that moetune does not use. Other libraries' warnings stay.
+    """
     for name, shown in (("stdout", printable), ("stderr", _on_stderr)):
         stream = getattr(sys, name)
-        if stream is None:  # closed by who started us
+        if stream is None:  # closed by the parent process
             stream = open(os.devnull, "w")  # noqa: SIM115
         stream.reconfigure(errors="backslashreplace")
         if not isinstance(stream, _Stream):
             stream = (_Stdout if name == "stdout" else _Stream)(stream, shown)
         setattr(sys, name, stream)
-    if not sys.stderr.isatty():  # in a log file, a progress bar is a line a frame
+    if not sys.stderr.isatty():  # in a log file, each frame of a progress bar would be a line
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # bitsandbytes says on import that it lacks an optional CPU kernel, which this package does not use.
+    # On import, bitsandbytes logs that an optional CPU kernel is missing, which moetune does not use.
     about_kernel = "kernels-community"
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: about_kernel not in str(record.msg))

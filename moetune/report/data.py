@@ -1,4 +1,4 @@
-"""The preview of a run's data, from the JSON of `moetune data`."""
+"""View of `moetune data`: example records with the tokens that carry loss, and statistics of a data set."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any
 from moetune.errors import counted
 from moetune.report.view import Records, Section, Table, View
 
-_BAR = 40  # characters
+_BAR = 40  # width of the longest histogram bar, in characters
 
 
 def data_view(name: str, found: dict[str, Any]) -> View:
+    """Return the view that `moetune data` prints.
+
+    Args:
+        name: title of the view.
+        found: the object that `moetune data --json` prints.
+    """
     verdict, *lines = words(found)
     bins = found["train"]["lengths"]["histogram"]
     tallest = max(count for *_, count in bins)
@@ -24,6 +30,7 @@ def data_view(name: str, found: dict[str, Any]) -> View:
 
 
 def words(found: dict[str, Any]) -> Iterator[str]:
+    """Yield lines on the data: sequences and steps per epoch, tokens, lengths, notes, and held-out data."""
     train, held_out = found["train"], found["eval"]
     yield (
         f"{counted(train['records'], 'record')} in {counted(train['sequences'], 'sequence')} of up to "

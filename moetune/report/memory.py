@@ -1,4 +1,4 @@
-"""A memory report in words and tables: the verdict first, then what it rests on."""
+"""View of a `MemoryReport`: verdict, summary sentences, and tables of parts, ranks, formula terms and time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _PHASES = {
 
 
 def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
-    """Describe a report; changes of the run file only if it does not fit.
+    """Return the view of a memory report. Changes of the run file are listed only if the run does not fit.
 
     Args:
-        tokens: also state the hours that so many take.
+        tokens: length of a training run, for which the view states the hours; None: no hours.
     """
     lines = [most(report), on_host(report), "" if report.time is None else pace(report.time, tokens)]
     return View(
@@ -71,7 +71,7 @@ def _sections(report: MemoryReport) -> Iterator[Section]:
 
 
 def verdict(report: MemoryReport) -> str:
-    """State whether it fits, what is left or missing, and if it is tight, what may come to be missing."""
+    """Return one line: whether the run fits, and how much memory is left or missing on the GPU."""
     if report.gpu is None or report.headroom_bytes is None:
         return f"needs {gib(report.required)}; no GPU named to compare with"
     card = f"{report.gpu.name} ({gib(report.gpu.usable_bytes)} usable)"
@@ -84,7 +84,7 @@ def verdict(report: MemoryReport) -> str:
 
 
 def most(report: MemoryReport) -> str:
-    """State what the fullest process needs and takes, and whether in a step or before the first."""
+    """Return a sentence on the process that needs most memory: how much, and whether in a step or during loading."""
     fullest = report.fullest
     who = "The process" if len(report.ranks) == 1 else f"Rank {fullest.rank}, the fullest of {len(report.ranks)},"
     in_a_step = report.load.gpu <= max(rank.peak_allocated for rank in report.ranks)
@@ -94,24 +94,30 @@ def most(report: MemoryReport) -> str:
 
 
 def on_host(report: MemoryReport) -> str:
-    """State what is in host memory; empty if nothing is."""
+    """Return a sentence on tensors in pinned host memory; empty if there are none."""
     most = max(rank.host_bytes for rank in report.ranks)
     return f"Beside that {gib(most)} of tensors are in pinned host memory." if most else ""
 
 
 def peak(report: MemoryReport) -> str:
-    """State which rank's peak it is, and when it comes."""
+    """Return the title of the table of parts: on which rank the peak occurs, and when."""
     whose = f" on rank {report.fullest.rank}" if len(report.ranks) > 1 else ""
     return f"the peak of a step{whose}" + ("" if report.moment is None else f": {when(report.moment)}")
 
 
 def when(moment: Moment) -> str:
+    """Return step, micro-step, phase and module of a moment as text."""
     where = f" of {moment.module}" if moment.module else ""
     return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
 
 
 def pace(time: Duration, tokens: int | None = None) -> str:
-    """State tokens a second, seconds a step, and the hours for `tokens`, from the fast end to the slow one."""
+    """Return a sentence on the speed of a run: tokens per second and seconds per step, as a range unless measured.
+
+    Args:
+        time: the estimate, or a measured speed in its place.
+        tokens: length of a training run, for which the sentence states the hours; None: no hours.
+    """
     speed, seconds, share = time.tokens_per_second, time.seconds, time.share
     if time.measured is not None:
         return (
@@ -124,11 +130,12 @@ def pace(time: Duration, tokens: int | None = None) -> str:
 
 
 def flags(change: Change) -> str:
-    """Write a change as it is typed into a shell."""
+    """Return the `--set` options of a change, quoted for a shell."""
     return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
 
 
 def effect(change: Change) -> str:
+    """Return how many bytes a change saves, how many the process then needs, and why."""
     return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}; {change.why}"
 
 
@@ -141,7 +148,7 @@ def _parts(rank: RankMemory) -> Table:
 
 
 def balance(rank: RankMemory) -> list[tuple[str, int]]:
-    """List what leads from the tensors' bytes to the process's."""
+    """Return (label, bytes) rows from the allocated bytes, by way of the reserved ones, to those of the process."""
     return [
         ("allocated at the peak", rank.peak_allocated),
         ("+ cached, not in use", rank.peak_reserved - rank.peak_allocated),
@@ -169,7 +176,7 @@ def _terms(terms: tuple[Term, ...]) -> Table:
 
 
 def folded(terms: Iterable[Term]) -> list[Term]:
-    """Return the terms, those of a part that are below 0.1 % of all as one."""
+    """Return the terms by part; small ones of a part (below 0.1 % of all bytes) are replaced by a single sum."""
     terms = list(terms)
     least = sum(term.bytes for term in terms) / 1000
     shown = []
@@ -186,7 +193,7 @@ def folded(terms: Iterable[Term]) -> list[Term]:
 
 
 def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
-    """Group ranks of equal memory: their numbers, as in `0-3,6`, and one of them."""
+    """Group ranks of equal memory; return (rank numbers such as `0-3,6`, memory of one of them) for each group."""
     groups: dict[tuple[object, ...], list[RankMemory]] = {}
     for rank in ranks:
         groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes), []).append(rank)

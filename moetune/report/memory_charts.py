@@ -1,4 +1,4 @@
-"""A memory report as charts: what each rank holds against the card, and one step as it passes."""
+"""Charts of a `MemoryReport`: bars of each rank's peak against the GPU, and a timeline of one step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_SAMPLES = 400
 
 
 def memory_chart(report: MemoryReport) -> Chart:
-    """Return both charts as one, the timeline only of a report that has one."""
+    """Return one chart with the bars of all ranks and, if the report has a timeline, the timeline below them."""
     bars = min(len(alike(report.ranks)), _MOST_BARS) + 1
     heights = [0.9 + 0.42 * bars] + [4.2] * bool(report.timeline)
 
@@ -45,7 +45,7 @@ def memory_chart(report: MemoryReport) -> Chart:
 
 
 def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
-    """Draw a bar for the peak of each kind of rank and one for loading, stacked to the process, against the card."""
+    """Draw a stacked bar for the peak of each group of equal ranks, a bar for loading, and the GPU's memory."""
     groups = alike(report.ranks)
     bars = []
     for numbers, rank in sorted(groups, key=lambda group: group[1].peak_process, reverse=True)[:_MOST_BARS]:
@@ -55,7 +55,7 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
         bars.append((label, [(count, COLOURS[name]) for name, count in rank.parts.items()] + rest))
     bars.append(("loading", [(report.load.gpu, _LOADED), (report.fullest.outside_allocator, _OUTSIDE)]))
     room = report.gpu.usable_bytes if report.gpu else 0
-    # Past the card, unless that would make the bars too small to read.
+    # The axis extends past the GPU's memory, unless the bars would become too small to read.
     longest = room if report.peak_process <= room <= 4 * report.peak_process else report.peak_process
     unit, size = unit_for(longest)
     end = 1.12 * max(longest, 1) / size
@@ -87,7 +87,7 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
 
 
 def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
-    """Draw what tensors take, sample by sample, above what stands still: the least of each part."""
+    """Draw the bytes of each part over the step, above the part's minimum; the sum of the minima is in the title."""
     points = thinned(report.timeline)
     at, fullest = max(points, key=lambda point: point[1].parts.total)
     names = _present(sample.parts for _, sample in points) or [PART_NAMES[0]]
@@ -107,7 +107,7 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     starts, below = phases(report.timeline), axes.get_xaxis_transform()
     for (label, start), stop in zip(starts, [start for _, start in starts[1:]] + [last], strict=True):
         axes.axvline(start, color=INK, linewidth=0.8, linestyle=":")
-        if stop - start > 0.008 * len(label) * last:  # wide enough for its name
+        if stop - start > 0.008 * len(label) * last:  # wide enough for the label
             axes.text((start + stop) / 2, -0.02, label, transform=below, ha="center", va="top", fontsize=8)
     axes.plot([at], [top], marker="v", markersize=7, color=INK, markeredgecolor=PAPER, clip_on=False)
     side = "left" if at < 0.6 * last else "right"
@@ -117,7 +117,10 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
 
 
 def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
-    """Return a few hundred samples with their positions: the fullest of each stretch, and the first of each phase."""
+    """Reduce a timeline to a few hundred samples, returned with their positions in it.
+
+    Kept are the fullest sample of each of up to 400 stretches, the first sample of each phase, and the last sample.
+    """
     stretch = -(-len(timeline) // _MOST_SAMPLES)
     kept = {index for index, sample in enumerate(timeline) if sample.label} | {len(timeline) - 1}
     for start in range(0, len(timeline), stretch):
@@ -126,7 +129,7 @@ def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
 
 
 def phases(timeline: tuple[Sample, ...]) -> list[tuple[str, int]]:
-    """Return where each phase begins; one that goes on under the same label begins once."""
+    """Return (label, position of its first sample) for each phase; consecutive phases of equal label are one."""
     phases: list[tuple[str, int]] = []
     for index, sample in enumerate(timeline):
         if sample.label and (not phases or phases[-1][0] != sample.label):
@@ -135,6 +138,6 @@ def phases(timeline: tuple[Sample, ...]) -> list[tuple[str, int]]:
 
 
 def _present(moments: Iterable[Parts]) -> list[PartName]:
-    """Return the parts that have bytes at any of the moments."""
+    """Return the parts that have bytes in at least one of the moments."""
     moments = list(moments)
     return [name for name in PART_NAMES if any(getattr(parts, name) for parts in moments)]

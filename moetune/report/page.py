@@ -1,4 +1,4 @@
-"""Views as HTML pages: one file that loads nothing outside itself and runs no script."""
+"""Views and charts as HTML pages: a single file that loads nothing from elsewhere and runs no scripts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from moetune.report.view import Records, Table, View
 
 
 def write_page(view: View, path: Path, charts: Sequence[Chart] = (), *, refresh: int | None = None) -> None:
-    """Write a view and charts as a page, whole or not at all.
+    """Write a view and charts as an HTML page. If writing fails, no partial file is left.
 
     Args:
-        refresh: seconds after which a browser reads it again.
+        path: the file to write.
+        refresh: seconds after which a browser reloads the page; None: never.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or exists and was not written by moetune.
     """
     write_output(path, page(view, charts, refresh))
 
 
 def page(view: View, charts: Sequence[Chart] = (), refresh: int | None = None) -> str:
+    """Return the HTML of a view and charts; the arguments are those of `write_page`."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

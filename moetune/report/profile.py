@@ -1,4 +1,4 @@
-"""A profiled step in words: time by part, and beside each what the device did at most in the same process."""
+"""Tables for `moetune verify --profile`: time of a step by part, and the share of measured limits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from moetune.report.view import Section, Table
 
 
 def profile_sections(profile: Profile) -> Iterator[Section]:
+    """Yield a table of the parts of a profiled step, and notes on the limits to which it is compared."""
+
     def rate(per_second: float | None, limit: float) -> tuple[str, str]:
         return (f"{per_second / 1e9:,.1f}", f"{per_second / limit:.0%}") if per_second else ("", "")
 

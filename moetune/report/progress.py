@@ -1,4 +1,4 @@
-"""Progress of a command on stderr: bars on a terminal, lines elsewhere."""
+"""Progress on stderr (reading weights, counting items, training): bars on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from moetune.report.units import gib
 
 @contextmanager
 def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[Callable[[float], None] | None]:
-    """Show the bytes of a checkpoint that have been read; yield what takes the share read so far, None without a bar.
+    """Show a progress bar of the bytes read from a checkpoint.
+
+    Yields a function to be called with the share read so far (0 to 1); None if the console is no terminal or `folder`
+    is None.
 
     Args:
-        passes: how often it is read.
+        folder: folder of the checkpoint's `*.safetensors`.
+        passes: number of times that the checkpoint is read.
     """
     if folder is None or not console.is_terminal:
         yield None
@@ -33,7 +37,13 @@ def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[C
 
 @contextmanager
 def counting(console: Console, what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """Show how many of `total` are done; yield what takes how many more are."""
+    """Show a progress bar of finished items, on a terminal only; yield a function that adds a number of finished items.
+
+    Args:
+        what: label of the bar.
+        total: number of items.
+        done: number of items that are finished already.
+    """
     columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total, completed=done)
@@ -41,14 +51,14 @@ def counting(console: Console, what: str, total: int, done: int) -> Iterator[Cal
 
 
 class ProgressBar:
-    """A progress bar of a run's steps; where stderr is no terminal, a line for each that is logged."""
+    """Progress of training: a bar of its steps on a terminal, elsewhere a line for each logged step."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar: Progress | None = None
 
     def begin(self, step: int, steps: int) -> None:
-        """Show `step` of `steps` as made."""
+        """Start the display with `step` of `steps` optimizer steps done."""
         self._began, self._first_step, self._steps = time.monotonic(), step, steps
         if self.console.is_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
@@ -57,10 +67,12 @@ class ProgressBar:
             self.bar.start()
 
     def step_ends(self) -> None:
+        """Advance the bar by one step."""
         if self.bar is not None:
             self.bar.advance(self.task)
 
     def logged(self, line: Mapping[str, Any]) -> None:
+        """Show a line of `metrics.jsonl`: loss, speed, memory and remaining time, or held-out loss."""
         step = line["step"]
         if "eval_loss" in line:
             text = f"step {step}: held-out loss {line['eval_loss']:.4f}"
@@ -80,6 +92,6 @@ class ProgressBar:
         )
 
     def stop(self) -> None:
-        """Give the terminal back, cursor included; to be called however training ends."""
+        """Stop the bar and restore the cursor. Must be called however training ends."""
         if self.bar is not None:
             self.bar.stop()

@@ -1,4 +1,4 @@
-"""Parts of a run that several commands print: predicted and measured memory, what trains, expert load, drift."""
+"""Tables and charts of a run: memory against prediction, trained parameters, expert load, routing drift."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from moetune.report.units import gib, named, percent
 from moetune.report.view import Section, Table
 
 Load = Mapping[Any, Sequence[float]]
+"""Layer -> load of each expert of the layer."""
 
 
 def memory_table(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Table:
-    """Set predicted bytes beside measured ones."""
+    """Return a table of predicted against measured bytes, with the difference in percent of the measured bytes.
+
+    Args:
+        predicted, measured: name -> bytes or None; `peak_allocated` and `peak_reserved` are shown.
+    """
     rows = []
     for key in ("peak_allocated", "peak_reserved"):
         before, after = predicted.get(key), measured.get(key)
@@ -25,13 +30,19 @@ def memory_table(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> T
 
 
 def trainable_table(trainable: Mapping[str, int], parameters: int) -> Table:
+    """Return a table of trained parameters by part.
+
+    Args:
+        trainable: part -> number of trained parameters, including `total`; parts without any are left out.
+        parameters: number of parameters of the whole model.
+    """
     rows = [(part, f"{count:,}", percent(count, parameters, 4)) for part, count in trainable.items() if count]
     total = [row for row in rows if row[0] == "total"]
     return Table(("part", ">parameters", ">of the model"), [row for row in rows if row not in total], total)
 
 
 def drift_section(drift: Mapping[str, Any]) -> Section:
-    """Describe drift.json, layer by layer."""
+    """Return a table of the change of routing in each layer; `drift` is the content of `drift.json`."""
     rows = [
         (str(index), f"{layer['distance']:.3f}", percent(layer["changed"], 1), _ids(layer["died"]), _ids(layer["came"]))
         for index, layer in drift["layers"].items()
@@ -46,14 +57,19 @@ def _ids(experts: Sequence[int]) -> str:
 
 
 def drift_chart(drift: Mapping[str, Any]) -> Chart:
-    """Expert load before and after a run, from drift.json."""
+    """Return heat maps of expert load before and after a run. `drift` is the content of `drift.json`."""
     titles = {"before": "before", "after": f"after step {drift['step']}"}
     loads = {title: {n: one[key] for n, one in drift["layers"].items()} for key, title in titles.items()}
     return heatmaps("what training did to routing", loads)
 
 
 def heatmaps(title: str, loads: Mapping[str, Load]) -> Chart:
-    """Draw each layer's expert load, as multiples of an even share, on one scale."""
+    """Return heat maps of expert load, layers by experts, side by side on one colour scale (1 = an even share).
+
+    Args:
+        title: title of the chart.
+        loads: title of a heat map -> layer -> tokens of each expert, on any scale; all with the same layers.
+    """
     layers = [*next(iter(loads.values()))]
     widest = max(len(row) for load in loads.values() for row in load.values())
 

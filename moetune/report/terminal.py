@@ -1,4 +1,4 @@
-"""Views on a terminal, readable from 80 columns on."""
+"""`show`: prints views, sections and tables on a terminal, readable from 80 columns up."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ STYLES = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "
 
 
 def show(what: View | Section | Table | RenderableType, console: Console, *, verbose: bool = False) -> None:
-    """Print a view, its verdict first and last, or a part of one; a str as it is, however long.
+    """Print a view, section, table or str. A view's verdict is printed first and last; a str is not wrapped.
 
     Args:
-        verbose: print a view's details too.
+        what: what to print; any other rich renderable is printed as it is.
+        verbose: also print the detail sections of a view.
     """
     if isinstance(what, str):
         console.print(what, highlight=False, soft_wrap=True)
@@ -55,12 +56,12 @@ def _part(part: Section | Table | RenderableType) -> RenderableType:
         drawn = Group(*_records(body))
     else:
         drawn = Text(body) if isinstance(body, str) else _list(body)
-    # A table's own title would wrap at the table's width.
+    # rich would wrap a title of the table at the table's width.
     return Group(Text(f"\n{part.title}", "bold"), drawn)
 
 
 def _table(table: Table) -> RenderableType:
-    # Names and formulas hold square brackets, which rich would read as markup in a str: cells are Text.
+    # Cells are Text, because rich would read square brackets in a str (names, formulas) as markup.
     drawn = RichTable(show_lines=any("\n" in cell for row in table.rows for cell in row))
     for heading in table.headings:
         is_number = heading.startswith(">")
@@ -80,7 +81,7 @@ def _cell(text: str) -> Text:
 
 
 def _list(lines: Iterable[str]) -> RenderableType:
-    """Long lines hang under their own beginning."""
+    """Return lines as a list with `-`, where wrapped lines are indented."""
     grid = RichTable.grid(padding=(0, 1))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -90,7 +91,7 @@ def _list(lines: Iterable[str]) -> RenderableType:
 
 
 def _records(records: Records) -> Iterator[RenderableType]:
-    """Show tokens that carry loss in green, enclosed by `«` and `»`; every other token is underlined."""
+    """Yield each record as text: tokens with loss in green between `«` and `»`, every second token underlined."""
 
     for number, record in enumerate(records.records, 1):
         text, before = Text(f"{number}: ", "dim"), False

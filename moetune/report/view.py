@@ -1,4 +1,4 @@
-"""The answer of a command as text: one description, printed on a terminal (terminal.py) and as a page (page.py)."""
+"""`View`, `Section`, `Table`: a command's answer as data, which terminal.py prints and page.py writes as HTML."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text. A cell may hold several lines; all but the first are faint.
+    """A table of text. A cell may have several lines, of which all but the first are printed faint.
 
     Attributes:
-        headings: of the columns; one that begins with `>` is of numbers, which are right-aligned and never wrapped.
-        totals: bold rows below the others.
+        headings: headings of the columns. A leading `>` marks a column of numbers, right-aligned and never wrapped.
+        rows: cells, [rows][columns].
+        totals: further rows, printed bold below the others.
     """
 
     headings: tuple[str, ...]
@@ -23,17 +24,23 @@ class Table:
 
 @dataclass(frozen=True)
 class Records:
-    """Texts of data as tokens, each with whether it carries loss."""
+    """Examples of training data.
+
+    Attributes:
+        records: [records][tokens], each token as (text, whether it carries loss).
+    """
 
     records: Sequence[Sequence[tuple[str, bool]]]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A titled table, list of lines, text as it is (a str), or records.
+    """A titled part of a view.
 
     Attributes:
-        is_detail: on a terminal only with `--verbose`, on a page folded.
+        title: heading above the body.
+        body: a table, records, a list of lines (a sequence of str), or preformatted text (a str).
+        is_detail: printed on a terminal only with `--verbose`, collapsed in a page.
     """
 
     title: str
@@ -43,11 +50,15 @@ class Section:
 
 @dataclass(frozen=True)
 class View:
-    """A whole answer.
+    """The answer of a command.
 
     Attributes:
-        verdict: the answer in one line; `outcome` colours it.
-        about: names and values of what was looked at.
+        title: heading of a page.
+        verdict: the answer in one line.
+        outcome: whether the answer is good, which selects the verdict's colour; None: neither good nor bad, no colour.
+        lines: sentences below the verdict.
+        about: (label, text) pairs that describe what the answer is about.
+        sections: tables and lists below.
     """
 
     title: str

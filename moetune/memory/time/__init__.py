@@ -1,1 +1,1 @@
-"""Time of a step: the work of its operations, counted while it is traced, and a roofline of the card."""
+"""Time of a training step: its operations' work counted in a trace, and estimated seconds on a GPU."""

@@ -1,4 +1,4 @@
-"""Counts the work of each operation of a traced step, by part of the model."""
+"""`Counter`: records the GPU work of each operation of a traced step, by part of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from moetune.memory.time.work import Done, Work, WorkPart, part_of, size_of, wor
 
 
 class Where(Protocol):
-    """Follows a step: its phase, and its tensors (`trace/tracker.py`)."""
+    """The current position in a traced step and its tensors; `Tracker` implements this protocol.
+
+    Attributes:
+        phase: the current phase, such as `forward` or `optimizer`.
+        step, micro_step: counted from 0.
+        module: path of the module that runs; empty outside any module.
+
+    Methods:
+        place: number of entries in the trace's log (births and deaths of storages) so far.
+        is_host: whether a tensor is in host memory.
+        trains: whether a tensor is a trained weight.
+        block_of: index of a tensor's storage in the trace's log; None if the storage is not recorded.
+    """
 
     phase: Any
     step: int
@@ -30,18 +42,29 @@ class Where(Protocol):
 
 
 class Counter:
-    """Counts the work of a GPU.
+    """Records the work that each operation would do on a GPU.
 
     Args:
-        parts: module path -> its part.
-        done: takes what is counted.
+        capability: CUDA compute capability of the GPU, which decides which kernels run.
+        where: the current position in the step.
+        parts: module path -> the part to which its work counts.
+        done: list to which each operation's work is appended.
     """
 
     def __init__(self, capability: Capability, where: Where, parts: Mapping[str, WorkPart], done: list[Done]) -> None:
         self.capability, self.where, self.parts, self.done = capability, where, parts, done
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count an operation, given its arguments and outputs."""
+        """Record the work of one operation.
+
+        Updates of trained weights count as `optimizer`, copies between host and GPU as `transfers`, and operations on
+        host tensors as `host`. Anything else counts as the part of the operation or of the module that runs.
+
+        Args:
+            func: the dispatched operator (`OpOverload`).
+            args, kwargs: its arguments.
+            out: its result.
+        """
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None
         for work, tensor, own in works(func, args, kwargs, out, self.capability):
@@ -56,13 +79,18 @@ class Counter:
                 self.note(work, part or own, tensor)
 
     def part(self, func: Any = None) -> WorkPart:
-        """Part of an operation: its own, or else that of the module that runs."""
+        """Return the part of an operator; the part of the running module if it has none or `func` is None."""
         if self.where.phase == "optimizer":
             return "optimizer"
         return part_of(func) or self.parts.get(self.where.module, "rest")
 
     def note(self, work: Work, part: WorkPart | None = None, of: Tensor | None = None) -> None:
-        """Note work that is done now; by default of the part whose module runs."""
+        """Record work at the current position; does nothing while weights are loaded or during evaluation.
+
+        Args:
+            part: the part to which the work counts; None: the part of the module that runs.
+            of: a tensor whose storage the record refers to, which gives the decoder layer that the work belongs to.
+        """
         where = self.where
         if where.phase in ("load", "evaluation"):
             return
@@ -73,9 +101,15 @@ class Counter:
 
 
 def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
-    """Module path -> its part, by what its parameters are; of what holds several, by the first of these that it holds:
-    attention, experts, a plain MLP. A decoder layer itself adds residuals, and what stands outside of all is the
-    loss."""
+    """Return module path -> part of a step, from the kinds of parameters that each module holds.
+
+    A module that holds attention and another kind, such as a decoder layer, is `rest` (residual additions). Any other
+    module with several kinds counts as the first of: experts, router, shared or dense MLP, output head. All modules
+    inside an attention module are `attention`. The path "", for work outside all modules, is `head_and_loss`.
+
+    Args:
+        named: module -> path, for the modules to classify.
+    """
     components: dict[str, str] = {
         part.name.rpartition(".")[0]: part.component for part in adapted.run.structure.parameters
     }
@@ -83,7 +117,7 @@ def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, Wo
     parts: dict[str, WorkPart] = {"": "head_and_loss"}
     head = adapted.model.get_output_embeddings()
     for module, path in named.items():
-        if module is head:  # which has no parameter of its own where it is tied
+        if module is head:  # a head with tied weights has no parameter of its own
             parts[path] = "head_and_loss"
             continue
         inside = {one for owner, one in components.items() if f"{owner}.".startswith(f"{path}.")}
@@ -93,6 +127,7 @@ def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, Wo
 
 
 def _part_of(components: Iterable[str]) -> WorkPart:
+    """Return the part of a module that holds parameters of these components; `rest` if none matches."""
     found = set(components) - {"norm", "other"}
     if "attention" in found and len(found) > 1:  # a whole layer
         return "rest"

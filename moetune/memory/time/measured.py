@@ -1,4 +1,4 @@
-"""Measured speed of a finished run."""
+"""`speed_of`: tokens per second that a finished run reached, from its `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from moetune.run.records import read_metrics
 
 
 def speed_of(path: str) -> float:
-    """Tokens a second of a run folder or its `metrics.jsonl`: the median of its lines but the first, which loads
-    kernels, where there are more.
+    """Return the median tokens per second of a finished run.
+
+    The first line is left out if there are more, because the first steps load kernels.
+
+    Args:
+        path: a run folder, or its `metrics.jsonl`.
 
     Raises:
-        UserError: there is no such file, or no line of it has a speed.
+        UserError: the file does not exist or cannot be read, or none of its lines has `tokens_per_second`.
     """
     file = expanded(path)
     file = file / "metrics.jsonl" if file.is_dir() else file

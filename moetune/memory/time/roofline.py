@@ -1,13 +1,18 @@
-"""Time of a step on a card from its work: a roofline, between a fast and a slow end.
+"""Roofline estimate of a step's seconds on a GPU from its work, as a range from a fast to a slow end.
 
-    t(part)  = max(F16 / (P16·p) + F32 / (P32·p), Bp / (M·m)) + B / (M·m) + C / (L·l)
-    t(host)  = launches · a + synchronizations · s
-    fast     = max(Σ t(part) of what computes, t(transfers), t(communication), t(host))     all at once
-    slow     = the sum of these                                                             one after the other
+    t(part)     = max((F16 / P16 + F32 / P32) / p, Bp / (M·m)) + B / (M·m) + C / (L·l)      seconds
+    t(launches) = launches · a + synchronizations · s
+    fast        = max(Σ t(part) over parts on the GPU, t(transfers), t(host), t(launches), t(communication))
+    slow        = sum of the same terms
 
-F: operations of products in 16 and 32 bits, Bp their bytes, B those of all else, C copied between host and device; P,
-M, L: throughput, memory bandwidth, link of the card; p, m, l: the share of each that is reached, a and s seconds
-(`FACTORS`). docs/concepts/time.md.
+The fast end assumes that these terms overlap completely, the slow end that they run one after the other.
+
+Work of a part: F16, F32 FLOPs of matrix products in 16 and 32 bits; Bp bytes read and written by products, B by all
+other operations; C bytes copied between host and GPU. Limits of the GPU: P16, P32 FLOP/s; M memory bandwidth and L host
+link in bytes/s. Factors, each with a value for either end (`FACTORS`): p, m, l the share of each limit that is reached;
+a and s the seconds of a launch and of a synchronization. For the part `host`, which is computed on the CPU, B is
+divided by the bandwidth of host memory. t(communication): bytes sent / (half of the GPU interconnect's bandwidth · l).
+Explained in docs/concepts/time.md.
 """
 
 from __future__ import annotations
@@ -22,7 +27,13 @@ from moetune.models.catalog.gpus import Gpu
 
 @dataclass(frozen=True)
 class Factor:
-    """Share of a limit that is reached, or seconds of an event: at the fast end and at the slow one."""
+    """An efficiency factor of the estimate.
+
+    Attributes:
+        fast, slow: value at the fast and at the slow end: share of a hardware limit that is reached (0 to 1); for
+            `launch` and `synchronization` seconds per event; for `host_memory` bytes/s.
+        source: where the values come from.
+    """
 
     fast: float
     slow: float
@@ -49,35 +60,39 @@ FACTORS: Mapping[Literal["products", "memory", "link", "launch", "synchronizatio
     "synchronization": Factor(10e-6, 50e-6, "estimate"),
     "host_memory": Factor(60e9, 10e9, "estimate: bytes/s of a host's memory, all channels and one thread"),
 }
+"""The factors p (`products`), m (`memory`), l (`link`), a (`launch`), s (`synchronization`), and host bandwidth."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Seconds, or tokens a second: the fast end and the slow one."""
+    """An estimate as the values at its fast and its slow end, such as seconds or tokens per second."""
 
     fast: float
     slow: float
 
     @property
     def middle(self) -> float:
-        """The geometric mean of both ends, which are apart by a factor."""
+        """Geometric mean of both ends, rounded to four digits."""
         return float(f"{(self.fast * self.slow) ** 0.5:.4g}")
 
     def to_json(self) -> dict[str, float]:
+        """Return both ends, rounded to four digits."""
         return {"fast": float(f"{self.fast:.4g}"), "slow": float(f"{self.slow:.4g}")}
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Time of a step.
+    """Estimated time of a step.
 
     Attributes:
-        tokens: of a step, of all ranks.
-        flops: of a step, on one rank.
-        limit: operations a second of the card in 16 bits.
-        seconds: of a step.
-        parts: seconds of each part on the card, as if it were alone; `launches` and `communication` among them.
-        measured: tokens a second of a run that stands in for the factors; then both ends are its.
+        tokens: tokens per step, over all ranks.
+        flops: FLOPs per step on one rank.
+        limit: FLOP/s of the GPU in bfloat16, or in float16 if its tensor cores lack bfloat16 (`gpus.yaml`).
+        seconds: seconds per step.
+        parts: part of the step -> seconds that it would take alone; includes `launches` and `communication`.
+        work: part of the step -> its counted work on one rank.
+        measured: tokens per second of a run whose measured speed replaces the estimate, so that both ends of `seconds`
+            are equal; None for an estimate.
     """
 
     tokens: int
@@ -90,25 +105,26 @@ class Duration:
 
     @property
     def tokens_per_second(self) -> Range:
+        """Tokens per second, over all ranks."""
         return Range(self.tokens / self.seconds.fast, self.tokens / self.seconds.slow)
 
     def hours(self, tokens: int) -> Range:
-        """For so many tokens."""
+        """Return the hours that training on `tokens` tokens takes."""
         speed = self.tokens_per_second
         return Range(tokens / speed.fast / 3600, tokens / speed.slow / 3600)
 
     @property
     def share(self) -> Range:
-        """Of the card's limit, from 0 to 1."""
+        """Share of the GPU's 16-bit FLOP/s (`limit`) that the step reaches, 0 to 1."""
         return Range(self.flops / self.seconds.fast / self.limit, self.flops / self.seconds.slow / self.limit)
 
     def as_measured(self, tokens_per_second: float) -> Duration:
-        """The same at the speed of a run like this one."""
+        """Return a copy whose seconds per step follow from a measured speed."""
         seconds = self.tokens / tokens_per_second
         return replace(self, seconds=Range(seconds, seconds), measured=tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        """`time` in `moetune predict --json`."""
+        """Return the object under `time` in the output of `moetune predict --json`."""
         return {
             "tokens_per_step": self.tokens,
             "flops_per_step": round(self.flops),
@@ -122,11 +138,15 @@ class Duration:
 
 
 def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterable[int] = ()) -> Duration | None:
-    """Time of a step's work on a card; None if its speed is not known, or nothing was counted.
+    """Estimate the time of a step on a GPU.
+
+    Returns None if `work` is empty or if one of the GPU's speeds is unknown (16-bit and 32-bit FLOP/s, memory
+    bandwidth, host link). Without `card.interconnect`, communication is left out.
 
     Args:
-        tokens: of the step, of all ranks.
-        sent: bytes that leave this rank.
+        work: part of the step -> its work on one rank.
+        tokens: tokens per step, over all ranks.
+        sent: bytes that this rank sends, one number for each collective.
     """
     half = card.bf16 or card.fp16
     if not work or half is None or card.fp32 is None or card.bandwidth is None or card.host_link is None:
@@ -147,7 +167,7 @@ def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterab
         launches = sum(done.launches for done in work.values()) * factor["launch"]
         waits = sum(done.synchronizations for done in work.values()) * factor["synchronization"]
         parts["launches"] = launches + waits
-        if card.interconnect is not None:  # which counts both directions
+        if card.interconnect is not None:  # bandwidth of both directions together
             parts["communication"] = sum(sent) / (card.interconnect.value / 2 * factor["link"])
         ends[end] = parts
     beside = ("transfers", "host", "launches", "communication")

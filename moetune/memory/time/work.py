@@ -1,8 +1,8 @@
-"""Work of an operation on a GPU: floating point operations, bytes, kernel launches. Counted as it is dispatched.
+"""Work of single GPU operations: FLOPs, bytes moved and kernel launches, from an operator's arguments.
 
-Floating point operations are those of products and attention, by the formulas of `torch.utils.flop_counter`; causal
-attention computes half of its pairs. Bytes are what an operation reads and writes once, caches left out: its inputs,
-but of those it looks rows up in only the rows, and its outputs. A launch is a kernel or a call of cuBLAS.
+FLOPs are counted for matrix products and attention, with the formulas of `torch.utils.flop_counter`; causal attention
+counts as half. Bytes are those of the inputs and outputs, each read or written once and caches ignored; an operation
+that looks up rows reads only these rows. A launch is one kernel or one cuBLAS call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WorkPart = Literal[
     "transfers",
     "host",
 ]
-"""`rest`: embedding, norms, residuals. `host`: what is computed there, as updates with `offload`."""
+"""Parts of a step. `rest`: embedding, norms, residuals. `host`: computed on the CPU, such as offloaded updates."""
 
 aten = torch.ops.aten
 _GEMM_4BIT = torch.ops.bitsandbytes.gemm_4bit.default
@@ -43,13 +43,17 @@ _GEMM_4BIT = torch.ops.bitsandbytes.gemm_4bit.default
 
 @dataclass(frozen=True)
 class Work:
-    """Sum of the work of operations.
+    """Work of one or more operations.
 
     Attributes:
-        flops: of products in 16 bits; `flops32` of those in float32, which tensor cores leave alone.
-        product_bytes: read and written by products and attention; `bytes` by all else.
-        synchronizations: waits of the host for the device.
-        copies: between host and device; `copied` their bytes.
+        flops: FLOPs of matrix products and attention in 16 bits.
+        flops32: FLOPs of matrix products and attention in float32, for which tensor cores are not used.
+        product_bytes: bytes read and written by matrix products and attention.
+        bytes: bytes read and written by all other operations.
+        launches: kernel launches. May be fractional where one kernel updates many tensors.
+        synchronizations: times that the host waits for the GPU.
+        copies: number of copies between host and GPU.
+        copied: bytes of these copies.
     """
 
     flops: float = 0
@@ -68,22 +72,31 @@ class Work:
         return Work(*(times * number for number in self.numbers()))
 
     def numbers(self) -> tuple[float, ...]:
+        """Return all fields in order."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def to_json(self) -> dict[str, int]:
+        """Return all fields, rounded to integers."""
         return {field.name: round(getattr(self, field.name)) for field in fields(self)}
 
 
 READ = Work(synchronizations=1, copies=1)
-"""The host reads a number from the device."""
+"""Work of reading one number from the GPU on the host."""
 COUNTING = Work(launches=3) + READ
-"""The tokens of each expert are counted and read (`experts/context.py: read_rows`), which a trace assumes instead."""
+"""Work of counting and reading the rows of each expert (`experts/context.py: read_rows`), which a trace does not do."""
 
 
 class Done(NamedTuple):
-    """Work of one operation: its place in the log, its step, and the block whose layer it belongs to.
+    """A record of work that was done at one point of a traced step.
 
-    `micro_step` is None of what a step does once. It is done `times` times.
+    Attributes:
+        at: number of entries in the trace's log when the work was done.
+        step: counted from 0.
+        micro_step: counted from 0; None for work that a step does once, such as the optimizer's.
+        part: the part of the step to which it counts.
+        work: the work, of one execution.
+        block: index of a storage in the trace's log whose decoder layer the work belongs to; None if unknown.
+        times: number of executions, > 1 if a traced layer stands for several.
     """
 
     at: int
@@ -96,11 +109,11 @@ class Done(NamedTuple):
 
 
 def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
-    """Sum the work of one step by part.
+    """Add up the work of one step by part.
 
     Args:
-        done: of that step.
-        more: micro-steps like the second one, which were not run.
+        done: records of this step.
+        more: number of micro-steps that were not traced; each counts like the second one (`micro_step` 1).
     """
     found: dict[WorkPart, Work] = {}
     for one in done:
@@ -113,7 +126,13 @@ def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
 
 
 class Share(NamedTuple):
-    """Work of an operation, the tensor that says whose it is, and the part, where the operation says so itself."""
+    """Part of an operation's work.
+
+    Attributes:
+        work: the work.
+        of: tensor that decides where the work counts: whether it runs on host or GPU, and for which decoder layer.
+        part: the part of the step, if the operator alone decides it; else None.
+    """
 
     work: Work
     of: Tensor | None
@@ -121,7 +140,14 @@ class Share(NamedTuple):
 
 
 def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Iterator[Share]:
-    """Work of an operation; one that updates lists of tensors has a share for each."""
+    """Yield the work of one operation; a fused optimizer update of several tensors yields one share for each of them.
+
+    Args:
+        func: the dispatched operator (`OpOverload`).
+        args, kwargs: its arguments.
+        out: its result.
+        capability: CUDA compute capability of the GPU, which decides how many kernels are launched.
+    """
     if _does_nothing(func):
         return
     if func in _PER_TENSOR:
@@ -145,7 +171,7 @@ def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -
 
 
 def part_of(func: Any) -> WorkPart | None:
-    """Part of an operation whatever module runs; None if it depends on that."""
+    """Return the part to which an operator counts in any module (`dequantization`), or None."""
     return "dequantization" if func is not None and func._opname.startswith("dequantize") else None
 
 
@@ -156,8 +182,11 @@ def _product(flops: float, moved: float, launches: float, of: Tensor) -> Work:
 
 
 def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> Iterator[Share]:
-    """bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback, which real sizes take: a weight is unpacked, with
-    nested scales by two more kernels, and multiplied."""
+    """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it.
+
+    Follows `_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, which is used for matrices of realistic
+    sizes. Nested scales need two more kernels.
+    """
     rows, shape = tensors[0], args[2]
     numel, is_nested = shape[0] * shape[1], any(tensor.dtype == torch.uint8 for tensor in tensors[2:])
     weight = numel * rows.element_size()
@@ -169,10 +198,11 @@ def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes that a tensor covers; what is expanded counts once."""
+    """Return the bytes of a tensor's elements, at most those of its storage: expanded dimensions count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
+# Names of operators that launch nothing on the GPU.
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "alias",
     "lift_fresh", "detach", "detach_", "set_", "resize_", "_local_scalar_dense", "_record_function_enter_new",
@@ -182,14 +212,17 @@ _FREE = {
 
 @cache
 def _does_nothing(func: Any) -> bool:
-    """Whether it only makes or describes tensors, or sends them, which is counted apart (parallel/messages.py)."""
+    """Return whether an operator launches nothing on the GPU (creates or views tensors), or communicates.
+
+    Communication is counted elsewhere (parallel/messages.py).
+    """
     is_sent = func.namespace in ("c10d", "_c10d_functional")
     return is_sent or func.is_view or func._opname in _FREE or (func.namespace, func._opname) == ("aten", "split")
 
 
 @cache
 def is_product(func: Any) -> bool:
-    """Whether it multiplies matrices, or is attention."""
+    """Return whether an operator is a matrix product or attention."""
     packet = _IN_PLACE.get(func._overloadpacket, func._overloadpacket)
     return func is _GEMM_4BIT or func in _FLOPS or packet in flop_registry
 
@@ -198,6 +231,7 @@ def is_product(func: Any) -> bool:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Return the FLOPs of an operation; 0 if it is neither a matrix product nor attention."""
     own = _FLOPS.get(func)
     if own is not None:
         return own(*args, **kwargs)
@@ -210,37 +244,50 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return known(*args, **kwargs, out_val=out) / (2 if _is_causal(func, args, kwargs) else 1)
 
 
+# In-place product -> the product with the same FLOPs, which torch's registry has.
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an attention operator was called with `is_causal=True`."""
     place = _place(func, "is_causal")
     return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
 @cache
 def _place(func: Any, name: str) -> int | None:
+    """Return the position of the parameter called `name` in an operator's schema; None if it has none."""
     return next((n for n, argument in enumerate(func._schema.arguments) if argument.name == name), None)
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
-    """[N, p] by [C, p, q], or [p, N] by [N, q]: each row with its expert's matrix, whichever it is."""
+    """FLOPs of a grouped product of `a` and `b`, 2·N·p·q: [N, p] by [C, p, q], or [p, N] by [N, q]."""
     rows = a.shape[0] if b.dim() == 3 else a.shape[1]
     return 2.0 * rows * (a.shape[1] if b.dim() == 3 else a.shape[0]) * b.shape[-1]
 
 
 def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
-    """Rows [N, p] or [N, P, p] with factors [C, P, r, p] and [C, P, q, r], if there is a second."""
+    """FLOPs of LoRA on expert rows, 2·N·P·r·(p + q), with P = 1 where there is no such dimension.
+
+    Args:
+        x: rows [N, p] or [N, P, p].
+        first: factors [C, P, r, p], for C experts.
+        second: factors [C, P, q, r]; None: only the first product, with q = 0.
+    """
     per_number = first.shape[-1] + (0 if second is None else second.shape[-2])
     return 2.0 * len(x) * first[0, ..., 0].numel() * per_number
 
 
 def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
+    """FLOPs of both LoRA factors' gradients, 2·n·(p + q): n elements in `narrow_out`, x [.., p], dout [.., q]."""
     return 2.0 * narrow_out.numel() * (x.shape[-1] + dout.shape[-1])
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:
-    """Tokens [T, h, d], each with half of the tokens of the longest document: at most what is computed."""
+    """Upper bound of the FLOPs of causal attention over packed documents, T·h·(L/2)·2·(d_query + d_value).
+
+    T tokens with h heads, query [T, h, d_query]; L is the length of the longest document, the first int in `rest`.
+    """
     longest = next(number for number in rest if isinstance(number, int) and not isinstance(number, bool))
     return query.shape[0] * longest / 2 * query.shape[1] * 2.0 * (query.shape[-1] + value.shape[-1])
 
@@ -256,10 +303,11 @@ def _varlen_backward(
     *rest: Any,
     **_: Any,
 ) -> float:
-    """Five products instead of two."""
+    """FLOPs of the backward pass: five matrix products instead of the two of forward."""
     return 2.5 * _varlen(query, key, value, starts, *rest)
 
 
+# Operators that torch's registry lacks -> function of their arguments that returns the FLOPs.
 _FLOPS: dict[Any, Callable[..., float]] = {
     torch.ops.moetune.grouped_mm.default: _grouped,
     torch.ops.moetune.low_rank.default: _low_rank,
@@ -273,13 +321,18 @@ _FLOPS: dict[Any, Callable[..., float]] = {
 
 
 def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> float:
-    """Bytes read and written."""
+    """Return the bytes that an operation reads and writes.
+
+    Args:
+        tensors: all tensors among its arguments.
+        fresh: all tensors in its result.
+    """
     name = func._opname
-    if name in _LOOKS_UP:  # reads the rows that it gives
+    if name in _LOOKS_UP:  # reads only the rows that it returns
         return 2 * sum(map(size_of, fresh)) + sum(map(size_of, tensors[1:]))
-    if name in _PUTS:  # reads rows and their places, and writes the rows; what is added up is read too
+    if name in _PUTS:  # reads rows and indices, writes the rows; additions read the target's rows too
         return sum(map(size_of, tensors[1:])) + size_of(tensors[-1]) * (2 if "add" in name else 1)
-    if name == "add_rows_":  # reads and writes as many rows of the sum
+    if name == "add_rows_":  # reads and writes as many rows of the target
         return sum(map(size_of, tensors[1:])) + 2 * size_of(tensors[1])
     written = _written(func)
     if not written:
@@ -289,13 +342,14 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
     return sum(map(size_of, tensors)) + (0 if name in _OVERWRITES or func._overloadname == "out" else changed)
 
 
+# Operators that read rows of a tensor; that write rows of it; and whose written argument is not read before.
 _LOOKS_UP = {"embedding", "index", "index_select", "gather", "gather_rows"}
 _PUTS = {"index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_", "low_rank", "low_rank_gradients_"}
 
 
 def written_by(func: Any, args: Any) -> Tensor | None:
-    """The tensor that an operation changes, if it is one."""
+    """Return the tensor that an operation writes in place: its first written argument; None if not a tensor."""
     places = _written(func)
     changed = args[places[0][0]] if places and places[0][0] < len(args) else None
     return changed if isinstance(changed, Tensor) else None
@@ -303,13 +357,14 @@ def written_by(func: Any, args: Any) -> Tensor | None:
 
 @cache
 def _written(func: Any) -> list[tuple[int, str]]:
-    """Places and names of the arguments that it writes."""
+    """Return (position, name) of the arguments that an operator writes in place, from its schema."""
     arguments = enumerate(func._schema.arguments)
     return [(n, one.name) for n, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 # --- Launches -------------------------------------------------------------------------------------------------------
 
+# Fused optimizer updates, whose arguments are lists of tensors: weights, gradients, states.
 _PER_TENSOR = {
     getattr(packet, overload)
     for packet in (aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_)
@@ -319,11 +374,15 @@ _PER_TENSOR = {
 
 
 def _share_of_a_launch(tensor: Tensor) -> float:
-    """native/cuda/MultiTensorApply.cuh: a launch takes 320 chunks of 65,536 elements, and of at most 30 tensors."""
+    """Return the share of a kernel launch that one tensor of a fused optimizer update takes.
+
+    A launch covers 320 chunks of 65,536 elements and at most 30 tensors (native/cuda/MultiTensorApply.cuh).
+    """
     return max(-(-tensor.numel() // 65536) / 320, 1 / 30)
 
 
 def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """Return the number of kernel launches of an operation."""
     own = _LAUNCHES.get(func._opname)
     if own is None:
         return 1
@@ -331,37 +390,41 @@ def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capabilit
 
 
 def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """One kernel and one that prepares it; where there is none, a product for each expert that has rows."""
+    """Two launches (preparation, product) if one kernel serves all experts; else one for each expert with rows."""
     a, b, _, counts = args
     return 2 if grouped.runs_as_one(capability, a, b) else sum(map(bool, counts))
 
 
 def _of_copy(args: Any, kwargs: Any, out: Tensor, capability: Capability) -> float:
-    """None where bytes are copied as they lie: that is no kernel."""
+    """No launch if the bytes are copied unchanged (a memcpy), else one kernel."""
     source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
     alike = source.dtype == out.dtype and source.shape == out.shape and source.stride() == out.stride()
     return 0 if alike and _is_dense(source) else 1
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill a contiguous stretch of memory, in any order."""
     return tensor.numel() == 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _of_sort(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Of numbers [n] that are sorted in one block, or in a pass over each of their bytes."""
+    """Launches that sort a vector [n]: 2 up to 4096 elements (a single block), else a radix pass per byte, plus 3."""
     return 2 if args[0].numel() <= 4096 else 3 + args[0].element_size()
 
 
 def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """No launch to join a single tensor, else one."""
     return 1 if len(args[0]) > 1 else 0
 
 
 def _of_power(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """No launch for the exponent 1, else one."""
     exponent = args[1]
     return 0 if not isinstance(exponent, Tensor) and exponent == 1 else 1
 
 
 def _of_product(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """No launch if one of the matrices is empty, else one."""
     return 1 if args[-1].numel() and args[-2].numel() else 0
 
 
@@ -383,4 +446,4 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "_varlen_attn_backward": 3,
     "_scaled_dot_product_flash_attention_backward": 3,
 }
-"""Launches by name, where not one: as counted of torch 2.11 for CUDA 13, operation by operation."""
+"""Operator name -> its launches, where not 1: counted operation by operation with torch 2.11 for CUDA 13."""
