@@ -1,4 +1,4 @@
-"""A resolved run becomes an adapted model: `build(run, device)`, the one path for training, counting and prediction."""
+"""Build the adapted model of a run: `build(run, device)`, used alike by training, counting and prediction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,15 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model ready to train: what trains requires a gradient, all else is frozen in base precision."""
+    """A model that is ready to train. What trains requires a gradient; all else is frozen, most of it in base
+    precision.
+
+    Attributes:
+        run: the resolved run that the model was built for.
+        model: the model, or the part of it that this rank holds.
+        ranks: the ranks of the run, as seen by this one.
+        expert_context: settings and hooks that the model's expert banks share.
+    """
 
     run: ResolvedRun
     model: PreTrainedModel
@@ -53,12 +61,15 @@ class Adapted:
         return self.run.selection
 
     def part_of(self, name: str) -> Part:
-        """Which part of the run file belongs to what is learned."""
+        """Return the part of the run file (`router`, `experts`, `lora` or `other`) of a name in `learned()`."""
         return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """Name -> parameter, of what trains: those that the optimizer updates, also while FSDP2 has gathered weights in
-        their place."""
+        """Return name -> parameter of all parameters that train, as the optimizer updates them.
+
+        The mapping is computed once, so it holds the sharded parameters even while FSDP2 has gathered weights in their
+        place.
+        """
         return self._trainable
 
     @cached_property
@@ -66,17 +77,20 @@ class Adapted:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def router_biases(self) -> dict[str, Tensor]:
-        """Name -> the correction bias that is updated beside its router: float32 [E], the same on every rank."""
+        """Return name -> correction bias, float32 [E], of the routers whose bias is updated; equal on every rank.
+
+        Empty unless `train.router_bias_rate` is set.
+        """
         here = {layer.index for layer in self.structure.moe_layers}
         names = (name for layer, name in self.run.router_biases.items() if layer in here)
         return {name: self.model.get_buffer(name) for name in names}
 
     def learned(self) -> dict[str, Tensor]:
-        """Name -> tensor, of all that a run changes: what trains, and correction biases."""
+        """Return name -> tensor of all that a run changes: parameters that train, and correction biases of routers."""
         return {**self.trainable(), **self.router_biases()}
 
     def of_experts(self) -> list[nn.Parameter]:
-        """What trains in expert banks."""
+        """Return the trained parameters that are in expert banks: whole experts and LoRA on experts."""
         banks = tuple(f"{layer.experts}." for layer in self.structure.moe_layers)
         return [p for name, p in self.trainable().items() if name.startswith(banks)]
 
@@ -88,18 +102,21 @@ def build(
     ranks: Ranks = SINGLE_RANK,
     capability: Capability | None = None,
 ) -> Adapted:
-    """Build the adapted model on `device`, or the part of it that one of several ranks holds.
+    """Build the adapted model on `device`: load or draw weights, quantize, add LoRA and checkpointing, freeze the rest.
 
-    On `meta` it has every parameter and buffer of the trained model and no storage: counting uses that. There it is not
-    distributed yet (`distribute`).
+    With several ranks, build the part that this rank holds and distribute it. On `meta` the model has all parameters
+    and buffers of the trained model without storage, and is not distributed yet; call `distribute` for that.
 
     Args:
-        on_read: called again and again with the share of a checkpoint that has been read.
-        ranks: the ranks of the run, as this one sees them.
-        capability: on meta, of the GPU that the model stands for; None for a CPU.
+        run: a resolved run, the values of a run file, or its path.
+        on_read: called repeatedly while weights are read, with the fraction that has been read (0 to 1).
+        ranks: the ranks of the run, as seen by this one.
+        capability: with the device `meta`, the CUDA compute capability of the GPU that the model is built for; None for
+            a CPU. Ignored on a GPU, which is asked itself.
 
     Raises:
-        UserError: the weights cannot be read, or an expert that should be quantized is not.
+        UserError: the run cannot be resolved, the weights cannot be read or do not fit the model, or a tensor is not in
+            the precision or on the device that the run file sets.
     """
     device = torch.device(device)
     run = resolve(run, kind_of(device))
@@ -167,7 +184,7 @@ def build(
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:
-    """What the banks of a model share with what is around them."""
+    """Return the context that the model's expert banks share."""
     selection, dispatcher = run.selection, None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}

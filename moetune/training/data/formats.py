@@ -1,7 +1,7 @@
 """Conversion of Alpaca and ShareGPT records to chats or prompts, and checks of the values that a record holds.
 
-    Alpaca    {"instruction": .., "input": .., "output": ..}           in some files also "system" and "history"
-    ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files also "system" and "tools"
+Alpaca    {"instruction": .., "input": .., "output": ..}           in some files also "system" and "history"
+ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files also "system" and "tools"
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert an Alpaca record to a `prompt` and `completion` in Stanford Alpaca's words, for models without chat
-    template.
+    """Convert an Alpaca record to `prompt` and `completion` in Stanford Alpaca's words, without a chat template.
 
     Raises:
         MalformedError: `instruction` or `input` is not text, or the record has `system` or `history`, which the prompt
@@ -134,7 +133,7 @@ def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str
     """Find content of messages that a chat template drops, completely or in part.
 
     The words of a content must appear in the rendered chat in the same order, and a mark appended to the content must
-    appear as well. White space and punctuation may differ.
+    appear as well. Case, white space and punctuation may differ.
 
     Args:
         messages: checked messages.

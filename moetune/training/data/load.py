@@ -91,8 +91,8 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
     `tokenizer.chat_template` is replaced.
 
     Raises:
-        UserError: a list of all problems, one per line: data that cannot be found or read, and records that cannot be
-            used.
+        UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
+            weights or `data.validation` leave no record to train on.
     """
     problems: dict[str, None] = {}
     documents = Documents()

@@ -121,7 +121,7 @@ def notes(counts: DataCounts) -> list[str]:
 
 
 def counts_json(counts: DataCounts) -> dict[str, Any]:
-    """Return the statistics as a JSON object, in which `lengths` is summarized by quantiles and a histogram."""
+    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram."""
     lengths = counts.lengths
     summary = {
         "shortest": int(lengths.min()),

@@ -1,13 +1,13 @@
 """Open the files and data sets that a run file names, and read their records one by one.
 
-    spec                            records
-    notes.txt (.text .md .rst)      one record, {"text": the whole file}
-    data.jsonl (.json)              one record per line, or a JSON array of records
-    data.csv (.tsv)                 one record per row, with the names in the first row as keys
-    data.parquet                    one record per row
-    folder/                         all such files in the folder
-    unicode-names[:split]           a data set of the catalog, as JSONL inside the package
-    org/name[[:config]:split]       a data set on the Hugging Face Hub
+spec                            records
+notes.txt (.text .md .rst)      one record, {"text": the whole file}
+data.jsonl (.json)              one record per line, or a JSON array of records
+data.csv (.tsv)                 one record per row, with the names in the first row as keys
+data.parquet                    one record per row
+folder/                         all such files in the folder
+unicode-names[:split]           a data set of the catalog, as JSONL inside the package
+org/name[[:config]:split]       a data set on the Hugging Face Hub
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ class _EmptyTensors(TorchDispatchMode):
 
 
 def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the parameters that require a gradient and that `tensor` was computed from, found in its autograd graph.
-    """
+    """Return the parameters that require a gradient and that `tensor` was computed from, by walking its graph."""
     found: dict[int, Tensor] = {}
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:

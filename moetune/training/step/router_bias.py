@@ -43,8 +43,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the biases in place from the load of all micro-steps and ranks since the last update; reset the load.
-        """
+        """Update the biases in place from the load of all ranks since the last update; reset the load."""
         if not self._load:
             return
         totals = self._ranks.total_over_data(torch.cat(list(self._load.values())))
