@@ -153,8 +153,9 @@ class _NoExperts(nn.Module):
 
 
 def has_little_shared_memory(capability: Capability) -> bool:
-    """Return whether a GPU of this capability has 99 KiB of shared memory per block, not 163 KiB or more: consumer
-    cards.
+    """Return whether a GPU of this capability has 99 KiB of shared memory per block and not 163 KiB or more.
+
+    Consumer GPUs, and others with the same chips, have 99 KiB.
     """
     return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
 

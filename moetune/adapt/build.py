@@ -37,7 +37,7 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model that is ready to train. What trains requires a gradient; all else is frozen, most of it in base
+    """A model that is ready to train: what trains requires a gradient, all else is frozen, most of it in base
     precision.
 
     Attributes:

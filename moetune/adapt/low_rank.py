@@ -21,10 +21,9 @@ from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedLinear
 
 FEW_ROWS = 1536
-"""Maximum number of rows for which the base layer itself is called; bitsandbytes may then multiply 4-bit weights
-directly.
+"""Maximum number of rows for which the base layer is called instead of dequantizing its weight here.
 
-With more rows bitsandbytes dequantizes the weights, in three launches instead of one.
+bitsandbytes may then multiply 4-bit weights directly; for more rows it would dequantize them, in three launches.
 """
 
 _ONE = (None, None)
