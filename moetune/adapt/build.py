@@ -37,8 +37,7 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model that is ready to train: what trains requires a gradient, all else is frozen, most of it in base
-    precision.
+    """A model that is ready to train: what trains requires a gradient, all else is frozen (mostly in base precision).
 
     Attributes:
         run: the resolved run that the model was built for.

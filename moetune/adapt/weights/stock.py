@@ -1,4 +1,4 @@
-"""A checkpoint as transformers alone loads it, checked as one that is trained."""
+"""Load a checkpoint with transformers alone, unquantized, and check that all tensors were used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from moetune.run.resolve import ResolvedModel
 
 
 def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
-    """Load a model with transformers; every tensor of the checkpoint has its place, and every place a tensor.
+    """Load a model with transformers' `from_pretrained`, in the model's dtype.
+
+    Args:
+        model: the resolved model; its weights are downloaded if needed.
+        device: where the weights are put.
 
     Raises:
-        UserError: the weights cannot be had or loaded, or one has no place.
+        UserError: the weights cannot be found, downloaded or loaded; or a tensor is missing, unexpected or of another
+            shape.
     """
     folder = model.source.weights()
     read_checkpoint(folder)
@@ -47,7 +52,7 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Without those of transformers; ours shows the same."""
+    """Disable transformers' progress bars inside the `with` block; moetune shows its own."""
     were_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
