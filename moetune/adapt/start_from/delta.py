@@ -49,9 +49,7 @@ class _Target:
     stack: str = ""
 
     def rows(self, delta: Delta) -> dict[str, int | None]:
-        """Return name of a tensor -> index of the row that is needed; None for all rows, -1 if the delta does not have
-        it.
-        """
+        """Return tensor name -> index of the row that is needed; None for all rows, -1 if the delta lacks it."""
         found: dict[str, int | None] = {}
         for key in self.mapping.every_key():
             found[key] = None
@@ -166,7 +164,7 @@ def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
 
 
 def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
-    """Yield a target for each parameter that trains in full precision, and again for each name tied to it in the base."""
+    """Yield a target for each parameter that trains in full precision, and one more for each name tied to it."""
     mappings = key_mappings(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
     there = adapted.trainable().keys()
     for layer in adapted.structure.moe_layers:

@@ -46,7 +46,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class _Scales(BaseModel):
-    """The settings of an adapter that determine the scale of its factors, under PEFT's names; None for PEFT's default."""
+    """The settings of an adapter that set the scale of its factors, under PEFT's names; None for PEFT's default."""
 
     lora_alpha: FiniteFloat
     alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
@@ -198,9 +198,7 @@ class _Reading:
         return {"A": A, "B": B}
 
     def _scale(self, target: str, rank: int) -> float:
-        """Return the factor by which PEFT multiplies B·A for this layer: alpha / rank, or alpha / √rank with
-        `use_rslora`.
-        """
+        """Return PEFT's factor of B·A for this layer: alpha / rank, or alpha / √rank with `use_rslora`."""
         alphas = {pattern.pattern: alpha for pattern, alpha in (self.scales.alpha_pattern or {}).items()}
         as_parameters = self.scales.target_parameters or ()
         if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):

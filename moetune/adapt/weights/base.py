@@ -92,8 +92,7 @@ def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) 
 
 
 def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> None:
-    """Raise `UserError` if `what` was made for another checkpoint than a model's, as far as known without reading
-    weights.
+    """Raise `UserError` if `what` was made for another checkpoint than a model's; read no weights.
 
     Names, dtypes and shapes of tensors are compared; for a quantized base also the digests in its manifest. Nothing is
     compared if the weights are not on this machine yet.

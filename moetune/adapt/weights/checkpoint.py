@@ -111,7 +111,7 @@ class CheckpointReader:
     def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
         """Read experts that have tensors of their own.
 
-        Matrices that are already quantized in the precision of `model.base` are stored as they are.
+        Matrices of frozen experts that are already NF4 as the run demands are stored as they are.
         """
         for expert in self._target.bank(path).held:
             one = mapping.of_expert(expert)
@@ -125,8 +125,9 @@ class CheckpointReader:
             self._target.put_expert(path, stack, expert, one.to_model(self._read)[0])
 
     def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
-        """Read experts that are rows of one tensor. MXFP4 is stored as it is if the expert is frozen and the base is
-        MXFP4.
+        """Read experts that are rows of one tensor.
+
+        MXFP4 is stored as it is if the expert is frozen and `model.base` is MXFP4.
         """
         for expert in self._target.bank(path).held:
             is_frozen = self._target.pieces_of(path, stack, expert) is not None
@@ -137,9 +138,7 @@ class CheckpointReader:
                 self._target.put_expert(path, stack, expert, rows[0])
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
-        """Return whether a matrix has this shape and is already quantized as `model.base` demands, so it is stored as
-        it is.
-        """
+        """Return whether a matrix has this shape and is already NF4 as the run demands, so that it is stored as it is."""
         config = self._target.config
         return (
             isinstance(stored, BitsAndBytes)
@@ -152,8 +151,9 @@ class CheckpointReader:
         return self._stored[key].whole(self._target.device).to(self._target.dtype)
 
     def _converted(self, mapping: KeyMapping) -> Tensor:
-        """Return a parameter in the checkpoint's dtype, converted on the CPU if transformers marks it as too large for
-        a GPU.
+        """Return a parameter in the checkpoint's dtype.
+
+        It is converted on the CPU if transformers marks it as too large for a GPU.
         """
         on_host = mapping.conversion is not None and mapping.conversion.force_cpu
         device = torch.device("cpu") if on_host else self._target.device

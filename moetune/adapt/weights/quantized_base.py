@@ -90,8 +90,9 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
 
 
 def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Path]) -> None:
-    """Prepare a folder for a quantized base, or for continuing one: record what is written; copy configuration and
-    tokenizer.
+    """Prepare a folder for a new or interrupted quantized base; copy configuration and tokenizer into it.
+
+    What is to be quantized is recorded in the folder, or compared with what was recorded there before.
 
     Args:
         folder: folder of the quantized base; it must exist.
@@ -100,8 +101,8 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
         weights: the checkpoint's weight files.
 
     Raises:
-        UserError: the folder holds something else or a finished quantized base, or was begun for another model,
-            precision or version of the checkpoint.
+        UserError: the folder holds something else or a finished quantized base; it was begun for another model,
+            precision or version of the checkpoint; or its record is damaged.
     """
     plan = {
         "schema": 1,
@@ -275,7 +276,7 @@ def _fill(
 
 
 def _read_held(opened: Any, name: str, target: LoadTarget) -> Tensor:
-    """Return a tensor, or only the rows of experts that this rank holds if its rows belong to the experts of a layer."""
+    """Return a tensor, or of a tensor with rows for all experts of a layer those of the experts on this rank."""
     bank = next((bank for path, bank in target.banks.items() if name.startswith(f"{path}.")), None)
     if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)

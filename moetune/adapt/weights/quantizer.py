@@ -35,7 +35,7 @@ METHOD = "moetune"
 
 @register_quantization_config(METHOD)
 class MoetuneConfig(QuantizationConfigMixin):
-    """Argument `quantization_config` of `from_pretrained`, which makes moetune load and quantize the model; nothing
+    """Settings with which `from_pretrained` loads a model quantized by moetune (`quantization_config=`); nothing
     trains.
 
     Args:

@@ -41,9 +41,7 @@ def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
 
 
 def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute, on `device`, the tensors still on meta that no checkpoint holds, such as a rotary embedding's
-    frequencies.
-    """
+    """Compute, on `device`, the meta tensors that no checkpoint holds, such as rotary frequencies."""
     for path, module in list(model.named_modules()):
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             realize(model, path, device)
@@ -85,9 +83,7 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
 
 
 def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
-    """Initialize the tensors `fresh` of the module at `path` by its own rule or, where that skips some, by an outer
-    module's.
-    """
+    """Initialize the tensors `fresh` of the module at `path` by its own rule and, if need be, by outer modules' rules."""
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):

@@ -79,8 +79,8 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers before any weight is read, so that temporary tensors do not fragment the
-        memory.
+        """Create the banks of all layers before weights are read, whose temporary memory would otherwise lie between
+        them.
         """
         for path in self.layers:
             self.bank(path)
@@ -125,8 +125,7 @@ class LoadTarget:
         self._note(getattr(self.model.get_submodule(path), stack).numel() // layer.shape.num_experts)
 
     def pieces_of(self, path: str, stack: str, expert: int) -> tuple[int, tuple[int, int]] | None:
-        """Return the number of pieces that a frozen expert's matrix is quantized in, and the shape [out, in] of each
-        piece.
+        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each piece.
 
         Return None if the expert trains or the stack holds biases, which are not quantized.
         """
