@@ -1,4 +1,4 @@
-"""Select a model's attention function, and run packed documents through variable-length attention without a mask.
+"""Select a model's attention function; run packed documents with variable-length attention, without a mask.
 
 With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention separates them by a mask
 [B, 1, S, S]. On a GPU torch has a kernel (`torch.nn.attention.varlen`, flash attention) that takes the offsets of the
@@ -35,7 +35,7 @@ VARLEN = "varlen"
 No mask function has this name, so transformers creates no mask.
 """
 
-_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.13 on
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # true from torch 2.13 on
 
 Capability = tuple[int, int]
 
@@ -54,7 +54,7 @@ def attention_for(
         capability: CUDA compute capability of the GPU that the model runs on; None for a CPU.
     """
     if config.model.attention == "flash_attention_2" and device.type == "meta":
-        return VARLEN  # the package's kernels are those that torch has, and its cu_seqlens come the same way
+        return VARLEN  # stands for the flash_attn package, which has the same kernels and interface
     if config.model.attention != "sdpa" or capability is None or not config.packs:
         return config.model.attention
     return VARLEN if takes_cu_seqlens(plain, capability) else "sdpa"
@@ -93,7 +93,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
     a copy of the model is run on the meta device with an attention function and a mask function that record their
     arguments.
     """
-    model = copy.deepcopy(plain).train()  # dropout is passed in training only
+    model = copy.deepcopy(plain).train()  # attention receives its dropout in training mode only
     windows: dict[int, int | None] = {}
     calls: list[tuple[nn.Module, int, bool]] = []
 
@@ -127,7 +127,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
             decoder_stack(model)(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **cu_seqlens([_ROW])
             )
-    except Exception:  # code that needs values, which a copy without storage does not have
+    except Exception:  # the model's code needs values, which meta tensors lack
         return _NO
     called = {module for module, _, _ in calls}
     all_fit = all(fits for _, _, fits in calls) and all(called & {*layer.modules()} for layer in ran)
@@ -180,7 +180,7 @@ def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
     """
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
-    # Two tensors, as there are two on the device once a batch was copied there.
+    # Two tensors here too, because copying the batch to a device makes two.
     ends = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts.clone()}
     return ends | {"max_length_q": longest, "max_length_k": longest}
 
@@ -230,7 +230,7 @@ def varlen_attention(
     rows, heads, length, size = query.shape
     size_v = value.shape[-1]
     scaling = size**-0.5 if scaling is None else scaling
-    if size_v != size:  # the kernel has one size of heads
+    if size_v != size:  # the kernel needs values with the head size of queries and keys
         value = pad(value, (0, size - size_v))
     if missing := -size % 8:
         query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))

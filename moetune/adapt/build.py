@@ -72,7 +72,7 @@ class Adapted:
         return self._trainable
 
     @cached_property
-    def _trainable(self) -> dict[str, nn.Parameter]:  # first asked for when the model is distributed
+    def _trainable(self) -> dict[str, nn.Parameter]:  # computed first while the model is being distributed
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def router_biases(self) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def build(
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
     if selection.lora is not None and selection.lora_linears:
-        add_lora(model, selection.lora_linears, selection.lora)  # PEFT freezes all but its own factors
+        add_lora(model, selection.lora_linears, selection.lora)  # PEFT freezes all parameters except its own factors
     for parameter in trained:
         parameter.requires_grad_()
     if config.train.neftune_alpha:
@@ -167,7 +167,9 @@ def build(
     refuse_misplaced(model, config.model, device)
     checkpoint_layers(model, config.train.checkpointing, device)
     for layer in structure.moe_layers:
-        if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
+        if (
+            name := run.router_biases.get(layer.index)
+        ) is not None:  # in 16 bits its small updates would be lost to rounding
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
     if dense is not None:
@@ -176,7 +178,7 @@ def build(
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what quantizing took
+        torch.cuda.empty_cache()  # free the cached memory that quantizing used
     if device.type != "meta":
         distribute(model, structure, ranks)
     return Adapted(run, model, ranks, context)

@@ -106,11 +106,13 @@ class _Call:
         self._routers.call = self._outer
 
     def begin(self) -> None:
+        """Activate the dispatch mode, if it is not active."""
         if not self._is_on:
             self._mode.__enter__()
             self._is_on = True
 
     def end(self) -> None:
+        """Deactivate the dispatch mode, if it is active."""
         if self._is_on:
             self._mode.__exit__(None, None, None)
             self._is_on = False
@@ -180,7 +182,7 @@ class InputsOnHost:
 
     def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
         self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts
-        self._kept: list[weakref.ref[_Kept]] = []  # in the order of forward; a graph that is let go takes its own away
+        self._kept: list[weakref.ref[_Kept]] = []  # in forward order; dead once their graph is freed
 
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         """Replacement for `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
@@ -192,14 +194,14 @@ class InputsOnHost:
             args: further arguments of the layer, which stay on the device.
         """
         recomputed = partial(torch_checkpoint, function, use_reentrant=False, context_fn=self._contexts)
-        if hidden.is_leaf:  # a frozen embedding's output stays whatever happens: autograd holds on to leaves
+        if hidden.is_leaf:  # such as a frozen embedding's output: autograd keeps leaves anyway
             return recomputed(hidden, *args)
         left: list[AsyncCopy] = []
-        storage = id(hidden.untyped_storage())  # the graph keeps what `pack` refers to
+        storage = id(hidden.untyped_storage())  # an id, because the graph would keep any tensor that `pack` refers to
 
         def pack(tensor: Tensor) -> Tensor | _Kept:
             if id(tensor.untyped_storage()) != storage:
-                return tensor  # a mask, say, which all layers share
+                return tensor  # for example a mask, which all layers share
             kept = _Kept(self._out.to_host(tensor))
             left.append(kept.left)
             self._kept = [*(ref for ref in self._kept if ref() is not None), weakref.ref(kept)]
@@ -211,7 +213,7 @@ class InputsOnHost:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = recomputed(hidden, *args)
         for copy in left:
-            copy.wait()  # the input may go when the layer is through, and not before it has left
+            copy.wait()  # the input may be freed after this layer, but not before it is copied
         return output
 
     def _bring(self, kept: _Kept) -> Tensor:

@@ -44,10 +44,10 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
         UserError: PEFT did not wrap one of the modules.
     """
     targets = [f"model.{path}" for path in paths]
-    alpha: Any = lora.alpha  # PEFT takes floats, and is typed without
+    alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
     config = PeftLoraConfig(r=lora.rank, lora_alpha=alpha, use_rslora=lora.rslora, target_modules=targets)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    # Handed a transformers model, PEFT takes any gate_proj or w1 for an expert's and moves its factors there.
+    # In a ModuleDict: for a transformers model PEFT would treat any gate_proj or w1 as a part of experts.
     inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=on_meta)
     for path in paths:
         module = model.get_submodule(path)

@@ -1,4 +1,4 @@
-"""Fused RMS norms: one kernel forward and one backward, instead of the eight or more that transformers' code launches.
+"""Fused RMS norms: one kernel forward and one backward, where transformers' code launches eight or more.
 
     y = w · x · rstd,   rstd = (mean(x²) + ε)^(-½)      dx = rstd · (w·dy − x · rstd² · mean(w·dy·x))
 
@@ -6,7 +6,7 @@ All of it is computed in float32 and rounded once, as in gpt-oss. Llama's norm r
 w; in 16 bits the results differ by that rounding, in float32 only by the order of summation. The backward pass keeps x
 in its own dtype and rstd [..., 1].
 
-They are custom operators of torch, so that a trace on fake tensors records what a GPU runs.
+The kernels are registered as custom operators of torch, so that a trace on fake tensors records what a GPU runs.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
         expected = trainable[target.parameter].shape
         try:
             found = target.value(delta, _nothing).shape
-        except (RuntimeError, IndexError, ValueError):  # its parts do not fit together
+        except (RuntimeError, IndexError, ValueError):  # the tensors of the parameter do not fit together
             problems.append(f"{target.mapping.every_key()[0]} and what belongs with it do not make {target.parameter}")
             continue
         if found != expected:

@@ -1,4 +1,7 @@
-"""Load a PEFT adapter folder, written by moetune or by PEFT itself, into an adapted model. Pickles are never opened."""
+"""Load a PEFT adapter folder, written by moetune or by PEFT itself, into an adapted model.
+
+Pickles are never opened.
+"""
 
 from __future__ import annotations
 

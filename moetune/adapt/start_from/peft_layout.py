@@ -115,5 +115,5 @@ def expert_keys(layer: MoeLayer) -> dict[str, str]:
 
 
 def rows_of_parts(lora: ExpertLora, projection: str) -> tuple[slice, ...]:
-    """Return the output rows of each part of a projection: of gate and of up if their factors are separate, else all."""
+    """Return the output rows of each part of a projection: gate and up if their factors are separate, else all."""
     return lora.gate_up_rows if projection == "gate_up" else (slice(None),)

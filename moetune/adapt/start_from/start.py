@@ -1,4 +1,4 @@
-"""Open `adapt.start_from`, a PEFT adapter or a delta: check it before weights are loaded, and load it afterwards."""
+"""Open `adapt.start_from`, a PEFT adapter or a delta: check it before any weight is loaded, load it afterwards."""
 
 from __future__ import annotations
 

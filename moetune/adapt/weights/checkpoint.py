@@ -138,7 +138,7 @@ class CheckpointReader:
                 self._target.put_expert(path, stack, expert, rows[0])
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
-        """Return whether a matrix has this shape and is already NF4 as the run demands, so that it is stored as it is."""
+        """Return whether a matrix has this shape and is already NF4 as the run demands, so it is stored as it is."""
         config = self._target.config
         return (
             isinstance(stored, BitsAndBytes)
@@ -204,7 +204,7 @@ class CheckpointReader:
             yield f"unexpected expert {expert} for {name}, which has {count}"
 
     def _shape(self, mapping: KeyMapping) -> list[int] | str:
-        """The shape of what a mapping makes of the checkpoint's tensors, or why they do not fit together."""
+        """Return the shape of the parameter that a mapping computes, or why its tensors do not fit together."""
         try:
             return [*mapping.to_model(lambda key: torch.empty(self._stored[key].shape, device="meta")).shape]
         except (RuntimeError, IndexError, ValueError) as error:

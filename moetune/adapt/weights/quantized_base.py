@@ -79,7 +79,7 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in _tensors(model):
-        if tensor.data_ptr() in seen:  # a head that is the embedding is stored once
+        if tensor.data_ptr() in seen:  # tied weights are stored once
             continue
         seen.add(tensor.data_ptr())
         keys = mappings[name].every_key() if name in mappings and tensor.is_floating_point() else []
@@ -110,7 +110,7 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
         "double_quant": model.config.double_quant,
         "gate_up_apart": model.gate_up_apart,
         "source": str(source.resolve()),
-        # A source that changes between two attempts would be quantized half and half.
+        # To detect a checkpoint that changed between two attempts, which would be mixed otherwise.
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
     }
     begun = folder / BEGUN
@@ -266,7 +266,7 @@ def _fill(
                 on_read(done / size)
     with reading(f"the quantized linear layers in {str(folder)!r}", remedy=_AGAIN):
         for path, parts in in_4bit.items():
-            if len(parts) == 1:  # was not worth quantizing when the base was written
+            if len(parts) == 1:  # the layer was not quantized when the base was written
                 target.put(f"{path}.weight", parts[""])
             else:
                 target.put_4bit(path, parts.pop(""), parts)

@@ -35,8 +35,9 @@ METHOD = "moetune"
 
 @register_quantization_config(METHOD)
 class MoetuneConfig(QuantizationConfigMixin):
-    """Settings with which `from_pretrained` loads a model quantized by moetune (`quantization_config=`); nothing
-    trains.
+    """Settings (`quantization_config=`) with which `from_pretrained` loads a model quantized by moetune.
+
+    No parameter of the loaded model trains.
 
     Args:
         base: precision of the experts and linear layers, as `model.base` in a run file.

@@ -37,7 +37,7 @@ def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
     for path, module in list(model.named_modules()):
         realize(model, path, device)
         if module is embedding and device.type != "meta":
-            model.tie_weights()  # a head that is this table is not drawn for itself
+            model.tie_weights()  # so that a tied head is not drawn separately
 
 
 def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -73,7 +73,7 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
                 setattr(module, name, fresh[name])
         floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}
         for tensor in floats.values():
-            tensor.fill_(torch.nan)  # what the rules leave out must not pass for a weight
+            tensor.fill_(torch.nan)  # to detect what the rules do not initialize
         _draw(model, path, [*fresh.values()])
     undrawn = [name for name, tensor in floats.items() if tensor.isnan().any()]
     if undrawn:
@@ -83,7 +83,10 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
 
 
 def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
-    """Initialize the tensors `fresh` of the module at `path` by its own rule and, if need be, by outer modules' rules."""
+    """Initialize the tensors `fresh` of the module at `path` by its own rule.
+
+    Tensors that this rule skips are initialized by the rule of a module around it.
+    """
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):

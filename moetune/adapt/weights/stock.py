@@ -31,7 +31,7 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
     read_checkpoint(folder)
     index = folder / INDEX_FILE
     indexed = not (folder / SINGLE_FILE).is_file()
-    if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes there
+    if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes to it
         raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
     with reading(f"the weights of {model.source.name!r} in {str(folder)!r}"), no_progress_bars():
         load: Any = AutoModelForCausalLM.from_pretrained
@@ -41,7 +41,7 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
             device_map={"": device},
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # reported below, by name
+            ignore_mismatched_sizes=True,  # mismatches are reported below, by name
             output_loading_info=True,
         )
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]

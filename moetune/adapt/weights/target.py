@@ -79,8 +79,9 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers before weights are read, whose temporary memory would otherwise lie between
-        them.
+        """Create the banks of all layers before any weight is read.
+
+        Temporary tensors of the reading would otherwise leave gaps between the banks in memory.
         """
         for path in self.layers:
             self.bank(path)

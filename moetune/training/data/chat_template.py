@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from moetune.errors import UserError, one_line, time_limit
 from moetune.training.data.formats import MalformedError, checked_text, lost_content
 
-_SECONDS, _BYTES = 10.0, 2**30  # that a template may take for a record
+_SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering one record
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one thing."""
 Marking = Literal["markers", "prompts", "turns"]
@@ -83,7 +83,7 @@ class ChatTemplate:
                     texts = self._turns(messages, tools)
         except UserError as error:
             raise MalformedError(str(error)) from None
-        except Exception as error:  # templates can do what Python can do to a value
+        except Exception as error:  # template code can raise any exception
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
             if not isinstance(text, str) or len(text) > _BYTES // 16:
@@ -104,7 +104,7 @@ class ChatTemplate:
         empty = [{**message, "content": message["content"] or ""} for message in messages]
         try:
             written = self._render(messages, tools)
-        except UserError:  # the time is over
+        except UserError:  # the time limit
             raise
         except Exception:
             return empty
@@ -117,10 +117,10 @@ class ChatTemplate:
         markers, the chat is rendered only up to the next turn of the assistant, because each turn of the assistant is
         rendered as the last one for training too.
         """
-        cases: list[tuple[str, int, dict[str, Any] | None]] = []  # what is left out, where, and the message without it
+        cases: list[tuple[str, int, dict[str, Any] | None]] = []  # (part, message index, message without the part)
         for at, message in enumerate(messages):
             for names in _MAY_BE_IGNORED:
-                # A tool's name stands in the call that it answers.
+                # The name in a tool's message is also in the call that it answers, so it may be ignored.
                 here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
                 if here:
                     left = {key: value for key, value in message.items() if key not in here}
@@ -139,9 +139,9 @@ class ChatTemplate:
                     fewer = self._render(messages, None)
                 else:
                     fewer = self._render([*messages[:at], without, *messages[at + 1 : end]], tools)
-            except UserError:  # the time is over
+            except UserError:  # the time limit
                 raise
-            except Exception:  # the template needs it
+            except Exception:  # the template fails without it, so it is not ignored
                 continue
             if fewer == full:
                 raise _left_out(what)

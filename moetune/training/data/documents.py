@@ -150,7 +150,7 @@ def rows_on_disk(names: Sequence[str], blocks: Iterable[Block]) -> datasets.Data
             for block in blocks:
                 writer.write_batch(pa.record_batch([_list_array(block[name]) for name in names], schema=schema))
         table = pa.ipc.open_stream(pa.py_buffer(_mapped(file))).read_all()
-    return datasets.Dataset(table, fingerprint=secrets.token_hex(8))  # without one all of it is hashed, in memory
+    return datasets.Dataset(table, fingerprint=secrets.token_hex(8))  # else datasets hashes all rows, in memory
 
 
 def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
@@ -160,7 +160,7 @@ def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
 
 
 def _list_array(rows: np.ndarray | Sequence[np.ndarray]) -> pa.ListArray:
-    # Straight from numpy: `Dataset.from_dict` goes through Python objects, at several times the memory.
+    # From numpy: `Dataset.from_dict` would create Python objects and take several times the memory.
     offsets = np.cumsum([0, *map(len, rows)])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(rows)))
 

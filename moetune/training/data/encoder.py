@@ -122,7 +122,7 @@ class Encoder:
         return ids, np.ones(len(ids), dtype=bool)
 
     def _prompt(self, record: dict[str, Any]) -> Tokens:
-        # Tokenized apart, so that no token holds characters of both.
+        # Tokenized separately, so that no token has characters of both prompt and completion.
         prompt = _joined(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
         ids = _joined(prompt, self._checked(record, "completion"), self._eos)
         return ids, np.arange(len(ids)) >= len(prompt)
@@ -152,7 +152,7 @@ class Encoder:
         if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
             return ids, np.concatenate(trains)
         starts, stops = offsets.T
-        # Of a token that is whitespace alone, some tokenizers leave nothing but the position after it.
+        # Some tokenizers give a whitespace token an empty range after its character.
         firsts = np.where(stops > starts, starts, starts - 1)
         for end in ends:
             if (across := np.flatnonzero((starts < end) & (end < stops))).size:

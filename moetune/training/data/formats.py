@@ -119,10 +119,10 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
             raise MalformedError(f"tool_calls of message {number} is no list of objects")
         if message.get("weight") not in (None, 0, 1):
             raise MalformedError(f"weight of message {number} is {message['weight']!r}; it may be 0 or 1")
-        # An empty system message is common, and harmless.
+        # An empty system message is common and harmless, so only the assistant's content may not be empty.
         if not (calls and content in (None, "")) and (role == "assistant" or content != ""):
             checked_text(content, f"content of message {number}")
-        # Parquet has every key in every message.
+        # Remove null values, because messages read from Parquet have every key.
         messages.append({"content": None} | {key: given for key, given in message.items() if given is not None})
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedError("no message of the assistant, so nothing to train on")
@@ -151,7 +151,7 @@ def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         ends: str | None = render(marked)
     except UserError:
         raise
-    except Exception:  # the template takes no other content
+    except Exception:  # the template fails on other content
         ends = None
     lost: dict[int, str] = {}
     for index in with_text:

@@ -11,7 +11,7 @@ from typing import IO, Any
 from moetune.errors import UserError
 
 _BYTES = 2**16
-_MARGIN = 16  # characters that a word, a number or an escape may still need to be whole
+_MARGIN = 16  # characters at the end of the text that may be an incomplete word, number or escape
 _WHITE = re.compile(r"[ \t\n\r]*")
 
 
@@ -44,10 +44,10 @@ class JsonArray:
     def __init__(self, handle: IO[bytes]) -> None:
         self._file = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
         self._text, self._at, self._ended = "", 0, False
-        self._lines = self._column = 0  # before the text
+        self._lines = self._column = 0  # lines, and columns of the last line, before the text
 
     def __iter__(self) -> Iterator[Any]:
-        self._skip()  # to the bracket
+        self._skip()  # to the opening bracket
         self._at += 1
         mark = self._skip()
         while mark != "]":

@@ -33,9 +33,9 @@ from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.training.step.loss import IGNORED
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds until progress is reported first
 
-_MOST_GROWTH = 1000  # of a text, by a tokenizer's replacements; a space becomes three bytes
+_MOST_GROWTH = 1000  # maximum factor; common rules replace a space by 3 bytes
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Read
     Raises:
         UserError: no record is left to train on.
     """
-    _, firsts = np.unique(read.records, return_index=True)  # weights have some more than once
+    _, firsts = np.unique(read.records, return_index=True)  # a weight repeats records
     records = read.records[np.sort(firsts)]
     count = max(1, round(share * len(records)))
     if count >= len(records):

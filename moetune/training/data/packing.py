@@ -67,10 +67,12 @@ class _Segments:
         self._parts = [array("q") for _ in range(4)]
 
     def new_sequence(self) -> int:
+        """Start a sequence; return its number."""
         self.sequences += 1
         return self.sequences - 1
 
     def add(self, sequence: int, document: int, start: int, stop: int) -> None:
+        """Put the tokens from `start` to `stop` of a document at the end of a sequence."""
         for part, value in zip(self._parts, (sequence, document, start, stop), strict=True):
             part.append(value)
 
@@ -143,7 +145,7 @@ def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments
 def _pack_whole(documents: Sequence[Document], length: int, segments: _Segments) -> None:
     """Put each indivisible document, in order, into the fullest sequence that has room for it (best fit)."""
     with_room: dict[int, list[int]] = {}  # free tokens -> a heap of sequences
-    rooms: list[int] = []  # its keys, sorted
+    rooms: list[int] = []  # the keys of with_room, sorted
     for number, document in enumerate(documents):
         if document.divisible:
             continue

@@ -129,6 +129,7 @@ class _Problems:
         self._first: dict[str, list[tuple[int, str]]] = {}
 
     def add(self, number: int, said: str) -> None:
+        """Add the problem of the record with this line or row number."""
         self.count += 1
         text = re.sub(r"\d+", "#", said)
         if text in self._first or len(self._first) < _MOST_PROBLEMS:
@@ -138,8 +139,9 @@ class _Problems:
                 first.append((number, said))
 
     def summary(self, source: Source) -> Iterator[str]:
+        """Yield the lines of a message about all problems."""
         yield f"{source.name!r}: {counted(self.count, 'record')} cannot be used"
-        lines: list[tuple[int, int, str]] = []  # number of the first record, how many, and what is said of them
+        lines: list[tuple[int, int, str]] = []  # (first record, count, message)
         for text, first in self._first.items():
             if rest := self._alike[text] - len(first):
                 numbers = ", ".join(f"{number}" for number, _ in first)

@@ -35,11 +35,11 @@ JSON_SUFFIXES = (".jsonl", ".json")
 CSV_SUFFIXES = {".csv": ",", ".tsv": "\t"}
 RECORD_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, ".parquet")
 READABLE_SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-# A spec that ends like this was meant to be a file, whether it exists or not; hub names may hold other dots.
+# A spec with such an ending means a file, even if it does not exist; names on the hub may contain other dots.
 FILE_SUFFIXES = (*READABLE_SUFFIXES, ".gz", ".zst", ".zip", ".xml", ".html", ".yaml", ".yml", ".py")
 UTF8_MARK = b"\xef\xbb\xbf"
 _SOME_BYTES = 2**16
-_ROWS = 32  # of a Parquet file, in memory at once
+_ROWS = 32  # rows of a Parquet file that are in memory at the same time
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _hub_source(spec: str, name: str, config: str | None, split: str) -> Source:
     datasets.disable_progress_bars()
     try:
         kept = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
-        if not kept.is_dir() and not hub_is_reachable():  # else datasets tries again and again
+        if not kept.is_dir() and not hub_is_reachable():  # datasets would retry many times
             raise OSError(UNREACHABLE)
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -229,7 +229,7 @@ def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
     """Yield each row as an object, with the names in the first row as keys; empty fields become null."""
-    csv.field_size_limit(2**31 - 1)  # else 131,072 characters
+    csv.field_size_limit(2**31 - 1)  # the default is 131,072 characters
     with path.open(encoding="utf-8-sig", newline="") as handle:
         reader = csv.DictReader(handle, delimiter=delimiter, strict=True)
         last = 1
@@ -279,7 +279,7 @@ def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
     with file:
         try:
             for batch in file.iter_batches(batch_size=_ROWS):
-                # Row by row: Python's values take many times the memory of Arrow's, which has longer texts once only.
+                # Convert one row at a time: Python values take many times the memory of Arrow's.
                 batch = batch.cast(pa.schema([field.with_type(_without_dates(field.type)) for field in batch.schema]))
                 for at in range(len(batch)):
                     number += 1

@@ -47,7 +47,7 @@ class Measured:
     def broken(self) -> list[str]:
         """Return the names of parameters whose gradient was not finite, in the order of the backward pass."""
         if not self._squares or math.isfinite(as_float(torch.stack(self._squares).sum())):
-            return []  # one check for all: each waits for the device
+            return []  # one check for all gradients, because each check waits for the device
         return [
             self._names[parameter]
             for parameter, square in zip(self._came, self._squares, strict=True)
@@ -66,7 +66,7 @@ class FusedBackward:
         self.updaters = {u.parameters[0]: u for u in optimizer.updaters if u.fused or u.on_host}
         self.observer = observer
         self._use: Callable[[nn.Parameter], None] | None = None
-        arrived = weakref.WeakMethod(self._arrived)  # a strong reference would be a cycle
+        arrived = weakref.WeakMethod(self._arrived)  # a strong reference would create a cycle
 
         def hook(parameter: nn.Parameter) -> None:
             if (method := arrived()) is not None:
@@ -144,7 +144,7 @@ class FusedBackward:
             self._use = None
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if self._use is not None and parameter.grad is not None:  # a bank may have freed it
+        if self._use is not None and parameter.grad is not None:  # None if an expert bank's call has freed it
             self._use(parameter)
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:

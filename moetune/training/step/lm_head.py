@@ -81,7 +81,7 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
         output = stack(*args, **kwargs)
         seen.append(output[0])
         answer = _answer_like(output)
-        return answer(output[0][:, :0])  # no token: the model's own call ends without logits
+        return answer(output[0][:, :0])  # no tokens, so that this call computes no logits
 
     def logits_of(hidden: Tensor) -> Tensor:
         answering.answer = lambda *args, **kwargs: answer(hidden)

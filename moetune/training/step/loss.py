@@ -90,7 +90,7 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
         return tokens
     block = min(tokens, block_tokens(vocabulary)) if width < 4 else 0
     fits = (memory - 4 * vocabulary * block) // row_bytes
-    if fits < block:  # then a block has the whole chunk
+    if fits < block:  # the chunk is smaller than a block, so all of it is one block
         fits = memory // (row_bytes + 4 * vocabulary)
     return max(1, min(fits, tokens))
 
@@ -135,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         *trained: Tensor,
     ) -> Tensor:
         needs_hidden, wanted = hidden_NH.requires_grad, list(trained)
-        # divisor = fraction·2^exponent; divided by a fraction in [½, 1), gradients do not underflow in float16.
+        # divisor = fraction·2^exponent. Only the fraction, in [½, 1), is applied here, so float16 does not underflow.
         fraction, exponent = torch.frexp(torch.as_tensor(divisor, dtype=torch.float32, device=hidden_NH.device))
         gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         gradients: list[Tensor] = []
@@ -144,7 +144,7 @@ class _CrossEntropy(torch.autograd.Function):
             with torch.enable_grad():
                 hidden_nH = hidden_NH[rows].detach().requires_grad_(needs_hidden)
                 logits_nV = head(hidden_nH)
-            edge = get_gradient_edge(logits_nV)  # taken before the logits are overwritten
+            edge = get_gradient_edge(logits_nV)  # must be taken before the logits are overwritten
             gradient_nV = logits_nV.detach()
             del logits_nV
             losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], chunks, fraction))
@@ -156,7 +156,10 @@ class _CrossEntropy(torch.autograd.Function):
             del found
         gradients = [gradient.to(parameter.dtype) for gradient, parameter in zip(gradients, trained, strict=True)]
         ctx.save_for_backward(exponent)
-        ctx.made = [gradient_NH, *_each_in_its_own_memory(gradients)]  # neither inputs nor outputs
+        ctx.made = [
+            gradient_NH,
+            *_each_in_its_own_memory(gradients),
+        ]  # not inputs or outputs, so save_for_backward is not needed
         return torch.stack(losses).sum() / divisor
 
     @staticmethod
@@ -209,7 +212,7 @@ def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, chunks: Chunks, divisor
 def _loss_of_block(logits_bV: Tensor, targets_b: Tensor, divisor: Tensor | None) -> Tensor:
     counts_b = (targets_b != IGNORED).float()
     targets_b1 = targets_b.clamp_min(0)[:, None]
-    block_bV = logits_bV.float()  # float32 logits themselves, or a copy
+    block_bV = logits_bV.float()  # the logits themselves if they are float32, else a copy
     block_bV -= block_bV.amax(-1, keepdim=True)
     chosen_b = block_bV.gather(-1, targets_b1)[:, 0]
     sums_b = block_bV.exp_().sum(-1)

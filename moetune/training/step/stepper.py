@@ -88,7 +88,7 @@ class Stepper:
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._stack = decoder_stack(adapted.model)
         self._of_experts = set(adapted.of_experts())
-        # Of the step so far: the loss; the norm of freed gradients, and the names of those that were not finite.
+        # _freed: norm of the gradients freed in backward, and names of those that were not finite.
         self.loss = torch.zeros((), device=adapted.model.device)
         self._freed: tuple[Tensor | None, list[str]] = None, []
 
@@ -150,7 +150,7 @@ class Stepper:
         assert norm is not None, "nothing trains"
         norm, broken = norm / self._scale, measured.broken()
         self._freed = norm, broken
-        del measured  # a small tensor of each gradient
+        del measured  # it holds a scalar tensor for each gradient
         if broken:
             return done
         set_generator_states(states, device)
@@ -191,7 +191,7 @@ class Stepper:
             left: parameter -> gradient that is still in device memory; clipped in place to `train.max_grad_value`.
             freed: norm of the gradients that the backward pass measured and freed.
         """
-        if self.engine is not None:  # which has reduced them: the norm is that of all ranks
+        if self.engine is not None:  # DeepSpeed has reduced them, so this is the norm over all ranks
             return self.engine.norm() / math.sqrt(self.adapted.ranks.parallel.ranks)
         if self.measures_first:
             return freed
@@ -224,7 +224,7 @@ class Stepper:
         if ranks.is_single:
             assert norm is not None, "no micro-step came before"
             return norm, loss
-        square = torch.zeros_like(loss) if norm is None else norm.square()  # a rank may train nothing
+        square = torch.zeros_like(loss) if norm is None else norm.square()  # None on a rank without trained parameters
         both = ranks.total(torch.stack([square, loss / ranks.parallel.tp]))
         return both[0].sqrt(), both[1]
 
