@@ -37,7 +37,10 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model that is ready to train: what trains requires a gradient, all else is frozen (mostly in base precision).
+    """A model that is ready to train: what trains requires a gradient, all else is frozen.
+
+    Frozen experts and most frozen linear layers are stored in the precision `model.base`, other frozen tensors in the
+    dtype in which transformers loads them.
 
     Attributes:
         run: the resolved run that the model was built for.
@@ -167,9 +170,7 @@ def build(
     refuse_misplaced(model, config.model, device)
     checkpoint_layers(model, config.train.checkpointing, device)
     for layer in structure.moe_layers:
-        if (
-            name := run.router_biases.get(layer.index)
-        ) is not None:  # in 16 bits its small updates would be lost to rounding
+        if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would lose small updates
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
     if dense is not None:

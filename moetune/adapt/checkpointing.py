@@ -48,8 +48,8 @@ def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) ->
 class RoutersOf:
     """Hooks that switch on the recording or replaying of routers' choices in checkpointed calls.
 
-    It is on from the start of a block with experts to the start of its experts. Elsewhere no dispatch mode is active,
-    because a dispatch mode costs microseconds per operation.
+    Recording or replaying is on from the start of an MoE block, where its router runs, to the start of its experts.
+    Elsewhere no dispatch mode is active, because a dispatch mode costs microseconds per operation.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -56,9 +56,7 @@ def build_fake(
                         own[name] = memo.setdefault(tensor, _fake(tensor))
                         if isinstance(module, QuantizedExperts) and module.on_host:
                             mark_on_host(own[name])
-    distribute(
-        adapted.model, adapted.structure, adapted.ranks
-    )  # outside the fake mode, because device meshes are real tensors
+    distribute(adapted.model, adapted.structure, adapted.ranks)  # not in `mode`: device meshes are real tensors
     return adapted
 
 

@@ -1,6 +1,6 @@
 """A frozen linear layer with LoRA as one autograd function: y = W·x + b + s·B·(A·x), forward and backward.
 
-W is frozen, stored in any precision, and dequantized in each pass. The products with the factors use the kernels of the
+W is frozen and may be quantized; it is dequantized for each pass. The products with the factors use the kernels of the
 experts (experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine.
 The gradient of x is accumulated in one tensor. x and A·x are kept for the backward pass.
 

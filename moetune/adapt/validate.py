@@ -15,7 +15,7 @@ from moetune.run.resolve import ResolvedRun
 
 
 def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
-    """Raise `UserError` if a frozen expert, or a linear layer to be quantized, is not stored in base precision.
+    """Raise `UserError` if a frozen expert, or a linear layer to be quantized, is not stored as `model.base` says.
 
     Linear layers are checked only if `model.base` is `nf4`.
     """

@@ -31,8 +31,8 @@ from moetune.run.placement import EVERYTHING, Placement
 class LoadTarget:
     """A model on the meta device that is filled with weights one by one.
 
-    A frozen expert's matrices are quantized into the layer's bank, and a linear layer's weight is quantized, as soon as
-    the weight is put; so neither host nor GPU ever holds the whole model in 16 bits.
+    A frozen expert's matrices are quantized into the layer's bank (`ExpertBank`), and a linear layer's weight is
+    quantized, as soon as the weight is put; so neither host nor GPU ever holds the whole model in 16 bits.
 
     In the methods, `path` is the path of a module in the model, and `stack` is transformers' name of the parameter that
     holds a layer's experts, such as `gate_up_proj`.
@@ -42,7 +42,7 @@ class LoadTarget:
         structure: the layers and parameters of the model.
         selection: what trains.
         config: precision and place of the weights.
-        linears: paths of the linear layers that are stored in base precision.
+        linears: paths of the linear layers that are stored in the precision `model.base`.
         device: where weights are put.
         context: settings and hooks that the expert banks share.
         placement: the experts that this rank holds.
@@ -153,7 +153,7 @@ class LoadTarget:
     def put_linear(self, path: str, weight: Tensor) -> None:
         """Store the weight of a linear layer [out, in], and replace the layer by a quantized one.
 
-        The layer keeps the weight as it is if the base precision is the compute dtype, or is MXFP4, which applies to
+        The layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to
         experts only.
         """
         linear = cast(nn.Linear, self.model.get_submodule(path))

@@ -156,10 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
             del found
         gradients = [gradient.to(parameter.dtype) for gradient, parameter in zip(gradients, trained, strict=True)]
         ctx.save_for_backward(exponent)
-        ctx.made = [
-            gradient_NH,
-            *_each_in_its_own_memory(gradients),
-        ]  # not inputs or outputs, so save_for_backward is not needed
+        ctx.made = [gradient_NH, *_each_in_its_own_memory(gradients)]  # not inputs or outputs: no save_for_backward
         return torch.stack(losses).sum() / divisor
 
     @staticmethod
