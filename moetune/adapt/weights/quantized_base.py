@@ -184,9 +184,9 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def check_quantized_base(run: ResolvedRun) -> None:
-    """Raise `UserError` if a run's model is a quantized base that the run cannot use. Return otherwise.
+    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model.
 
-    Only the manifest and the sizes of the files are compared; no weights are read.
+    The run's settings are compared with the manifest, and the sizes of the files with those in it. No weights are read.
 
     Raises:
         UserError: the base has another precision than `model.base` or `model.double_quant`; a file is missing or has

@@ -77,7 +77,8 @@ class Chunks:
 def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int, tokens: int) -> int:
     """Return n, the number of tokens of a chunk: as many as fit in `memory` bytes, at least 1, at most `tokens`.
 
-    A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·min(n, 2²³/V) for a block.
+    A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·min(n, 2²³/V) for a block in
+    float32.
 
     Args:
         memory: bytes for one chunk; None if all tokens are one chunk.
