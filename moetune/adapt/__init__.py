@@ -1,1 +1,1 @@
-"""The model that trains: built from a base, its experts quantized, LoRA and selections put in."""
+"""Build the model that trains: load its weights, quantize what stays frozen, add LoRA, set up checkpointing."""

@@ -1,11 +1,13 @@
-"""Which attention a model runs; packed documents through variable-length attention, which needs no mask of S².
+"""Select a model's attention function; run packed documents with variable-length attention, without a mask.
 
-With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention keeps them apart by a mask
+With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention separates them by a mask
 [B, 1, S, S]. On a GPU torch has a kernel (`torch.nn.attention.varlen`, flash attention) that takes the offsets of the
-documents (`cu_seqlens`) instead. It gives the same values, so it is what `sdpa` means there. The offsets come with the
-batch, named as in transformers' FlashAttentionKwargs, and reach each layer's attention as keywords.
+documents (`cu_seqlens`) instead and gives the same values, so `sdpa` selects this kernel where it can be used. The
+offsets are part of the batch, under the names of transformers' FlashAttentionKwargs, and each layer's attention
+function receives them as keyword arguments.
 
-Shapes: B rows of S tokens, T = B·S; h heads, h_kv of keys and values; d of queries and keys, d_v of values.
+Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
+and keys, d_v of values.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
 
 VARLEN = "varlen"
-"""Our name among transformers' attention functions. No mask function has it, so transformers makes no mask."""
+"""The name under which `varlen_attention` is registered with transformers.
 
-_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.13 on
+No mask function has this name, so transformers creates no mask.
+"""
+
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # true from torch 2.13 on
 
 Capability = tuple[int, int]
 
@@ -41,24 +46,29 @@ def attention_for(
     device: torch.device,
     capability: Capability | None,
 ) -> str:
-    """The name of the attention that a model is built with.
+    """Return the name of the attention function that a run's model is built with.
 
     Args:
-        plain: the model on the meta device.
-        capability: of the GPU that the model runs on; None for a CPU.
+        plain: the model as transformers builds it, on the meta device.
+        device: the device on which the model is built; may be meta.
+        capability: CUDA compute capability of the GPU that the model runs on; None for a CPU.
     """
     if config.model.attention == "flash_attention_2" and device.type == "meta":
-        return VARLEN  # the package's kernels are those that torch has, and its cu_seqlens come the same way
+        return VARLEN  # stands for the flash_attn package, which has the same kernels and interface
     if config.model.attention != "sdpa" or capability is None or not config.packs:
         return config.model.attention
     return VARLEN if takes_cu_seqlens(plain, capability) else "sdpa"
 
 
 def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
-    """Whether every layer of a model, on the meta device, can keep documents apart by their cu_seqlens, on this GPU.
+    """Return whether every layer can separate packed documents by `cu_seqlens`, with torch's kernel on this GPU.
 
-    The kernel has no sinks, soft-capping, sparse choices, dropout, heads of more than 256, or heads that need more
-    shared memory than the card has.
+    The kernel supports no attention sinks, soft-capping, sparse attention or dropout, no heads larger than 256, and no
+    heads that need more shared memory than the GPU has. It needs a GPU of compute capability 8.0 or later and 16 bits.
+
+    Args:
+        plain: the model as transformers builds it, on the meta device.
+        capability: CUDA compute capability of the GPU.
     """
     return (
         capability >= (8, 0)
@@ -70,18 +80,20 @@ def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
 
 
 _PROBE = "probe"
-"""The name of an attention that computes nothing, and gets a mask."""
+"""The name of an attention function, and a mask function, that only record what the model passes to them."""
 _NO = 1 << 30
-"""A size of heads that no kernel has."""
+"""A head size that stands for "no kernel can be used"."""
 _SINKS_AND_CAPS = ("s_aux", "softcap", "dropout", "indices")
 
 
 def _largest_head(plain: PreTrainedModel) -> int:
-    """The largest size of heads, if every attention gets cu_seqlens and the window that its mask has; else `_NO`.
+    """Return the largest head size of a model, or `_NO` if an attention layer cannot use variable-length attention.
 
-    A copy on the meta device is run, whose masks are noted by the function that they are made of.
+    Every attention layer must receive `cu_seqlens`, and the sliding window that its mask has, by keyword. To find out,
+    a copy of the model is run on the meta device with an attention function and a mask function that record their
+    arguments.
     """
-    model = copy.deepcopy(plain).train()  # dropout is passed in training only
+    model = copy.deepcopy(plain).train()  # attention receives its dropout in training mode only
     windows: dict[int, int | None] = {}
     calls: list[tuple[nn.Module, int, bool]] = []
 
@@ -115,7 +127,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
             decoder_stack(model)(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **cu_seqlens([_ROW])
             )
-    except Exception:  # code that needs values, which a copy without storage does not have
+    except Exception:  # the model's code needs values, which meta tensors lack
         return _NO
     called = {module for module, _, _ in calls}
     all_fit = all(fits for _, _, fits in calls) and all(called & {*layer.modules()} for layer in ran)
@@ -126,7 +138,7 @@ _ROW = 8
 
 
 def _window_of(mask_function: Any) -> int | None:
-    """The window of a causal mask, 0 if it has none; None for a mask of another kind."""
+    """Return the sliding window of a causal mask, in tokens; 0 if it has none; None if the mask is of another kind."""
     far = 1 << 22
     at = torch.arange(far)
     seen = torch.as_tensor(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(far - 1), at)).expand(far)
@@ -141,7 +153,10 @@ class _NoExperts(nn.Module):
 
 
 def has_little_shared_memory(capability: Capability) -> bool:
-    """99 KiB a block instead of 163 or more: consumer cards, and those made of the same chips."""
+    """Return whether a GPU of this capability has 99 KiB of shared memory per block and not 163 KiB or more.
+
+    Consumer GPUs, and others with the same chips, have 99 KiB.
+    """
     return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
@@ -149,28 +164,33 @@ def has_little_shared_memory(capability: Capability) -> bool:
 
 
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
-    """Whether packed documents have to be told apart by `cu_seqlens`, because there is no mask."""
+    """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
     return attention_of(model) in (VARLEN, "flash_attention_2")
 
 
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
-    """The keywords by which attention keeps documents apart that lie one after the other.
+    """Return the keyword arguments by which attention separates documents that lie one after the other.
 
     Args:
-        lengths: of every document of a batch, row by row; they sum to T.
+        lengths: number of tokens of each of the batch's n documents, row by row; they sum to T.
 
     Returns:
-        Where each begins, and T, int32 [n + 1]; and the longest, a number, so that no one waits for the device.
+        `cu_seq_lens_q` and `cu_seq_lens_k`: the start of each document, and T, int32 [n + 1] on the CPU. `max_length_q`
+        and `max_length_k`: the longest length, an int, so that the host need not wait for the device.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
-    # Two tensors, as there are two on the device once a batch was copied there.
+    # Two tensors here too, because copying the batch to a device makes two.
     ends = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts.clone()}
     return ends | {"max_length_q": longest, "max_length_k": longest}
 
 
 def cu_seqlens_of(positions_BS: Tensor) -> dict[str, Any]:
-    """The same from positions on the host, which begin at 0 with every document and every row."""
+    """Return the same keyword arguments as `cu_seqlens`, from position ids.
+
+    Args:
+        positions_BS: position ids [B, S] on the CPU, which restart at 0 with every document and every row.
+    """
     begins = (positions_BS.flatten() == 0).nonzero().flatten().tolist()
     return cu_seqlens([end - begin for begin, end in zip(begins, [*begins[1:], positions_BS.numel()], strict=True)])
 
@@ -190,13 +210,19 @@ def varlen_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document: transformers' interface. A batch without cu_seqlens has a document a row.
+    """Causal attention within each document, with the signature of transformers' attention functions.
+
+    Without `cu_seq_lens_q` it is transformers' scaled dot-product attention with `attention_mask`.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S, d]; value [B, h_kv, S, d_v].
+        scaling: factor of the scores; None for 1/√d.
+        cu_seq_lens_q: offsets of the documents, int32 [n + 1], from `cu_seqlens`.
+        max_length_q: tokens of the longest document.
+        sliding_window: number of last tokens, including the own one, that a token attends to; None for all.
 
     Returns:
-        [B, S, h, d_v], and no weights.
+        The output [B, S, h, d_v], and None for the attention weights.
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -204,7 +230,7 @@ def varlen_attention(
     rows, heads, length, size = query.shape
     size_v = value.shape[-1]
     scaling = size**-0.5 if scaling is None else scaling
-    if size_v != size:  # the kernel has one size of heads
+    if size_v != size:  # the kernel needs values with the head size of queries and keys
         value = pad(value, (0, size - size_v))
     if missing := -size % 8:
         query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))
@@ -218,8 +244,18 @@ def varlen_attention(
 def within_documents(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
 ) -> Tensor:
-    """Causal attention of q [T, h, d] to k and v [T, h_kv, d] of its own document, with a window to so many last tokens
-    (0: all): torch's kernel, on CUDA only."""
+    """Run torch's variable-length kernel: causal attention of each token to its own document; CUDA only.
+
+    Args:
+        q: queries [T, h, d]; k and v [T, h_kv, d].
+        starts: offsets of the documents, int32 [n + 1], from `cu_seqlens`.
+        longest: tokens of the longest document.
+        scaling: factor of the scores.
+        window: number of last tokens, including the own one, that a token attends to; 0 for all.
+
+    Returns:
+        The output [T, h, d].
+    """
     options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1, 0)}
     if _TAKES_GROUPS:
         options["enable_gqa"] = True

@@ -1,4 +1,4 @@
-"""A resolved run becomes an adapted model: `build(run, device)`, the one path for training, counting and prediction."""
+"""Build the adapted model of a run: `build(run, device)`, used alike by training, counting and prediction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,17 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model ready to train: what trains requires a gradient, all else is frozen in base precision."""
+    """A model that is ready to train: what trains requires a gradient, all else is frozen.
+
+    Frozen experts and most frozen linear layers are stored in the precision `model.base`, other frozen tensors in the
+    dtype in which transformers loads them.
+
+    Attributes:
+        run: the resolved run that the model was built for.
+        model: the model, or the part of it that this rank holds.
+        ranks: the ranks of the run, as seen by this one.
+        expert_context: settings and hooks that the model's expert banks share.
+    """
 
     run: ResolvedRun
     model: PreTrainedModel
@@ -53,30 +63,36 @@ class Adapted:
         return self.run.selection
 
     def part_of(self, name: str) -> Part:
-        """Which part of the run file belongs to what is learned."""
+        """Return the part of the run file (`router`, `experts`, `lora` or `other`) of a name in `learned()`."""
         return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """Name -> parameter, of what trains: those that the optimizer updates, also while FSDP2 has gathered weights in
-        their place."""
+        """Return name -> parameter of all parameters that train, as the optimizer updates them.
+
+        The mapping is computed once, so it holds the sharded parameters even while FSDP2 has gathered weights in their
+        place.
+        """
         return self._trainable
 
     @cached_property
-    def _trainable(self) -> dict[str, nn.Parameter]:  # first asked for when the model is distributed
+    def _trainable(self) -> dict[str, nn.Parameter]:  # computed first while the model is being distributed
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def router_biases(self) -> dict[str, Tensor]:
-        """Name -> the correction bias that is updated beside its router: float32 [E], the same on every rank."""
+        """Return name -> correction bias, float32 [E], of the routers whose bias is updated; equal on every rank.
+
+        Empty unless `train.router_bias_rate` is set.
+        """
         here = {layer.index for layer in self.structure.moe_layers}
         names = (name for layer, name in self.run.router_biases.items() if layer in here)
         return {name: self.model.get_buffer(name) for name in names}
 
     def learned(self) -> dict[str, Tensor]:
-        """Name -> tensor, of all that a run changes: what trains, and correction biases."""
+        """Return name -> tensor of all that a run changes: parameters that train, and correction biases of routers."""
         return {**self.trainable(), **self.router_biases()}
 
     def of_experts(self) -> list[nn.Parameter]:
-        """What trains in expert banks."""
+        """Return the trained parameters that are in expert banks: whole experts and LoRA on experts."""
         banks = tuple(f"{layer.experts}." for layer in self.structure.moe_layers)
         return [p for name, p in self.trainable().items() if name.startswith(banks)]
 
@@ -88,18 +104,21 @@ def build(
     ranks: Ranks = SINGLE_RANK,
     capability: Capability | None = None,
 ) -> Adapted:
-    """Build the adapted model on `device`, or the part of it that one of several ranks holds.
+    """Build the adapted model on `device`: load or draw weights, quantize, add LoRA and checkpointing, freeze the rest.
 
-    On `meta` it has every parameter and buffer of the trained model and no storage: counting uses that. There it is not
-    distributed yet (`distribute`).
+    With several ranks, build the part that this rank holds and distribute it. On `meta` the model has all parameters
+    and buffers of the trained model without storage, and is not distributed yet; call `distribute` for that.
 
     Args:
-        on_read: called again and again with the share of a checkpoint that has been read.
-        ranks: the ranks of the run, as this one sees them.
-        capability: on meta, of the GPU that the model stands for; None for a CPU.
+        run: a resolved run, the values of a run file, or its path.
+        on_read: called repeatedly while weights are read, with the fraction that has been read (0 to 1).
+        ranks: the ranks of the run, as seen by this one.
+        capability: with the device `meta`, the CUDA compute capability of the GPU that the model is built for; None for
+            a CPU. Ignored on a GPU, which is asked itself.
 
     Raises:
-        UserError: the weights cannot be read, or an expert that should be quantized is not.
+        UserError: the run cannot be resolved, the weights cannot be read or do not fit the model, or a tensor is not in
+            the precision or on the device that the run file sets.
     """
     device = torch.device(device)
     run = resolve(run, kind_of(device))
@@ -140,7 +159,7 @@ def build(
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
     if selection.lora is not None and selection.lora_linears:
-        add_lora(model, selection.lora_linears, selection.lora)  # PEFT freezes all but its own factors
+        add_lora(model, selection.lora_linears, selection.lora)  # PEFT freezes all parameters except its own factors
     for parameter in trained:
         parameter.requires_grad_()
     if config.train.neftune_alpha:
@@ -151,7 +170,7 @@ def build(
     refuse_misplaced(model, config.model, device)
     checkpoint_layers(model, config.train.checkpointing, device)
     for layer in structure.moe_layers:
-        if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would round its updates away
+        if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would lose small updates
             path, _, key = name.rpartition(".")
             model.get_submodule(path).register_buffer(key, model.get_buffer(name).float())
     if dense is not None:
@@ -160,14 +179,14 @@ def build(
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what quantizing took
+        torch.cuda.empty_cache()  # free the cached memory that quantizing used
     if device.type != "meta":
         distribute(model, structure, ranks)
     return Adapted(run, model, ranks, context)
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:
-    """What the banks of a model share with what is around them."""
+    """Return the context that the model's expert banks share."""
     selection, dispatcher = run.selection, None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}

@@ -1,9 +1,9 @@
-"""Activation checkpointing that keeps each layer's routing decisions.
+"""Activation checkpointing that replays the routers' choices, and optionally keeps layer inputs in host memory.
 
-A checkpointed layer runs its forward again during backward. Were the router to choose again, a tie or a
-nondeterministic kernel could send a token elsewhere than the first time: the gradient would be that of another
-function, or a shape would not match. So the chosen indices are kept (T·K integers a layer) and everything else is
-recomputed.
+A checkpointed layer runs its forward pass again during the backward pass. If its router chose again, a tie or a
+nondeterministic kernel could send a token to another expert than before: the gradient would be that of another
+function, or shapes would not match. So the chosen indices are kept (T·K integers per layer, for T tokens and K experts
+per token), and all else is recomputed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ aten = torch.ops.aten
 
 
 def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) -> None:
-    """Checkpoint every decoder layer, as `train.checkpointing` says: what is kept of one is its input and its router's
-    choices.
+    """Set activation checkpointing of every decoder layer, in place.
 
-    Whoever switches checkpointing on later gets the same kind.
+    A layer keeps its input and the choices of its router. Checkpointing that is enabled later by other code, such as a
+    trainer, works the same way.
 
     Args:
-        how: `none`, `full`, or `offload`, by which the layers' inputs wait on the host for backward.
-        device: the model's.
+        how: `none` (not enabled), `full`, or `offload`, which keeps the layers' inputs in host memory until the
+            backward pass.
+        device: the device of the model.
     """
     contexts = RoutersOf(model).contexts
     keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
@@ -45,8 +46,11 @@ def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) ->
 
 
 class RoutersOf:
-    """Watches the routers of a model in checkpointed calls: from where a block with experts begins to where its experts
-    do. Elsewhere no dispatch mode is on, because one costs microseconds for every operation."""
+    """Hooks that switch on the recording or replaying of routers' choices in checkpointed calls.
+
+    Recording or replaying is on from the start of an MoE block, where its router runs, to the start of its experts.
+    Elsewhere no dispatch mode is active, because a dispatch mode costs microseconds per operation.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.call: _Call | None = None
@@ -57,18 +61,24 @@ class RoutersOf:
             bank.register_forward_pre_hook(lambda *_: self.call and self.call.end())
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts for the forward and the recomputation of one checkpointed call."""
+        """Return the context managers for the forward pass and for the recomputation of one checkpointed call.
+
+        The choices are recorded in the first and replayed in the second. Suits `context_fn` of
+        `torch.utils.checkpoint`.
+        """
         kept: list[Tensor] = []
         rows: list[list[int]] = []
         return _Call(self, _Choices(kept, again=False), rows), _Call(self, _Choices(kept, again=True), rows)
 
 
 class _Call:
-    """One checkpointed call, the first time or again.
+    """Context of one checkpointed call: its forward pass, or its recomputation.
 
     Args:
-        mode: is on while the routers of this call work.
-        rows: rows of each expert, for each bank of the call; counted the first time, known again.
+        routers: the hooks of the model.
+        mode: the dispatch mode that records or replays choices; active while a router computes.
+        rows: for each bank of the call, the number of rows of each expert; filled in the forward pass, read in the
+            recomputation.
     """
 
     def __init__(self, routers: RoutersOf, mode: _Choices, rows: list[list[int]]) -> None:
@@ -96,26 +106,30 @@ class _Call:
         self._routers.call = self._outer
 
     def begin(self) -> None:
+        """Activate the dispatch mode, if it is not active."""
         if not self._is_on:
             self._mode.__enter__()
             self._is_on = True
 
     def end(self) -> None:
+        """Deactivate the dispatch mode, if it is active."""
         if self._is_on:
             self._mode.__exit__(None, None, None)
             self._is_on = False
 
 
 class _Choices(TorchDispatchMode):
-    """Keeps the indices of every choice, or answers it with the kept ones and the values that stand there now: `topk`,
-    and `max` along a dimension, are how routers choose."""
+    """Dispatch mode that records the indices of every `topk` and `max` along a dimension, by which routers choose.
+
+    With `again`, it returns the recorded indices instead, and the values of the current input at these indices.
+    """
 
     def __init__(self, kept: list[Tensor], *, again: bool) -> None:
         super().__init__()
         self.kept, self.again = kept, again
 
     def restart(self) -> None:
-        """Begin a call: anew each time, because a graph that is kept is recomputed at every backward."""
+        """Start a call from the first choice. A graph that is retained is recomputed in every backward pass."""
         if self.again:
             self.left = iter(self.kept)
         else:
@@ -152,7 +166,7 @@ _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 class _Kept:
-    """A layer's input on the host and, from shortly before its recomputation on, on the device."""
+    """A layer's input in host memory, and its copy on the device from shortly before the recomputation."""
 
     def __init__(self, left: AsyncCopy) -> None:
         self.left = left
@@ -160,24 +174,34 @@ class _Kept:
 
 
 class InputsOnHost:
-    """Checkpoints layers whose inputs go to the host in forward and come back in backward, each while the layer after
-    it computes."""
+    """Checkpoints layers with their inputs in host memory.
+
+    An input is copied to the host in the forward pass, and back in the backward pass while the following layer's
+    backward runs.
+    """
 
     def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
         self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts
-        self._kept: list[weakref.ref[_Kept]] = []  # in the order of forward; a graph that is let go takes its own away
+        self._kept: list[weakref.ref[_Kept]] = []  # in forward order; dead once their graph is freed
 
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
-        """`torch.utils.checkpoint.checkpoint`, for a layer whose first argument is what it transforms."""
+        """Replacement for `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
+
+        Args:
+            function: the layer.
+            hidden: the layer's input, which is kept on the host. A leaf of the graph stays on the device, because
+                autograd holds it anyway.
+            args: further arguments of the layer, which stay on the device.
+        """
         recomputed = partial(torch_checkpoint, function, use_reentrant=False, context_fn=self._contexts)
-        if hidden.is_leaf:  # a frozen embedding's output stays whatever happens: autograd holds on to leaves
+        if hidden.is_leaf:  # such as a frozen embedding's output: autograd keeps leaves anyway
             return recomputed(hidden, *args)
         left: list[AsyncCopy] = []
-        storage = id(hidden.untyped_storage())  # the graph keeps what `pack` refers to
+        storage = id(hidden.untyped_storage())  # an id, because the graph would keep any tensor that `pack` refers to
 
         def pack(tensor: Tensor) -> Tensor | _Kept:
             if id(tensor.untyped_storage()) != storage:
-                return tensor  # a mask, say, which all layers share
+                return tensor  # for example a mask, which all layers share
             kept = _Kept(self._out.to_host(tensor))
             left.append(kept.left)
             self._kept = [*(ref for ref in self._kept if ref() is not None), weakref.ref(kept)]
@@ -189,7 +213,7 @@ class InputsOnHost:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = recomputed(hidden, *args)
         for copy in left:
-            copy.wait()  # the input may go when the layer is through, and not before it has left
+            copy.wait()  # the input may be freed after this layer, but not before it is copied
         return output
 
     def _bring(self, kept: _Kept) -> Tensor:

@@ -1,4 +1,4 @@
-"""The parameter counter: of a model, or of a run with what would train."""
+"""Count a model's parameters, and those that a run would train, without reading weights (`moetune count`)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,34 @@ from moetune.run.resolve import AnyRun, resolve
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of a model. `trainable` are those that a run would train: `total`, and by part; None without a run."""
+    """Numbers of parameters.
+
+    Attributes:
+        model: the model's name or path.
+        parameter_count: all parameters of the model.
+        trainable: number of parameters that the run would train, `total` and by part (`router`, `experts`, `lora`,
+            `other`); None if a model was counted and not a run.
+    """
 
     model: str
     parameter_count: ParameterCount
     trainable: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `moetune count --json` prints."""
+        """Return the object that `moetune count --json` prints."""
         return self.parameter_count.to_json() | ({} if self.trainable is None else {"trainable": self.trainable})
 
 
 def count(of: AnyRun) -> Count:
-    """Count the parameters of a run's model and of what would train, or of a model; reads no weights.
+    """Count the parameters of a model and, if a run is given, those that the run would train. Read no weights.
 
     Args:
-        of: a run, a run file (`.yaml`), or a model, as under `model.path`.
+        of: what to count: a run file (a path ending in `.yaml` or `.yml`), a run as an object, or any other string as
+            the name or folder of a model, as in `model.path`.
 
     Raises:
-        UserError: no such model, or one that would be miscounted; or as `resolve`.
+        UserError: the model is not found or its parameters could not be counted correctly, or the run cannot be
+            resolved.
     """
     if not isinstance(of, str) or of.endswith((".yaml", ".yml")):
         run = resolve(of)
@@ -41,7 +50,7 @@ def count(of: AnyRun) -> Count:
 
 
 def count_trainable(adapted: Adapted) -> dict[str, int]:
-    """Parameters that train: `total`, and by part `router`, `experts`, `lora`, `other`."""
+    """Return the number of trained parameters: `total`, and by part `router`, `experts`, `lora`, `other`."""
     counts = {"total": 0, "router": 0, "experts": 0, "lora": 0, "other": 0}
     for name, parameter in adapted.trainable().items():
         counts[adapted.part_of(name)] += parameter.numel()

@@ -1,7 +1,7 @@
-"""The adapted model on fake tensors: every shape, dtype and alias of the real one, no data.
+"""Build the adapted model on fake tensors: shapes, dtypes and aliases of the real model, without data.
 
-Fake tensors live on the `cpu` device, whatever the device that is predicted: a CPU-only torch cannot differentiate fake
-CUDA tensors. The device is a label; the predictor adds what CUDA adds.
+The fake tensors are on the device `cpu` even if a prediction is for a GPU, because a CPU-only torch cannot
+differentiate fake CUDA tensors. The predictor accounts for what differs on a GPU.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ from moetune.run.resolve import ResolvedRun
 def build_fake(
     run: ResolvedRun, mode: FakeTensorMode, ranks: Ranks = SINGLE_RANK, capability: Capability | None = None
 ) -> Adapted:
-    """Build on the meta device by the one path, and give every tensor a fake storage. `mode` need not be active.
+    """Build the adapted model on the meta device with `build`, and replace every meta tensor by a fake one.
 
-    Several `ranks` need a process group of torch.distributed; a backend that sends nothing will do.
+    Args:
+        mode: the fake tensor mode that creates the tensors; it need not be active.
+        ranks: the ranks of the run, as seen by one of them. Several ranks need an initialized process group, for
+            example torch's `fake` backend, which sends nothing.
+        capability: CUDA compute capability of the GPU that is predicted; None for a CPU.
 
     Raises:
         UserError: as `build`.
@@ -52,12 +56,15 @@ def build_fake(
                         own[name] = memo.setdefault(tensor, _fake(tensor))
                         if isinstance(module, QuantizedExperts) and module.on_host:
                             mark_on_host(own[name])
-    distribute(adapted.model, adapted.structure, adapted.ranks)  # meshes are real tensors
+    distribute(adapted.model, adapted.structure, adapted.ranks)  # not in `mode`: device meshes are real tensors
     return adapted
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that a model holds on this rank: parameters, buffers, and the constants of 4-bit linear layers."""
+    """Yield every tensor of a model on this rank: parameters, buffers, and quantization states of 4-bit linear layers.
+
+    The local shard is yielded for a parameter that is sharded over ranks.
+    """
     yield from (local_tensor(parameter) for parameter in model.parameters())
     yield from model.buffers()
     for module in model.modules():
@@ -79,7 +86,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def _fake_4bit(weight: Tensor, double_quant: bool) -> nn.Parameter:
-    """A 4-bit weight as bitsandbytes stores it, as a plain Parameter that carries its quantization state."""
+    """Return a fake 4-bit weight laid out as by bitsandbytes: a uint8 Parameter with a `quant_state`."""
     blocks = -(-weight.numel() // BLOCK)
     state = QuantState(
         absmax=torch.empty(blocks, dtype=torch.uint8 if double_quant else torch.float32),

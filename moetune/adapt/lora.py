@@ -1,4 +1,4 @@
-"""PEFT on a model's linear layers. The experts' factors live in the bank (experts/bank.py)."""
+"""Add LoRA to a model's linear layers with PEFT; LoRA on experts is in experts/bank.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moetune.errors import UserError
 
 
 class Dropout(nn.Module):
-    """Dropout by the operator that a GPU runs, on a CPU too, so that a trace keeps its mask of one byte an element.
+    """Dropout that keeps a mask of one byte per element on every device, so that a trace on a CPU shows a GPU's memory.
 
-    torch's own keeps a float mask on a CPU.
+    torch's own dropout keeps a mask of floats on a CPU.
     """
 
     def __init__(self, p: float) -> None:
@@ -31,17 +31,23 @@ class Dropout(nn.Module):
 
 
 def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -> None:
-    """Wrap each linear module in `paths` with PEFT's LoRA, in place. Factors are float32, as PEFT keeps them,
-    and multiply in the compute dtype, as the experts' do.
+    """Wrap linear modules of a model with PEFT's LoRA, in place.
+
+    The factors A and B are float32 parameters, and are cast to the dtype of the layer's input to multiply. PEFT freezes
+    all other parameters of the model.
+
+    Args:
+        paths: paths of the linear modules in the model.
+        lora: rank, alpha, scaling and dropout.
 
     Raises:
-        UserError: PEFT left one of the paths as it was.
+        UserError: PEFT did not wrap one of the modules.
     """
     targets = [f"model.{path}" for path in paths]
-    alpha: Any = lora.alpha  # PEFT takes floats, and is typed without
+    alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
     config = PeftLoraConfig(r=lora.rank, lora_alpha=alpha, use_rslora=lora.rslora, target_modules=targets)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    # Handed a transformers model, PEFT takes any gate_proj or w1 for an expert's and moves its factors there.
+    # In a ModuleDict: for a transformers model PEFT would treat any gate_proj or w1 as a part of experts.
     inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=on_meta)
     for path in paths:
         module = model.get_submodule(path)

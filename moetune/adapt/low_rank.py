@@ -1,10 +1,10 @@
-"""A linear layer with low-rank factors while it trains: y = W·x + b + s·B·(A·x), forward and backward as one.
+"""A frozen linear layer with LoRA as one autograd function: y = W·x + b + s·B·(A·x), forward and backward.
 
-W is frozen, whatever it is made of, and dequantized for each pass. The factors' kernels are those of the experts
-(experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. dx is
-summed where it is made. x and the narrow A·x are kept.
+W is frozen and may be quantized; it is dequantized for each pass. The products with the factors use the kernels of the
+experts (experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine.
+The gradient of x is accumulated in one tensor. x and A·x are kept for the backward pass.
 
-Shapes: p features in, q out, r rank.
+Shapes: p input features, q output features, r rank, N rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,30 @@ from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedLinear
 
 FEW_ROWS = 1536
-"""Up to here bitsandbytes may multiply with 4-bit weights; with more rows it dequantizes them, in three launches."""
+"""Maximum number of rows for which the base layer is called instead of dequantizing its weight here.
+
+bitsandbytes may then multiply 4-bit weights directly; for more rows it would dequantize them, in three launches.
+"""
 
 _ONE = (None, None)
-"""Factors of one expert and one part, for the kernels."""
+"""Index that adds the axes [experts, parts] of size 1, which the kernels expect, to a factor."""
 
 
 def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float) -> Tensor | None:
-    """Of rows [.., p] what the adapted layer gives, [.., q]; gradients flow to x and the factors. None where the base's
-    weights are not at hand or train too, or others take part, as tensor parallelism does by hooks."""
+    """Return base(x) + scale·B(A(x)), [..., q], as one autograd function; gradients flow to x, A and B.
+
+    Args:
+        base: the frozen linear layer.
+        x: input [..., p].
+        A: linear layer with the factor [r, p].
+        B: linear layer with the factor [q, r].
+        scale: LoRA's factor s.
+
+    Returns:
+        The output, or None if the layers must be run separately: `base` is not a plain, 4-bit or quantized linear
+        layer, or has a parameter that trains; a weight is a DTensor; or a layer has forward hooks (as under tensor
+        parallelism).
+    """
     if type(base) not in (nn.Linear, Linear4bit, QuantizedLinear) or any(p.requires_grad for p in base.parameters()):
         return None
     for module in (base, A, B):
@@ -70,7 +85,12 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
-    """A linear layer's weight [q, p] in `dtype`: a fresh tensor, or its own where it has that dtype."""
+    """Return the weight of a linear layer, [q, p], in `dtype`.
+
+    Args:
+        linear: an `nn.Linear`, `Linear4bit` or `QuantizedLinear`.
+        dtype: dtype of the result. If an `nn.Linear` has this dtype, its own weight is returned, not a copy.
+    """
     if isinstance(linear, QuantizedLinear):
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):

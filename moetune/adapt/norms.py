@@ -1,12 +1,12 @@
-"""RMS norms by one kernel forward and one backward, where a model's own are eight and more.
+"""Fused RMS norms: one kernel forward and one backward, where transformers' code launches eight or more.
 
     y = w · x · rstd,   rstd = (mean(x²) + ε)^(-½)      dx = rstd · (w·dy − x · rstd² · mean(w·dy·x))
 
-all in float32 and rounded once, as gpt-oss has it. Llama's norm rounds x · rstd before it multiplies with w: in 16 bits
-the two differ by that rounding, in float32 by the order of sums. What is kept for backward is x as it came and rstd,
-[.., 1].
+All of it is computed in float32 and rounded once, as in gpt-oss. Llama's norm rounds x · rstd before it multiplies by
+w; in 16 bits the results differ by that rounding, in float32 only by the order of summation. The backward pass keeps x
+in its own dtype and rstd [..., 1].
 
-The operators are ours, so that a trace sees on fake tensors what a GPU runs.
+The kernels are registered as custom operators of torch, so that a trace on fake tensors records what a GPU runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _library.define("rms_norm_backward(Tensor dy, Tensor x, Tensor rstd, Tensor weig
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let the RMS norms of a model compute so, in place. One that trains goes on as its authors wrote it."""
+    """Replace the forward method of every RMS norm of a model by the fused one, in place.
+
+    A norm whose weight trains, or has another dtype than its input, still runs transformers' code.
+    """
     for module in model.modules():
         if is_rms_norm(module):
             module.forward = partial(_forward, module)

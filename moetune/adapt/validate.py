@@ -1,4 +1,4 @@
-"""What a built model has to be: what stays frozen in base precision, and every tensor where the run file says."""
+"""Checks of a built model: frozen weights are quantized, and every tensor is on its device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from moetune.run.resolve import ResolvedRun
 
 
 def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
-    """Raise `UserError` if an expert or a linear layer that should be in base precision is not."""
+    """Raise `UserError` if a frozen expert, or a linear layer to be quantized, is not stored as `model.base` says.
+
+    Linear layers are checked only if `model.base` is `nf4`.
+    """
     selection, config = run.selection, run.config.model
     for layer in run.structure.moe_layers:
         bank = model.get_submodule(layer.experts)
@@ -39,8 +42,9 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
 def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:
     """Raise `UserError` naming the first tensor that is not where the run file says.
 
-    Only the quantized experts may be on the host, if asked for; what trains never is. A placement that goes by sizes,
-    such as `device_map="auto"`, puts onto the host whatever comes last, and moves it to the GPU and back in every step.
+    Only quantized experts may be in host memory, under `model.experts_on: host`, and then pinned if the device is a
+    GPU. All else must be on `device`. This catches placements by size, such as `device_map="auto"`, which put the last
+    layers on the host and move them to the GPU and back in every step.
     """
     by_design = set()
     for path, module in model.named_modules():

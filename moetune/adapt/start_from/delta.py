@@ -1,7 +1,7 @@
-"""A delta read into an adapted model: tensors under the checkpoint's names become the parameters that train.
+"""Load a delta, full-precision weights under the base checkpoint's tensor names, into an adapted model.
 
-Every tensor of the delta must be part of something that trains. What trains and is not in the delta begins as without
-one: with the base's values, and LoRA with none.
+Every tensor of the delta must be needed for a parameter that trains. Parameters that train and are not in the delta
+keep their initial values: those of the base model, and for LoRA those of freshly drawn factors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
 
 _MOST_PROBLEMS = 10
+"""Maximum number of problems that a message lists."""
 
 Rows = Callable[[Stored, int, int | None], Tensor]
-"""Reads rows of a tensor of the delta."""
+"""Function of (tensor, start, stop) that returns these rows of a tensor of the delta; a stop of None reads to the end.
+"""
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A trained parameter, and the tensors of the delta that it is made of.
+    """A trained parameter, and the tensors of the delta that it is computed from.
 
     Attributes:
-        mapping: those tensors; for an expert of a stack, the tensors that have its rows.
-        expert, layer, stack: whose share of which stack; None for a whole parameter.
+        parameter: name of the parameter in the adapted model.
+        mapping: the tensors and their conversion; for an expert of a stack, the tensors that hold its rows.
+        expert: id of the expert whose weights the parameter holds; None for a parameter of the plain model.
+        layer: the expert's layer; None for a parameter of the plain model.
+        stack: name of the parameter that holds all experts of the layer in the plain model, such as `down_proj`.
     """
 
     parameter: str
@@ -44,7 +49,7 @@ class _Target:
     stack: str = ""
 
     def rows(self, delta: Delta) -> dict[str, int | None]:
-        """Tensor -> the row that is needed of it; None for all rows, -1 for one that the delta lacks."""
+        """Return tensor name -> index of the row that is needed; None for all rows, -1 if the delta lacks it."""
         found: dict[str, int | None] = {}
         for key in self.mapping.every_key():
             found[key] = None
@@ -56,6 +61,7 @@ class _Target:
         return found
 
     def value(self, delta: Delta, read: Rows) -> Tensor:
+        """Compute the parameter's value from the tensors that `read` returns, in the layout of the adapted model."""
         rows = self.rows(delta)
 
         def tensor(key: str) -> Tensor:
@@ -67,19 +73,20 @@ class _Target:
 
 
 def _experts_in(delta: Delta, key: str) -> list[int]:
-    """The experts whose rows a tensor of a delta has, in their order."""
+    """Return the ids of the experts whose rows a tensor of the delta holds, in the order of the rows."""
     return list(delta.slices.get(key, range(delta.tensors[key].num_rows)))
 
 
 def check_delta(adapted: Adapted, delta: Delta) -> None:
-    """Check names and shapes; no weights are read.
+    """Raise `UserError` if a delta does not fit the parameters that train; compare names and shapes, read no weights.
 
     Args:
-        adapted: on the meta device will do.
+        adapted: the adapted model, on any device including meta.
+        delta: the opened delta.
 
     Raises:
-        UserError: the delta has a tensor that nothing which trains is made of, or only a part of what one is made of,
-            or another shape.
+        UserError: a tensor or an expert's row of the delta is not needed for any trained parameter, other tensors of
+            the same parameter are missing from the delta, or a shape differs.
     """
     targets, problems = _targets(adapted, delta)
     trainable = adapted.learned()
@@ -87,7 +94,7 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
         expected = trainable[target.parameter].shape
         try:
             found = target.value(delta, _nothing).shape
-        except (RuntimeError, IndexError, ValueError):  # its parts do not fit together
+        except (RuntimeError, IndexError, ValueError):  # the tensors of the parameter do not fit together
             problems.append(f"{target.mapping.every_key()[0]} and what belongs with it do not make {target.parameter}")
             continue
         if found != expected:
@@ -101,10 +108,14 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
 
 
 def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
-    """Copy a delta that was checked into the model, a tensor at a time; return notes on what it leaves as it was.
+    """Check a delta with `check_delta`, then copy its values into the model, one parameter at a time.
+
+    Returns:
+        Notes for the user on trained parameters that are not in the delta.
 
     Raises:
-        UserError: it has two values for one parameter, under names that the model ties. Some are copied then.
+        UserError: the delta does not fit; or it has different values for two names that the model ties, in which case
+            some parameters have been overwritten.
     """
     check_delta(adapted, delta)
     trainable, done = adapted.learned(), set()
@@ -127,7 +138,10 @@ def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
 
 
 def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
-    """What the delta's tensors become, and the problems: tensors that nothing is made of, or that are there in part."""
+    """Return the parameters that the delta has values for, and the problems found.
+
+    A problem is a tensor that no trained parameter needs, or a parameter for which only some tensors are in the delta.
+    """
     targets: list[_Target] = []
     problems: list[str] = []
     used: dict[str, set[int | None]] = {key: set() for key in delta.tensors}
@@ -150,7 +164,7 @@ def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
 
 
 def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
-    """A target for each parameter that trains in full precision, under each name that the base has for it."""
+    """Yield a target for each parameter that trains in full precision, and one more for each name tied to it."""
     mappings = key_mappings(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
     there = adapted.trainable().keys()
     for layer in adapted.structure.moe_layers:
@@ -170,6 +184,6 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
 
 
 def _nothing(tensor: Stored, start: int, stop: int | None) -> Tensor:
-    """Rows without contents, for their shape."""
+    """Return rows of a tensor on the meta device, to compute shapes without reading values."""
     count = (tensor.num_rows if stop is None else stop) - start
     return torch.empty((count, *tensor.row_shape), dtype=tensor.torch_dtype, device="meta")

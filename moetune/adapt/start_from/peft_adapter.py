@@ -1,4 +1,7 @@
-"""A PEFT adapter folder, of moetune or of stock PEFT, read into an adapted model. A pickle is never opened."""
+"""Load a PEFT adapter folder, written by moetune or by PEFT itself, into an adapted model.
+
+Pickles are never opened.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,14 @@ _OF_OTHERS = (
     "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
     "megatron_config",
 )  # fmt: skip
-"""Settings of a PEFT adapter that make it more, or other, than A and B."""
+"""Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
 _MOST_PROBLEMS = 10
 
 Tensors = Mapping[str, Tensor]
 
 
 class _Scales(BaseModel):
-    """Of an adapter's configuration, what its factors are multiplied by; null where PEFT's default holds."""
+    """The settings of an adapter that set the scale of its factors, under PEFT's names; None for PEFT's default."""
 
     lora_alpha: FiniteFloat
     alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
@@ -55,11 +58,16 @@ class _Scales(BaseModel):
 
 
 def load_peft(adapted: Adapted, folder: Path) -> None:
-    """Copy a PEFT adapter's factors and saved modules into an adapted model of the same selection.
+    """Copy the values of a PEFT adapter, factors and saved modules, into an adapted model with the same selection.
+
+    Args:
+        adapted: the model, with its weights loaded.
+        folder: the adapter's folder.
 
     Raises:
-        UserError: the folder holds no adapter in safetensors, one that is more than LoRA, or one that differs from the
-            model's selection in rank, alpha or targets. The model is unchanged then.
+        UserError: the folder holds no adapter in safetensors, the adapter is not plain LoRA, or it differs from the
+            model's selection in rank, alpha, targets or shapes, or from frozen weights in their values. The model is
+            unchanged then.
     """
     values = _values(adapted, folder)
     with torch.no_grad():
@@ -68,7 +76,7 @@ def load_peft(adapted: Adapted, folder: Path) -> None:
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
-    """Raise what `load_peft` would, on a model on the meta device: frozen weights are not compared."""
+    """Raise the errors of `load_peft` for a model on the meta device, whose frozen weights are not compared."""
     _values(adapted, folder)
 
 
@@ -85,7 +93,13 @@ def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
 
 
 class _Reading:
-    """An adapter read against a selection. Each tensor is taken once; what is left over was not asked for."""
+    """Matches the tensors of an adapter with the parameters that a model learns.
+
+    Attributes:
+        left: the adapter's tensors, by their names in the plain model, that are not matched yet.
+        problems: what does not fit, one line each.
+        trainable: name -> tensor of all that the model learns.
+    """
 
     def __init__(self, adapted: Adapted, scales: _Scales, tensors: Tensors) -> None:
         self.adapted, self.scales = adapted, scales
@@ -94,7 +108,7 @@ class _Reading:
         self.trainable = adapted.learned()
 
     def values(self) -> dict[str, Tensor]:
-        """A value for all that is learned, unless there are problems."""
+        """Return name -> value for all that the model learns; incomplete if `problems` is not empty afterwards."""
         values: dict[str, Tensor] = {}
         for path in self.adapted.selection.lora_linears:
             values |= self._linear(path)
@@ -135,7 +149,14 @@ class _Reading:
         return values
 
     def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
-        """Note experts whose factors the selection lacks, and the other way round."""
+        """Report experts that have factors in the adapter or in the selection, but not in both.
+
+        Args:
+            where: path of the stack, for messages.
+            A: factors of all E experts [E, R, in].
+            B: factors of all E experts [E, out, R].
+            ids: experts that have LoRA in the selection.
+        """
         for expert in range(len(A)):
             has_A, has_B = bool(A[expert].any()), bool(B[expert].any())
             if expert in ids and not has_A and not has_B:
@@ -146,7 +167,19 @@ class _Reading:
     def _factors(
         self, path: str, target: str, rank: int, into: int, outputs: int, experts: int = 1
     ) -> dict[str, Tensor] | None:
-        """lora_A and lora_B under `path` if they are there in the size and with the scale that are asked for."""
+        """Take lora_A and lora_B under `path` out of `left`; report a missing factor or a wrong shape, rank or scale.
+
+        Args:
+            path: where PEFT stores the factors.
+            target: the layer's path in the plain model, for messages and for PEFT's patterns.
+            rank: rank per expert that the selection sets.
+            into: number of input features.
+            outputs: number of output features.
+            experts: number of experts that the two matrices hold.
+
+        Returns:
+            `A` [rank·experts, into] and `B` [outputs, rank·experts]; None if they do not fit.
+        """
         found = {factor: self.left.pop(f"{path}.lora_{factor}.weight", None) for factor in "AB"}
         A, B = found["A"], found["B"]
         if A is None or B is None:
@@ -168,7 +201,7 @@ class _Reading:
         return {"A": A, "B": B}
 
     def _scale(self, target: str, rank: int) -> float:
-        """What PEFT multiplies B·A with."""
+        """Return PEFT's factor of B·A for this layer: alpha / rank, or alpha / √rank with `use_rslora`."""
         alphas = {pattern.pattern: alpha for pattern, alpha in (self.scales.alpha_pattern or {}).items()}
         as_parameters = self.scales.target_parameters or ()
         if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
@@ -177,7 +210,10 @@ class _Reading:
         return alpha / (math.sqrt(rank) if self.scales.use_rslora else rank)
 
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
-        """Parameters that train in full precision, under their own names or those that they are tied to."""
+        """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing.
+
+        A parameter may be stored under its own name or under one that is tied to it.
+        """
         values: dict[str, Tensor] = {}
         tied = self.adapted.structure.tied
         for stored in list(self.left):
@@ -196,7 +232,7 @@ class _Reading:
         return values
 
     def _refuse_rest(self) -> None:
-        """Note what the selection leaves out. A frozen tensor may be in the adapter, if it has the base's value."""
+        """Report tensors that were not matched, except frozen ones whose values equal the model's."""
         model = self.adapted.model
         frozen: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -214,7 +250,7 @@ class _Reading:
                 self.problems.append(problem)
 
     def _remedy(self, name: str, tensor: Tensor) -> str:
-        """The key that would make a parameter train; empty if the model has no such parameter."""
+        """Return advice on which setting would let this parameter train; "" if the model has no such parameter."""
         here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
         if here is None or here.shape != tensor.shape:
             return ""
@@ -223,10 +259,11 @@ class _Reading:
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and tensors of an adapter folder. A pickle is never opened.
+    """Return the settings (adapter_config.json) and the tensors of an adapter folder. Pickles are never opened.
 
     Raises:
-        UserError: it is none, is damaged, or describes other factors than it holds.
+        UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a value is not
+            finite, or a rank in the settings exceeds that of the factors.
     """
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
@@ -252,7 +289,11 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _plain_lora(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
-    """Scales and tensors of an adapter that is A and B, and no more."""
+    """Return the scales and the tensors of an adapter.
+
+    Raises:
+        UserError: as `read_adapter`; or the adapter is not plain LoRA.
+    """
     settings, tensors = read_adapter(folder)
     others = [f"{key}: {settings[key]}" for key in _OF_OTHERS if settings.get(key)]
     if settings.get("bias", "none") != "none":

@@ -1,16 +1,18 @@
-"""How a PEFT adapter lies on disk: what writing one (exporting/peft.py) and reading one (peft_adapter.py) share.
+"""Layout of a PEFT adapter on disk: names and shapes of LoRA factors, for reading and for export.
 
-PEFT 0.21 holds the factors of a stack of E experts (its `target_parameters`) in two matrices:
+exporting/peft.py writes this layout, peft_adapter.py reads it. PEFT 0.21 stores the factors of E experts with R ranks
+each (its `target_parameters`) in two matrices:
 
     lora_A [E·R, in]    expert after expert
-    lora_B [out, R·E]   reads back as .reshape(out, R, E).permute(2, 0, 1)
+    lora_B [out, R·E]   becomes [E, out, R] by .reshape(out, R, E).permute(2, 0, 1)
 
-and wraps the experts module once a stack, in the order of its parameters: gate_up is inside
-(`experts.base_layer.lora_A`), down outside (`experts.lora_A`). Both are [in] to [out] whatever the model stores. An
-expert without factors has zeros. A split gate and up of rank r are one A of rank R = 2r, both A joined, and a B whose
-gate rows use the first r columns and whose up rows the others.
+PEFT wraps the experts module once for each of its stacks, in the order of the parameters: the factors of gate_up are in
+the inner wrapper (`experts.base_layer.lora_A`), those of down in the outer (`experts.lora_A`). Both map [in] to [out],
+however the model stores its weights. An expert without LoRA has zeros. If gate and up have separate factors of rank r,
+they are stored as one A of rank R = 2r, the two A joined, and one B whose gate rows use the first r columns and whose
+up rows use the others.
 
-What trains in full precision is in `modules_to_save`, module by module, which is how PEFT saves such parameters.
+Parameters that train in full precision are stored as PEFT stores `modules_to_save`, module by module.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ PREFIX = "base_model.model."
 
 
 def join_experts(A: Tensor, B: Tensor, ids: Iterable[int], experts: int, rows: tuple[slice, ...]) -> tuple[Tensor, ...]:
-    """Factors of n experts as PEFT holds those of all E.
+    """Combine the factors of some experts into PEFT's two matrices for all E experts; the other experts get zeros.
 
     Args:
-        A, B: [n, parts, r, in] and [n, parts, out / parts, r].
-        ids: the n experts.
+        A: [n, parts, r, in], where parts is 2 if gate and up have separate factors, else 1.
+        B: [n, parts, out / parts, r].
+        ids: ids of the n experts.
+        experts: E, the number of experts of the layer.
         rows: the output rows of each part.
 
     Returns:
@@ -52,13 +56,29 @@ def join_experts(A: Tensor, B: Tensor, ids: Iterable[int], experts: int, rows: t
 
 
 def split_experts(lora_A: Tensor, lora_B: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The factors of each expert: A [E, R, in] and B [E, out, R]."""
+    """Return the factors of each expert, A [E, R, in] and B [E, out, R], as views of PEFT's matrices where possible.
+
+    Args:
+        lora_A: [E·R, in].
+        lora_B: [out, R·E].
+        experts: E.
+    """
     outputs = lora_B.shape[0]
     return lora_A.unflatten(0, (experts, -1)), lora_B.reshape(outputs, -1, experts).permute(2, 0, 1)
 
 
 def split_parts(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, bool]:
-    """B [n, out, parts·r] taken apart: [n, parts, out / parts, r], and whether anything was outside these blocks."""
+    """Split the B factors of joined parts, such as gate and up, into those of each part.
+
+    Args:
+        B: [n, out, parts·r].
+        rank: r, the rank of a part.
+        rows: the output rows of each part.
+
+    Returns:
+        The B factors [n, parts, out / parts, r], and whether B has nonzero values that belong to no part, so that the
+        parts share factors.
+    """
     blocks, rest = [], B.clone()
     for part, of_part in enumerate(rows):
         columns = slice(part * rank, (part + 1) * rank)
@@ -68,27 +88,32 @@ def split_parts(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, 
 
 
 def plain_number(number: float) -> Any:
+    """Return the number as an int if it is a whole number."""
     return int(number) if number == int(number) else number
 
 
 def lora_layers(adapted: Adapted) -> list[MoeLayer]:
+    """Return the layers that have LoRA on experts."""
     return [layer for layer in adapted.structure.moe_layers if layer.index in adapted.selection.lora_experts]
 
 
 def lora_of(adapted: Adapted, layer: MoeLayer) -> ExpertLora:
+    """Return the LoRA factors in a layer's expert bank."""
     lora = adapted.model.get_submodule(f"{layer.experts}.lora")
     assert isinstance(lora, ExpertLora)
     return lora
 
 
 def lora_stacks(layer: MoeLayer) -> tuple[str, str]:
+    """Return transformers' names of the two parameters with a layer's expert weights."""
     return ("gate_up_proj" if layer.shape.has_gate else "up_proj"), "down_proj"
 
 
 def expert_keys(layer: MoeLayer) -> dict[str, str]:
-    """The bank's name of a projection -> where PEFT has its factors."""
+    """Return the projection's name in the bank (`gate_up`, `down`) -> the path at which PEFT stores its factors."""
     return {"gate_up": f"{layer.experts}.base_layer", "down": layer.experts}
 
 
 def rows_of_parts(lora: ExpertLora, projection: str) -> tuple[slice, ...]:
+    """Return the output rows of each part of a projection: gate and up if their factors are separate, else all."""
     return lora.gate_up_rows if projection == "gate_up" else (slice(None),)

@@ -1,4 +1,4 @@
-"""Where training starts: `adapt.start_from`, a PEFT adapter or a delta, checked without weights and then loaded."""
+"""Open `adapt.start_from`, a PEFT adapter or a delta: check it before any weight is loaded, load it afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delt
 from moetune.models.hub.fingerprint import Base
 
 _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
-"""As training/run_folder.py has them, which imports this package."""
+"""Names as in training/run_folder.py, which cannot be imported here because it imports this package."""
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Values for what trains, checked as far as that needs no weights: a delta, or else the adapter in `folder`."""
+    """Initial values for what trains, checked as far as possible without reading frozen weights.
+
+    Attributes:
+        folder: the folder that `adapt.start_from` names.
+        delta: the opened delta; None if the folder holds a PEFT adapter.
+    """
 
     folder: Path
     delta: Delta | None = None
@@ -30,8 +35,12 @@ class Start:
     def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
         """Copy the values into the adapted model; return notes for the user.
 
+        Args:
+            adapted: the model, with its weights loaded.
+            base: the checkpoint that the frozen weights were read from; may be None only if this is a PEFT adapter.
+
         Raises:
-            UserError: they were made for other frozen weights.
+            UserError: the values do not fit the model, or were trained on other frozen weights.
         """
         try:
             if self.delta is None:
@@ -50,13 +59,13 @@ class Start:
 
 
 def open_start(adapted: Adapted) -> Start | None:
-    """Check what `adapt.start_from` names; None if it names nothing.
+    """Open and check the folder that `adapt.start_from` names; return None if the setting is not used.
 
     Args:
         adapted: the run's model, on the meta device.
 
     Raises:
-        UserError: the folder is missing, is neither adapter nor delta, is damaged, or does not fit the run.
+        UserError: the folder does not exist, is neither adapter nor delta, is damaged, or does not fit the run.
     """
     start_from = adapted.run.config.adapt.start_from
     if start_from is None:
@@ -87,7 +96,7 @@ def open_start(adapted: Adapted) -> Start | None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run that a folder is, or is a checkpoint of."""
+    """Return the run folder that `folder` is or is a checkpoint of; None if it is neither."""
     if not (folder / _RUN_FILE).is_file():
         return None
     if (folder / _CHECKPOINTS).is_dir():

@@ -1,1 +1,1 @@
-"""Where frozen weights come from, and how they are quantized while they are read."""
+"""Load weights (checkpoint, quantized base or random), and quantize the frozen ones while they are read."""

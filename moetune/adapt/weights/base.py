@@ -1,4 +1,8 @@
-"""Which checkpoint exactly a model's frozen weights come from, noted while it is read and compared later."""
+"""Record which checkpoint the frozen weights were read from, by name and fingerprint, and compare it later.
+
+The fingerprint (models/hub/fingerprint.py) consists of the names, dtypes and shapes of the tensors and the SHA-256 of
+each weight file.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,17 @@ from moetune.run.resolve import ResolvedModel, ResolvedRun
 
 @contextmanager
 def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Callable[[], Base | None]]:
-    """Take the fingerprint of the base while the body of the `with` loads it. Ranks share its files.
+    """Compute the fingerprint of the checkpoint in other threads while the `with` block loads its weights.
 
-    What is yielded waits for the fingerprint, and is to be called when the weights have been loaded, which may have
-    downloaded them. It gives None for random weights. That of a quantized base was taken when it was quantized.
+    Yields a function that waits for the fingerprint and returns the `Base`. Call it inside the `with` block, after the
+    weights are loaded, because loading may download them. It returns None for random weights. For a quantized base it
+    returns the original checkpoint, as recorded when that was quantized.
+
+    Args:
+        ranks: the ranks of the run; each reads a share of the files, and each gets the whole fingerprint.
+
+    Raises:
+        UserError: by the yielded function, if the loaded weights are not in any folder.
     """
     source = model.source
     if model.config.weights == "random" or source.quantized_base is not None:
@@ -55,13 +66,23 @@ def build_noting(
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> tuple[Adapted, Base | None]:
-    """Build the adapted model, and note which base was read for it; None for random weights."""
+    """Build the adapted model on `device`; return it and the checkpoint that its frozen weights were read from.
+
+    The checkpoint is None for random weights. Arguments and errors are those of `build`.
+    """
     with noting_base(run.model, ranks) as noted:
         return build(run, device, on_read, ranks), noted()
 
 
 def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) -> None:
-    """Raise `UserError` if the base in `where` is not the one that `what` was trained on."""
+    """Raise `UserError` if a checkpoint has changed since it was recorded.
+
+    Args:
+        noted: the checkpoint as it was recorded.
+        found: the fingerprint of the checkpoint now.
+        what: what was trained on the checkpoint, for the message.
+        where: the folder of the checkpoint, for the message.
+    """
     difference = noted.fingerprint.difference(found)
     if difference is not None:
         raise UserError(
@@ -71,10 +92,15 @@ def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) 
 
 
 def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> None:
-    """Compare as much of the base as can be read before it is loaded: all of a quantized base's manifest.
+    """Raise `UserError` if `what` was made for another checkpoint than a model's; read no weights.
 
-    Raises:
-        UserError: it is another checkpoint than `what` was made for.
+    Names, dtypes and shapes of tensors are compared; for a quantized base also the digests in its manifest. Nothing is
+    compared if the weights are not on this machine yet.
+
+    Args:
+        made_for: the checkpoint that `what` was made for.
+        model: the model of the run.
+        what: an adapter or a delta, for the message.
     """
     source = model.source
     difference = None

@@ -1,4 +1,4 @@
-"""A checkpoint in the hub's format, in 16 bits or as it is published quantized, read into a model."""
+"""Read a Hugging Face checkpoint, in 16 bits or published in a quantized format, into a model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ from moetune.run.names import stacks
 from moetune.run.resolve import ResolvedModel
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
-"""Types of tensors that are weights, when nothing says that they are quantized."""
+"""Safetensors dtypes that a tensor of weights may have if it is not in a quantized format."""
 
 
 class CheckpointReader:
-    """Reads a checkpoint tensor by tensor: the experts one by one, then all else. Each is let go before the next comes.
+    """Reads a checkpoint into a model, expert by expert and tensor by tensor; each is freed before the next is read.
+
+    Creating the reader checks names, shapes and dtypes, and reads no weight.
 
     Args:
+        folder: the folder of the checkpoint.
         plain: the model as transformers builds it, on the meta device.
-        name: of the model, for messages.
+        name: the model's name, for messages.
+        target: stores the tensors in the model.
 
     Raises:
-        UserError: the checkpoint does not fit the model, by the names, shapes and types of its tensors. No weight has
-            been read then.
+        UserError: the checkpoint does not fit the model in the names, shapes or dtypes of its tensors.
     """
 
     def __init__(self, folder: Path, plain: PreTrainedModel, name: str, target: LoadTarget) -> None:
@@ -58,6 +61,7 @@ class CheckpointReader:
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
 
     def read_all(self, model: PreTrainedModel) -> None:
+        """Read all weights into `model`, the model of the target."""
         self._target.make_banks()
         for path in self._target.layers:
             self.read_experts(path)
@@ -65,7 +69,11 @@ class CheckpointReader:
         self.read_rest(model)
 
     def read_experts(self, path: str) -> None:
-        """Read one layer's experts, as far as this rank holds them, into their bank."""
+        """Read those experts of one layer that this rank holds into the layer's bank.
+
+        Args:
+            path: path of the layer's experts module.
+        """
         layer = self._target.layers[path]
         for stack in stacks(layer):
             mapping = self._mappings[f"{path}.{stack}"]
@@ -79,7 +87,11 @@ class CheckpointReader:
                     self._target.put_expert(path, stack, expert, whole[expert])
 
     def read_rest(self, model: PreTrainedModel) -> None:
-        """Read all but the experts, tie what is tied, and compute the buffers that no checkpoint holds."""
+        """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains.
+
+        Args:
+            model: the model of the target.
+        """
         experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
         for name, mapping in self._mappings.items():
             path = name.removesuffix(".weight")
@@ -97,6 +109,10 @@ class CheckpointReader:
         realize_buffers(model, self._target.device)
 
     def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
+        """Read experts that have tensors of their own.
+
+        Matrices of frozen experts that are already NF4 as the run demands are stored as they are.
+        """
         for expert in self._target.bank(path).held:
             one = mapping.of_expert(expert)
             pieces = [self._stored[key] for key in one.every_key()]
@@ -109,7 +125,10 @@ class CheckpointReader:
             self._target.put_expert(path, stack, expert, one.to_model(self._read)[0])
 
     def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
-        """Read experts that are rows of one tensor; MXFP4 as it is, unless it trains or is quantized otherwise."""
+        """Read experts that are rows of one tensor.
+
+        MXFP4 is stored as it is if the expert is frozen and `model.base` is MXFP4.
+        """
         for expert in self._target.bank(path).held:
             is_frozen = self._target.pieces_of(path, stack, expert) is not None
             if is_frozen and isinstance(stored, Mxfp4) and self._target.config.base == "mxfp4":
@@ -119,7 +138,7 @@ class CheckpointReader:
                 self._target.put_expert(path, stack, expert, rows[0])
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
-        """Whether a matrix of the checkpoint is quantized as the model's base is, and has this shape."""
+        """Return whether a matrix has this shape and is already NF4 as the run demands, so it is stored as it is."""
         config = self._target.config
         return (
             isinstance(stored, BitsAndBytes)
@@ -132,7 +151,10 @@ class CheckpointReader:
         return self._stored[key].whole(self._target.device).to(self._target.dtype)
 
     def _converted(self, mapping: KeyMapping) -> Tensor:
-        """A parameter in the checkpoint's dtype. transformers marks those too large to be converted on a GPU."""
+        """Return a parameter in the checkpoint's dtype.
+
+        It is converted on the CPU if transformers marks it as too large for a GPU.
+        """
         on_host = mapping.conversion is not None and mapping.conversion.force_cpu
         device = torch.device("cpu") if on_host else self._target.device
         return mapping.to_model(lambda key: self._stored[key].whole(device))
@@ -182,7 +204,7 @@ class CheckpointReader:
             yield f"unexpected expert {expert} for {name}, which has {count}"
 
     def _shape(self, mapping: KeyMapping) -> list[int] | str:
-        """The shape of what a mapping makes of the checkpoint's tensors, or why they do not fit together."""
+        """Return the shape of the parameter that a mapping computes, or why its tensors do not fit together."""
         try:
             return [*mapping.to_model(lambda key: torch.empty(self._stored[key].shape, device="meta")).shape]
         except (RuntimeError, IndexError, ValueError) as error:
@@ -190,10 +212,10 @@ class CheckpointReader:
 
 
 def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
-    """Read the checkpoint behind a model, downloaded if need be, into a copy of it on the meta device.
+    """Read the checkpoint of a model into the target's model, which is on the meta device; download it first if needed.
 
     Raises:
-        UserError: it cannot be had, or does not fit.
+        UserError: the checkpoint cannot be found, downloaded or read, or does not fit the model.
     """
     folder = model.source.weights()
     CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
@@ -201,8 +223,7 @@ def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
 
 
 def finish_reading(model: PreTrainedModel, folder: Path) -> None:
-    """Leave a model as transformers leaves one that it has read from `folder`: in evaluation mode, with the settings of
-    generation that are there."""
+    """Set what transformers sets on a model it has loaded from `folder`: path, generation settings, evaluation mode."""
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         with reading(repr(str(folder / "generation_config.json"))):
@@ -211,7 +232,13 @@ def finish_reading(model: PreTrainedModel, folder: Path) -> None:
 
 
 def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
-    """Raise `UserError` naming what of some tensors does not fit a model, if anything does not."""
+    """Raise `UserError` if `wrong` is not empty; the message lists its first ten entries.
+
+    Args:
+        wrong: descriptions of tensors that do not fit.
+        what: the weights, in the plural, for the message.
+        model: the model's name, for the message.
+    """
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise UserError(f"{what} do not fit {model!r}: {'; '.join([*wrong][:10])}{more}")

@@ -1,4 +1,4 @@
-"""The quantize command's work: a checkpoint is quantized once, to be read in a fraction of the time."""
+"""`moetune quantize`: convert a checkpoint to a quantized base on disk, layer by layer."""
 
 from __future__ import annotations
 
@@ -29,14 +29,22 @@ from moetune.run.resolve import ResolvedModel, resolve_model
 def quantize(
     model: ResolvedModel | Path | str, out: Path | str, on_read: Callable[[float], None] | None = None
 ) -> dict[str, Any]:
-    """Quantize a checkpoint into the folder `out` as `model.config` says, layer by layer; layers that are there are not
-    read again.
+    """Quantize a checkpoint into a folder that later runs load in a fraction of the time.
+
+    An interrupted call can be repeated: layers whose file exists are not quantized again.
+
+    Args:
+        model: a resolved model, whose configuration sets the precision; or the name or folder of a model, quantized
+            with the default settings.
+        out: folder to write to; created if it does not exist. It must be empty, or left by an interrupted call.
+        on_read: called repeatedly with the fraction of the weights that has been read (0 to 1).
 
     Returns:
-        `files` and `bytes` that were written.
+        `files` and `bytes`: number and total size of the weight files.
 
     Raises:
-        UserError: its weights cannot be read, or the folder cannot be written.
+        UserError: the model is not found, not on this machine, or is a quantized base itself; its weights cannot be
+            read; or the folder cannot be written or holds something else.
     """
     if not isinstance(model, ResolvedModel):
         model = resolve_model(ModelConfig(path=str(model), dtype="bf16", attention="eager"))

@@ -1,8 +1,10 @@
-"""A quantized base on disk: what quantizing makes of a checkpoint, written once and read in a fraction of the time.
+"""File format of a quantized base: write the folder, check it, and read it into a model.
 
-A folder of safetensors: one file for each layer's experts, `rest.safetensors` for all else, the model's configuration
-and tokenizer, and `packed.json`, written last, which says what was quantized and holds the size and SHA-256 of each
-file. While a base is read its files are digested by other threads, and one that was changed is refused by name.
+A quantized base is a checkpoint with weights that `moetune quantize` has quantized, so that loading takes a fraction of
+the time. The folder has one safetensors file for each layer's experts, `rest.safetensors` for all other tensors, the
+model's configuration and tokenizer, and a manifest, `packed.json`. The manifest is written last; it says what was
+quantized and how, with the size and SHA-256 of each weight file. When a base is read, other threads compute the digests
+of its files, and a file that has changed raises an error with its name.
 """
 
 from __future__ import annotations
@@ -38,35 +40,46 @@ from moetune.run.resolve import ResolvedModel, ResolvedRun
 REST = "rest.safetensors"
 _AGAIN = "write it again with moetune quantize"
 _THREADS = 4
-"""That digest files: one digests about 1.3 GB a second, and a disk may give more."""
+"""Number of threads that compute digests. One processes about 1.3 GB/s, and a disk may deliver more."""
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------
 
 
 def layer_file(path: str) -> str:
-    """The file of one layer's experts, by the path of the experts module."""
+    """Return the name of the file with one layer's experts, given the path of the experts module."""
     return f"{path}.safetensors"
 
 
 def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
-    """Write one layer's experts, whole or not at all."""
+    """Write one layer's experts to their file, under a temporary name first, so that the file is never incomplete.
+
+    Args:
+        folder: folder of the quantized base.
+        path: path of the layer's experts module.
+        bank: the layer's experts, all of them frozen.
+    """
     _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
 
 
 def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTrainedModel) -> None:
-    """Write everything but the banks: what is quantized as the model has it, all else as the checkpoint.
+    """Write all tensors except the experts to `rest.safetensors`.
+
+    A tensor that was quantized, or is quantized in the checkpoint, is written as the model has it; any other with the
+    checkpoint's values.
 
     Args:
-        source: the folder of the checkpoint.
-        plain: the model before it was quantized, whose names the checkpoint's are renamed to.
+        folder: folder of the quantized base.
+        model: the model with its weights loaded, without experts.
+        source: folder of the checkpoint.
+        plain: the model as transformers builds it, on the meta device.
     """
     stored = open_checkpoint(source)
     mappings = key_mappings(plain, stored)
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in _tensors(model):
-        if tensor.data_ptr() in seen:  # a head that is the embedding is stored once
+        if tensor.data_ptr() in seen:  # tied weights are stored once
             continue
         seen.add(tensor.data_ptr())
         keys = mappings[name].every_key() if name in mappings and tensor.is_floating_point() else []
@@ -77,10 +90,19 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
 
 
 def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Path]) -> None:
-    """Note what is being written, or check that it is what was begun; copy the files that are no weights.
+    """Prepare a folder for a new or interrupted quantized base; copy configuration and tokenizer into it.
+
+    What is to be quantized is recorded in the folder, or compared with what was recorded there before.
+
+    Args:
+        folder: folder of the quantized base; it must exist.
+        model: the model that is quantized.
+        source: folder of the checkpoint.
+        weights: the checkpoint's weight files.
 
     Raises:
-        UserError: the folder holds something else, or the note of its beginning cannot be read.
+        UserError: the folder holds something else or a finished quantized base; it was begun for another model,
+            precision or version of the checkpoint; or its record is damaged.
     """
     plan = {
         "schema": 1,
@@ -88,7 +110,7 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
         "double_quant": model.config.double_quant,
         "gate_up_apart": model.gate_up_apart,
         "source": str(source.resolve()),
-        # A source that changes between two attempts would be quantized half and half.
+        # To detect a checkpoint that changed between two attempts, which would be mixed otherwise.
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
     }
     begun = folder / BEGUN
@@ -110,7 +132,13 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
 
 
 def finish(folder: Path, source: Fingerprint, experts: Iterable[str]) -> dict[str, int]:
-    """Write the manifest, by which the folder is complete; return the number of files and their bytes."""
+    """Write the manifest, which completes the quantized base; return the number of weight files and their total bytes.
+
+    Args:
+        folder: folder of the quantized base.
+        source: fingerprint of the checkpoint.
+        experts: paths of the experts modules of all layers.
+    """
     files = sorted([folder / REST, *(folder / layer_file(path) for path in experts)])
     with digesting(files, _THREADS) as digests:
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
@@ -129,7 +157,11 @@ def _read_begun(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """What has to be stored of a model without banks: parameters, persistent buffers, and 4-bit layers' states."""
+    """Yield (name, tensor) of all that is stored of a model besides experts.
+
+    These are the parameters and persistent buffers that are not on the meta device, and the quantization states of
+    4-bit layers.
+    """
     persistent = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent and not tensor.is_meta:
@@ -152,10 +184,13 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def check_quantized_base(run: ResolvedRun) -> None:
-    """Refuse a quantized base that does not serve a run; the bytes of its files are still unread, their sizes are not.
+    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model.
+
+    The run's settings are compared with the manifest, and the sizes of the files with those in it. No weights are read.
 
     Raises:
-        UserError: it is quantized otherwise, is damaged, or the run trains whole experts, which it does not hold.
+        UserError: the base has another precision than `model.base` or `model.double_quant`; a file is missing or has
+            the wrong size; or the run trains whole experts, for which the base has no weights in full precision.
     """
     manifest, config = run.model.source.quantized_base, run.config.model
     if manifest is None:
@@ -182,10 +217,14 @@ def check_quantized_base(run: ResolvedRun) -> None:
 def read_quantized_base(
     target: LoadTarget, run: ResolvedRun, ranks: Ranks, on_read: Callable[[float], None] | None = None
 ) -> None:
-    """Read the quantized base of a run. Each of several ranks reads its own experts, and digests some of the files.
+    """Read the quantized base of a run into the target's model. Each rank reads only the experts that it holds.
+
+    Args:
+        ranks: the ranks of the run; each computes the digests of a share of the files.
+        on_read: called after each file with the fraction of all bytes that has been read (0 to 1).
 
     Raises:
-        UserError: the folder is damaged, or not quantized as the run file says.
+        UserError: as `check_quantized_base`; or a file is damaged, lacks a tensor, or differs from its digest.
     """
     check_quantized_base(run)
     manifest, folder = run.model.source.quantized_base, Path(str(run.model.source.folder))
@@ -206,6 +245,7 @@ def read_quantized_base(
 def _fill(
     target: LoadTarget, folder: Path, manifest: QuantizedManifest, on_read: Callable[[float], None] | None
 ) -> None:
+    """Read all files into the target's model."""
     model = target.model
     unread = set(model.state_dict())
     files = [folder / name for name in sorted(manifest.files)]
@@ -226,7 +266,7 @@ def _fill(
                 on_read(done / size)
     with reading(f"the quantized linear layers in {str(folder)!r}", remedy=_AGAIN):
         for path, parts in in_4bit.items():
-            if len(parts) == 1:  # was not worth quantizing when the base was written
+            if len(parts) == 1:  # the layer was not quantized when the base was written
                 target.put(f"{path}.weight", parts[""])
             else:
                 target.put_4bit(path, parts.pop(""), parts)
@@ -236,7 +276,7 @@ def _fill(
 
 
 def _read_held(opened: Any, name: str, target: LoadTarget) -> Tensor:
-    """A tensor, or of one with a row for each expert of a layer the rows of those that are here."""
+    """Return a tensor, or of a tensor with rows for all experts of a layer those of the experts on this rank."""
     bank = next((bank for path, bank in target.banks.items() if name.startswith(f"{path}.")), None)
     if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)
@@ -246,6 +286,7 @@ def _read_held(opened: Any, name: str, target: LoadTarget) -> Tensor:
 
 
 def _refuse_unread(model: nn.Module, unread: set[str], folder: Path) -> None:
+    """Raise `UserError` if a tensor of the model's state, other than LoRA factors, was not in the files."""
     state = model.state_dict(keep_vars=True)
     banks = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, ExpertBank))
     lacking = [n for n in sorted(unread) if ".lora." not in n and (state[n].is_meta or n.startswith(banks))]

@@ -1,4 +1,4 @@
-"""A model that stock transformers loads, its experts and linear layers quantized while its checkpoint is read.
+"""`MoetuneConfig`: quantize MoE experts when stock transformers loads a checkpoint (`quantization_config=`).
 
 from transformers import AutoModelForCausalLM
 from moetune import MoetuneConfig
@@ -35,12 +35,17 @@ METHOD = "moetune"
 
 @register_quantization_config(METHOD)
 class MoetuneConfig(QuantizationConfigMixin):
-    """How a model is stored: `quantization_config=` of `from_pretrained`. Nothing of it trains.
+    """Settings (`quantization_config=`) with which `from_pretrained` loads a model quantized by moetune.
+
+    No parameter of the loaded model trains.
 
     Args:
-        base: precision of what stays frozen, as `model.base` of a run file.
-        double_quant: as `model.double_quant`.
-        experts_on: as `model.experts_on`.
+        base: precision of the experts and linear layers, as `model.base` in a run file.
+        double_quant: quantize the scales of `nf4` as well, as `model.double_quant`.
+        experts_on: `gpu` or `host`, the memory that holds the quantized experts, as `model.experts_on`.
+
+    Raises:
+        pydantic.ValidationError: an argument has a value that the run file does not allow.
     """
 
     def __init__(self, base: str = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
@@ -54,12 +59,17 @@ class MoetuneConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class MoetuneQuantizer(LoadingQuantizer):
-    """Loads a model in transformers' place."""
+    """The quantizer that transformers selects for a `MoetuneConfig`."""
 
     quantization_config: MoetuneConfig
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Fill a model on the meta device from a checkpoint in 16 bits.
+        """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers.
+
+        Args:
+            model: the model as transformers has built it; changed in place.
+            folder: the folder of the checkpoint.
+            device: where the weights are put.
 
         Raises:
             UserError: the model's experts cannot be quantized, or the checkpoint does not fit the model.

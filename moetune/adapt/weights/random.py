@@ -1,4 +1,4 @@
-"""Random weights, module by module, so that a model far larger than memory in 16 bits can still be quantized."""
+"""Draw random weights module by module, quantizing as it goes, so the model in 16 bits need not fit in memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from moetune.run.names import stacks
 
 
 def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
-    """Draw every weight as the model's authors do, and quantize what stays frozen.
+    """Draw every weight with the initialization rules of the model's code, and quantize what stays frozen.
 
-    On the meta device, and unless it `draws`, the model gets the modules of the trained one, and no values.
+    On the meta device, or with `draws=False`, only replace modules by expert banks and quantized layers; weights stay
+    on the meta device without values, except those of the banks, which are allocated on the target's device.
 
     Raises:
-        UserError: the model has no rule to initialise one of its tensors.
+        UserError: the model's code has no rule to initialize one of the tensors.
     """
     model, device = target.model, target.device if draws else torch.device("meta")
     target.make_banks()
@@ -36,21 +37,28 @@ def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
     for path, module in list(model.named_modules()):
         realize(model, path, device)
         if module is embedding and device.type != "meta":
-            model.tie_weights()  # a head that is this table is not drawn for itself
+            model.tie_weights()  # so that a tied head is not drawn separately
 
 
 def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the tensors that no checkpoint holds, such as a rotary embedding's frequencies."""
+    """Compute, on `device`, the meta tensors that no checkpoint holds, such as rotary frequencies."""
     for path, module in list(model.named_modules()):
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             realize(model, path, device)
 
 
 def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Give the own meta tensors of the module at `path` storage on `device`, and draw them as its authors do.
+    """Allocate a module's own meta tensors on `device` and initialize them with the rules of the model's code.
+
+    Tensors of submodules, and tensors that are not on the meta device, are left alone.
+
+    Args:
+        model: the whole model.
+        path: path of the module in the model.
+        device: where to allocate; the meta device does nothing.
 
     Raises:
-        UserError: the model has no rule to initialise one of them.
+        UserError: the model's code has no rule to initialize one of the tensors.
     """
     module = model.get_submodule(path)
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
@@ -65,7 +73,7 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
                 setattr(module, name, fresh[name])
         floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}
         for tensor in floats.values():
-            tensor.fill_(torch.nan)  # what the rules leave out must not pass for a weight
+            tensor.fill_(torch.nan)  # to detect what the rules do not initialize
         _draw(model, path, [*fresh.values()])
     undrawn = [name for name, tensor in floats.items() if tensor.isnan().any()]
     if undrawn:
@@ -75,7 +83,10 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
 
 
 def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
-    """Draw a module's tensors by its own rule or, where that leaves some out, by the one of a block around it."""
+    """Initialize the tensors `fresh` of the module at `path` by its own rule.
+
+    Tensors that this rule skips are initialized by the rule of a module around it.
+    """
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):
@@ -88,7 +99,7 @@ def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
 
 
 def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The innermost transformers model around the module: its rules apply."""
+    """Return the innermost `PreTrainedModel` that contains the module at `path`; its initialization rules apply."""
     owner, module = model, model
     for name in path.split(".") if path else ():
         module = getattr(module, name)

@@ -1,4 +1,4 @@
-"""A checkpoint as transformers alone loads it, checked as one that is trained."""
+"""Load a checkpoint with transformers alone, unquantized, and check that all tensors were used."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from moetune.run.resolve import ResolvedModel
 
 
 def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
-    """Load a model with transformers; every tensor of the checkpoint has its place, and every place a tensor.
+    """Load a model with transformers' `from_pretrained`, in the model's dtype.
+
+    Args:
+        model: the resolved model; its weights are downloaded if needed.
+        device: where the weights are put.
 
     Raises:
-        UserError: the weights cannot be had or loaded, or one has no place.
+        UserError: the weights cannot be found, downloaded or loaded; or a tensor is missing, unexpected or of another
+            shape.
     """
     folder = model.source.weights()
     read_checkpoint(folder)
     index = folder / INDEX_FILE
     indexed = not (folder / SINGLE_FILE).is_file()
-    if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes there
+    if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes to it
         raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
     with reading(f"the weights of {model.source.name!r} in {str(folder)!r}"), no_progress_bars():
         load: Any = AutoModelForCausalLM.from_pretrained
@@ -36,7 +41,7 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
             device_map={"": device},
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # reported below, by name
+            ignore_mismatched_sizes=True,  # mismatches are reported below, by name
             output_loading_info=True,
         )
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
@@ -47,7 +52,7 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Without those of transformers; ours shows the same."""
+    """Disable transformers' progress bars inside the `with` block; moetune shows its own."""
     were_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,7 +1,6 @@
-"""The model that weights are loaded into: the one place that puts them into banks, quantized linears and parameters.
+"""`LoadTarget`: puts weights from any source into expert banks, quantized linear layers and parameters.
 
-Every source fills it by the same few methods: a checkpoint (checkpoint.py), random draws (random.py) and a quantized
-base (quantized_base.py).
+Checkpoints (checkpoint.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
 """
 
 from __future__ import annotations
@@ -30,20 +29,29 @@ from moetune.run.placement import EVERYTHING, Placement
 
 
 class LoadTarget:
-    """A model on the meta device whose weights arrive one by one.
+    """A model on the meta device that is filled with weights one by one.
 
-    An expert's matrices are quantized into the layer's bank, unless it trains, and a linear layer when its weight
-    arrives; so neither host nor GPU ever holds the model in 16 bits.
+    A frozen expert's matrices are quantized into the layer's bank (`ExpertBank`), and a linear layer's weight is
+    quantized, as soon as the weight is put; so neither host nor GPU ever holds the whole model in 16 bits.
+
+    In the methods, `path` is the path of a module in the model, and `stack` is transformers' name of the parameter that
+    holds a layer's experts, such as `gate_up_proj`.
 
     Args:
-        model: changed in place.
-        linears: paths of the linear layers that are stored in base precision.
+        model: the model; changed in place.
+        structure: the layers and parameters of the model.
+        selection: what trains.
+        config: precision and place of the weights.
+        linears: paths of the linear layers that are stored in the precision `model.base`.
+        device: where weights are put.
+        context: settings and hooks that the expert banks share.
         placement: the experts that this rank holds.
-        on_read: called with the share of the model's parameters that has arrived.
+        on_read: called repeatedly with the fraction of the model's parameters that has been put (0 to 1).
 
     Attributes:
-        layers: path of each layer's experts module -> the layer.
-        banks: path -> its bank, once it is made.
+        layers: path of a layer's experts module -> the layer.
+        linears: the paths from the argument.
+        banks: path of a layer's experts module -> its bank, for banks that have been created.
     """
 
     def __init__(
@@ -71,12 +79,15 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Make every layer's bank before any weight arrives: what is on its way then leaves no holes between them."""
+        """Create the banks of all layers before any weight is read.
+
+        Temporary tensors of the reading would otherwise leave gaps between the banks in memory.
+        """
         for path in self.layers:
             self.bank(path)
 
     def bank(self, path: str) -> ExpertBank:
-        """The bank of one layer's experts, or of those that this rank holds; made when first asked for."""
+        """Return the bank with the experts of one layer that this rank holds; create it if there is none."""
         if path not in self.banks:
             layer, selection = self.layers[path], self._selection
             lora, ids = selection.lora, selection.lora_experts.get(layer.index, ())
@@ -96,18 +107,29 @@ class LoadTarget:
         return self.banks[path]
 
     def put_expert(self, path: str, stack: str, expert: int, weight: Tensor) -> None:
-        """Store one expert's share of a stack, in the model's layout."""
+        """Store one expert's matrix or bias, quantized unless the expert trains.
+
+        Args:
+            weight: the expert's slice of the stack, in the model's layout.
+        """
         self.bank(path).put_(expert, matrix_of(stack), out_in(self.layers[path], stack, weight))
         self._note(weight.numel())
 
     def put_quantized_expert(self, path: str, stack: str, expert: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Store a frozen expert's matrix as a checkpoint has it quantized: gate and up each where they are apart."""
+        """Store a frozen expert's matrix that a checkpoint holds already quantized.
+
+        Args:
+            pieces: tensors by name, for the whole matrix or, if `pieces_of` returns 2 pieces, for gate and for up.
+        """
         layer = self.layers[path]
         self.bank(path).put_quantized_(expert, matrix_of(stack), *pieces)
         self._note(getattr(self.model.get_submodule(path), stack).numel() // layer.shape.num_experts)
 
     def pieces_of(self, path: str, stack: str, expert: int) -> tuple[int, tuple[int, int]] | None:
-        """How many pieces a frozen expert's matrix is quantized in, and the shape of each; None if it is not."""
+        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each piece.
+
+        Return None if the expert trains or the stack holds biases, which are not quantized.
+        """
         bank, matrix = self.bank(path), matrix_of(stack)
         if expert not in bank.frozen_slots or matrix.endswith("_bias"):
             return None
@@ -115,22 +137,25 @@ class LoadTarget:
         return of.pieces, (of.shape[0] // of.pieces, of.shape[1])
 
     def install(self, path: str) -> None:
-        """Put a layer's bank in the place of its experts module, of which only the activation is still used."""
+        """Replace a layer's experts module by its bank, which keeps the module's activation function."""
         experts = self.model.get_submodule(path)
         for name, _ in [*experts.named_parameters(recurse=False)]:
             delattr(experts, name)
         self.model.set_submodule(path, self.bank(path))
 
     def release(self, path: str) -> None:
-        """Let go of a layer's bank, which is stored elsewhere; the model goes on without these experts."""
+        """Free a layer's bank, and replace the layer's experts by an empty module."""
         self.banks.pop(path, None)
         self.model.set_submodule(path, nn.Module())
 
     # --- Linear layers ----------------------------------------------------------------------------------------------
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        """Quantize a linear layer's weight, and replace the layer; keep the layer where base and compute precision
-        agree, and where the base is MXFP4, which is for experts."""
+        """Store the weight of a linear layer [out, in], and replace the layer by a quantized one.
+
+        The layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to
+        experts only.
+        """
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
         if DTYPES.get(self.config.base) == self.dtype or self.config.base == "mxfp4":
@@ -153,11 +178,12 @@ class LoadTarget:
         self.model.set_submodule(path, quantized.requires_grad_(False))
 
     def put_4bit(self, path: str, data: Tensor, state: dict[str, Tensor]) -> None:
-        """Store a linear layer's weight that is quantized in 4 bits already.
+        """Store the weight of a linear layer that is already quantized in 4 bits.
 
         Args:
-            data: the weight's bytes.
-            state: what bitsandbytes keeps beside them, by its names.
+            path: path of the linear layer, which is replaced by a `Linear4bit` unless it is one.
+            data: the packed weight, two values per byte.
+            state: the quantization state, under bitsandbytes' names.
         """
         linear = self.model.get_submodule(path)
         if not isinstance(linear, Linear4bit):
@@ -187,7 +213,11 @@ class LoadTarget:
     # --- All else ---------------------------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Store a parameter or a buffer under its name in the model, in the dtype that it has there."""
+        """Store a parameter or buffer under its name in the model, converted to the dtype that the model has for it.
+
+        Raises:
+            RuntimeError: the tensor has another shape than the model's.
+        """
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
         there = getattr(module, last)
@@ -209,5 +239,8 @@ class LoadTarget:
 
 
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
-    """One expert's share of a stack as a bank holds it: weights [out, in]."""
+    """Return one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias unchanged.
+
+    The result is a view.
+    """
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor

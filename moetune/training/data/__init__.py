@@ -1,1 +1,1 @@
-"""From files to rows of tokens."""
+"""Training data: read files and data sets, tokenize their records, lay the tokens out in sequences."""

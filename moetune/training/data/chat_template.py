@@ -1,4 +1,4 @@
-"""Chats as text: what a tokenizer's chat template writes of one, and which characters of it the assistant wrote."""
+"""Render chats as text with the tokenizer's chat template, and find the characters that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from moetune.errors import UserError, one_line, time_limit
 from moetune.training.data.formats import MalformedError, checked_text, lost_content
 
-_SECONDS, _BYTES = 10.0, 2**30  # that a template may take for a record
+_SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering one record
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
-"""Keys of a message that not every template writes; several names of one thing together."""
+"""Keys of a message that some templates ignore; each tuple lists alternative names of one thing."""
 Marking = Literal["markers", "prompts", "turns"]
 MARKINGS: dict[Marking, str] = {
     "markers": "the assistant's part is what the chat template marks with {% generation %}",
@@ -25,9 +25,9 @@ MARKINGS: dict[Marking, str] = {
     "turns": "the chat template writes earlier turns differently, so that each turn of the assistant is a document of "
     "its own, as it stands last; its part is what follows the generation prompt",
 }
-"""How the assistant's part of a chat is found."""
+"""The ways to find the assistant's text in a rendered chat, each with an explanation for the user."""
 Spanned = tuple[str, list[tuple[int, int]]]
-"""A text, and the stretches of its characters that train."""
+"""A text, and the [start, end) character ranges of it that are trained on."""
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
 
@@ -36,7 +36,8 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Raises:
-        UserError: it has none that can be used, or no offsets, by which tokens are assigned to the assistant.
+        UserError: the tokenizer has no usable chat template, or it is not a fast tokenizer: only these return character
+            offsets, by which tokens are assigned to the assistant.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,10 +57,19 @@ class ChatTemplate:
         self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
 
     def write(self, messages: Messages, tools: Tools) -> tuple[list[Spanned], Marking]:
-        """Return a chat as texts with what the assistant wrote, and how that was found.
+        """Render a chat.
+
+        Args:
+            messages: checked messages, as `checked_messages` returns them.
+            tools: descriptions of the tools that the assistant may call; None for no tools.
+
+        Returns:
+            One or several texts, each with the character ranges that are trained on, and how these ranges were found (a
+            key of `MARKINGS`). A chat becomes several texts if the template writes earlier turns differently from the
+            last one.
 
         Raises:
-            MalformedError: the template refuses the chat, loses something of it, or takes too much time or memory.
+            MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB.
         """
         try:
             with _bounded():
@@ -73,7 +83,7 @@ class ChatTemplate:
                     texts = self._turns(messages, tools)
         except UserError as error:
             raise MalformedError(str(error)) from None
-        except Exception as error:  # templates can do what Python can do to a value
+        except Exception as error:  # template code can raise any exception
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
             if not isinstance(text, str) or len(text) > _BYTES // 16:
@@ -88,27 +98,29 @@ class ChatTemplate:
         return rendered
 
     def _with_content(self, messages: Messages, tools: Tools) -> Messages:
-        """Replace content that is null by empty text, unless the template handles null: it would write `None`."""
+        """Replace null contents by empty text if the template would otherwise write `None` or fail."""
         if all(message["content"] is not None for message in messages):
             return messages
         empty = [{**message, "content": message["content"] or ""} for message in messages]
         try:
             written = self._render(messages, tools)
-        except UserError:  # the time is over
+        except UserError:  # the time limit
             raise
         except Exception:
             return empty
         return empty if written.count("None") > self._render(empty, tools).count("None") else messages
 
     def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
-        """Raise `MalformedError` if the template leaves something out: it writes the same without it.
+        """Raise `MalformedError` if the template ignores a key of a message, the tools, or the text before `</think>`.
 
-        Without markers each turn is also written as the last one, and what the template writes then is not lost.
+        A part is ignored if the rendered text is the same without it. If the template has no `{% generation %}`
+        markers, the chat is rendered only up to the next turn of the assistant, because each turn of the assistant is
+        rendered as the last one for training too.
         """
-        cases: list[tuple[str, int, dict[str, Any] | None]] = []  # what is left out, where, and the message without it
+        cases: list[tuple[str, int, dict[str, Any] | None]] = []  # (part, message index, message without the part)
         for at, message in enumerate(messages):
             for names in _MAY_BE_IGNORED:
-                # A tool's name stands in the call that it answers.
+                # The name in a tool's message is also in the call that it answers, so it may be ignored.
                 here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
                 if here:
                     left = {key: value for key, value in message.items() if key not in here}
@@ -127,9 +139,9 @@ class ChatTemplate:
                     fewer = self._render(messages, None)
                 else:
                     fewer = self._render([*messages[:at], without, *messages[at + 1 : end]], tools)
-            except UserError:  # the time is over
+            except UserError:  # the time limit
                 raise
-            except Exception:  # the template needs it
+            except Exception:  # the template fails without it, so it is not ignored
                 continue
             if fewer == full:
                 raise _left_out(what)
@@ -137,7 +149,8 @@ class ChatTemplate:
     def _refuse_lost_content(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template drops some of a message's content.
 
-        Without markers each turn of the assistant is also written as the last one; content written there is not lost.
+        If the template has no `{% generation %}` markers, each turn of the assistant is also rendered as the last one,
+        and content that appears there is not lost.
         """
         lost = lost_content(messages, lambda some: self._render(some, tools))
         for end, message in enumerate(messages, 1):
@@ -150,10 +163,10 @@ class ChatTemplate:
             raise _left_out(what)
 
     def _marked(self, messages: Messages, tools: Tools) -> Spanned:
-        """Return the rendered chat, and what the template's `{% generation %}` blocks wrote.
+        """Return the rendered chat and the character ranges that the template's `{% generation %}` blocks wrote.
 
-        `apply_chat_template(return_assistant_tokens_mask=True)` reads the same blocks, but drops the rest of the chat
-        when a block begins with a character that no token holds.
+        `apply_chat_template(return_assistant_tokens_mask=True)` uses the same blocks, but ignores the rest of the chat
+        if a block begins with a character that no token covers.
         """
         options: dict[str, Any] = {"return_assistant_tokens_mask": True, **self._tokenizer.special_tokens_map}
         rendered: Any = render_jinja_template([messages], tools, chat_template=self._template, **options)
@@ -161,8 +174,14 @@ class ChatTemplate:
         return texts[0], [(low, high) for low, high in spans[0]]
 
     def _turns(self, messages: Messages, tools: Tools) -> list[Spanned]:
-        """Return texts without markers: of each turn of the assistant, as the last one, what it adds to the generation
-        prompt of the messages before. A turn that the next text repeats to the letter is part of that text."""
+        """Render a chat with a template that has no `{% generation %}` markers.
+
+        The chat up to each turn of the assistant is rendered; what that adds to the generation prompt of the preceding
+        messages is the assistant's. A text that the next text begins with is merged into the next text.
+
+        Raises:
+            MalformedError: the first message is the assistant's, or a turn does not begin with its generation prompt.
+        """
         texts: list[Spanned] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -198,7 +217,11 @@ def _left_out(what: str) -> MalformedError:
 
 
 def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the assistant's spans without those of messages whose `weight` is 0."""
+    """Return the assistant's character ranges without those of messages whose `weight` is 0.
+
+    Raises:
+        MalformedError: a weight is 0, and the number of ranges is not the number of the assistant's messages.
+    """
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if all(weights):
         return spans
@@ -212,7 +235,10 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Bound a template's time and, where there is /proc, its memory (`MemoryError`), neither of which Jinja does."""
+    """Limit the time of the `with` block (`UserError`) and, on systems with /proc, its memory (`MemoryError`).
+
+    Jinja has neither limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit, statm = soft, Path("/proc/self/statm")
     if statm.is_file():

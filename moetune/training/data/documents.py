@@ -1,6 +1,6 @@
-"""Documents, and rows of them, in files that are mapped into memory, so that a data set may be larger than it.
+"""Tokenized documents and rows stored in memory-mapped temporary files, so that a data set may exceed memory.
 
-The files have no name: the system removes them with the process, however that ends.
+The files are unnamed, so the operating system removes them when the process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ from moetune.errors import UserError
 from moetune.training.step.loss import IGNORED
 
 Block = Mapping[str, np.ndarray | Sequence[np.ndarray]]
-"""Rows: the values of each column, an array for each row."""
+"""Some rows, by column: an array [rows, length] or a sequence of one array per row."""
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A document as `ids` and `labels`, int32 [length], with at least 2 tokens.
+    """A tokenized document.
 
-    The first label is `IGNORED`, because nothing predicts a first token. A `divisible` document may be cut into several
-    sequences; others, such as a prompt and its completion, may not.
+    Attributes:
+        ids: token ids, int32 [length], at least 2.
+        labels: the token id where the token is trained on, `IGNORED` elsewhere, int32 [length]. The first is always
+            `IGNORED`, because no token precedes it.
+        divisible: whether the document may be cut into several sequences. Text may; a prompt with its completion, or a
+            chat, may not.
     """
 
     ids: np.ndarray
@@ -44,19 +48,30 @@ class Document:
         return len(self.ids)
 
     def segment(self, start: int, stop: int) -> Document:
-        """Return the tokens from `start` to `stop`, the first of them as context without a loss."""
+        """Return the tokens from `start` to `stop` as a document of its own, whose first token has no loss.
+
+        The ids are a view, the labels a copy.
+        """
         labels = self.labels[start:stop].copy()
         labels[0] = IGNORED
         return Document(self.ids[start:stop], labels, self.divisible)
 
     def shortened(self, longest: int) -> tuple[Document, bool]:
-        """Return its first tokens up to the end of the last whole stretch that trains, and whether there is one."""
+        """Cut the document to at most `longest` tokens, if possible after the end of a trained stretch.
+
+        Returns:
+            The first tokens, up to the end of the last trained stretch that fits completely, and True. If no stretch
+            fits, the first `longest` tokens, and False.
+        """
         ends = np.flatnonzero((self.labels[:longest] != IGNORED) & (self.labels[1 : longest + 1] == IGNORED)) + 1
         return (self.segment(0, int(ends[-1])), True) if len(ends) else (self.segment(0, longest), False)
 
 
 class Documents:
-    """Documents in the order of addition, 17 bytes of each in memory. None is added after the first read."""
+    """A sequence of documents in a temporary file, in the order of addition.
+
+    Each document takes 5 bytes of memory, and 17 from the first read on. No document may be added after the first read.
+    """
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -64,7 +79,11 @@ class Documents:
         self._divisible = bytearray()
 
     def add(self, document: Document) -> None:
-        """Append a document; raise `UserError` if the disk is full."""
+        """Append a document.
+
+        Raises:
+            UserError: the temporary file cannot be written, for example because the disk is full.
+        """
         with _naming_the_disk():
             self._file = self._file or _temporary()
             self._file.write(np.concatenate([document.ids, document.labels]).tobytes())
@@ -81,7 +100,7 @@ class Documents:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each, int32."""
+        """Number of tokens of each document, int32 [documents]."""
         return np.array(self._lengths)
 
     @cached_property
@@ -97,7 +116,12 @@ class Documents:
 
 @dataclass(frozen=True)
 class Chosen(Sequence[Document]):
-    """A choice of documents, by their numbers; one may occur several times."""
+    """A selection of documents by their index; a document may occur several times.
+
+    Attributes:
+        documents: all documents.
+        numbers: indices into `documents`, in the order of the selection.
+    """
 
     documents: Documents
     numbers: np.ndarray
@@ -110,7 +134,15 @@ class Chosen(Sequence[Document]):
 
 
 def rows_on_disk(names: Sequence[str], blocks: Iterable[Block]) -> datasets.Dataset:
-    """Write rows of int32 lists to disk and return them; raise `UserError` if the disk is full."""
+    """Write rows to a temporary file; return them as a memory-mapped data set.
+
+    Args:
+        names: the columns, each a list of int32 per row.
+        blocks: the rows, some at a time; each block is written before the next is computed.
+
+    Raises:
+        UserError: the temporary file cannot be written, for example because the disk is full.
+    """
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
     with _naming_the_disk():
         file = _temporary()
@@ -118,23 +150,23 @@ def rows_on_disk(names: Sequence[str], blocks: Iterable[Block]) -> datasets.Data
             for block in blocks:
                 writer.write_batch(pa.record_batch([_list_array(block[name]) for name in names], schema=schema))
         table = pa.ipc.open_stream(pa.py_buffer(_mapped(file))).read_all()
-    return datasets.Dataset(table, fingerprint=secrets.token_hex(8))  # without one all of it is hashed, in memory
+    return datasets.Dataset(table, fingerprint=secrets.token_hex(8))  # else datasets hashes all rows, in memory
 
 
 def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
-    """Yield the values of a column, some rows at a time."""
+    """Yield the values of a column, concatenated over rows, as arrays of some rows each."""
     for chunk in rows.data.column(name).chunks:
         yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
 
 
 def _list_array(rows: np.ndarray | Sequence[np.ndarray]) -> pa.ListArray:
-    # Straight from numpy: `Dataset.from_dict` goes through Python objects, at several times the memory.
+    # From numpy: `Dataset.from_dict` would create Python objects and take several times the memory.
     offsets = np.cumsum([0, *map(len, rows)])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(rows)))
 
 
 def _folder() -> str:
-    """Return the folder for temporary files: not /tmp, which is in memory on many machines."""
+    """Return the folder for temporary files: $TMPDIR, else /var/tmp, because /tmp is in memory on many machines."""
     return os.environ.get("TMPDIR") or ("/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir())
 
 

@@ -1,9 +1,11 @@
-"""Records as tokens and labels. A label stands under its own token; the loss shifts them by one.
+"""Tokenize records of one format into documents of token ids and labels.
 
-{"text": "..."}                              every token trains
-{"prompt": "...", "completion": "..."}       the completion and the end-of-sequence token train
-{"messages": [{"role": .., "content": ..}]}  what the chat template writes for the assistant trains
-Alpaca, ShareGPT                             become one of these (formats.py)
+    {"text": "..."}                              every token is trained on
+    {"prompt": "...", "completion": "..."}       the completion and the end-of-sequence token are trained on
+    {"messages": [{"role": .., "content": ..}]}  what the chat template writes for the assistant is trained on
+    Alpaca, ShareGPT                             are converted to one of these (formats.py)
+
+A label has the same position as its token; the loss shifts the labels by one.
 """
 
 from __future__ import annotations
@@ -38,13 +40,17 @@ KEYS: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
 }
 Tokens = tuple[np.ndarray, np.ndarray]
-"""Ids, and which of them train."""
+"""A pair of arrays: token ids, and for each token whether it is trained on (or its character offsets)."""
 _WINDOW = 2**18
-"""Characters that are tokenized at once: tokenizers take 200 bytes and more of memory for each."""
+"""Characters tokenized in one call; tokenizers take 200 bytes of memory or more per character."""
 
 
 def format_of(record: dict[str, Any]) -> Format:
-    """Return the format that a record has the keys of; raise `MalformedError` if there is none."""
+    """Return the format whose keys the record has (`KEYS`), trying chat formats first.
+
+    Raises:
+        MalformedError: the record has the keys of no format.
+    """
     for format, keys in KEYS.items():
         if all(record.get(key) is not None for key in keys):
             return format
@@ -55,10 +61,11 @@ def format_of(record: dict[str, Any]) -> Format:
 
 
 class Encoder:
-    """Turns records of one format into documents.
+    """Converts records of one format to documents.
 
     Raises:
-        UserError: the tokenizer has no end-of-sequence token or, for chats, no template or offsets.
+        UserError: the tokenizer lacks what the format needs: an end-of-sequence token or, for chats, a chat template
+            and character offsets.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format) -> None:
@@ -74,10 +81,15 @@ class Encoder:
         self._bos = [first] if first == tokenizer.bos_token_id else []
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:
-        """Return a record's documents, and for a chat how the assistant's part was found.
+        """Tokenize a record.
+
+        Returns:
+            The documents of the record (a chat may become several), and for a chat how the assistant's text was found
+            (a key of `MARKINGS`), otherwise None.
 
         Raises:
-            MalformedError: the record is not of this format, or nothing in it would train.
+            MalformedError: the record is not of this format, or no token of it is trained on.
+            UserError: the tokenizer fails on the record.
         """
         missing = [key for key in KEYS[self.format] if record.get(key) is None]
         if missing:
@@ -110,7 +122,7 @@ class Encoder:
         return ids, np.ones(len(ids), dtype=bool)
 
     def _prompt(self, record: dict[str, Any]) -> Tokens:
-        # Tokenized apart, so that no token holds characters of both.
+        # Tokenized separately, so that no token has characters of both prompt and completion.
         prompt = _joined(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
         ids = _joined(prompt, self._checked(record, "completion"), self._eos)
         return ids, np.arange(len(ids)) >= len(prompt)
@@ -122,14 +134,14 @@ class Encoder:
         return ids
 
     def _spanned(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
-        """Return the tokens of a text; those within the spans train.
+        """Tokenize a text; tokens within `spans`, [start, end) character ranges, are trained on.
 
-        The segments between the ends of spans are tokenized apart, as a prompt is before its answer is generated, so
-        that no token holds characters of both. Where that changes the text, because the tokenizer writes a space before
-        each segment, it is tokenized whole.
+        The text is cut at the end of every span and the pieces are tokenized separately, as a prompt is tokenized
+        before its answer is generated, so that no token crosses such an end. If that changes the text, because the
+        tokenizer puts a space before each piece, the text is tokenized as a whole.
 
         Raises:
-            MalformedError: a token of the whole crosses the end of a span.
+            MalformedError: the text is tokenized as a whole, and a token crosses the end of a span.
         """
         ends = [0, *sorted({end for span in spans for end in span}), len(text)]
         segments, trains = [], []
@@ -140,7 +152,7 @@ class Encoder:
         if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
             return ids, np.concatenate(trains)
         starts, stops = offsets.T
-        # Of a token that is whitespace alone, some tokenizers leave nothing but the position after it.
+        # Some tokenizers give a whitespace token an empty range after its character.
         firsts = np.where(stops > starts, starts, starts - 1)
         for end in ends:
             if (across := np.flatnonzero((starts < end) & (end < stops))).size:
@@ -162,7 +174,7 @@ class Encoder:
         return _joined(*(window["input_ids"] for window in slow))
 
     def _with_offsets(self, text: str) -> Tokens:
-        """Return ids, and the characters of each as int32 [tokens, 2]."""
+        """Return token ids, and the character range of each token as int32 [tokens, 2]."""
         ids, offsets = [], []
         for begin, part in _windows(text):
             window = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -172,7 +184,7 @@ class Encoder:
 
 
 def _windows(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the parts of a text that are tokenized apart, with their places: cut after a line, else before a space."""
+    """Yield (start, part) for parts of at most `_WINDOW` characters, cut after a line feed or else before a space."""
     begin = 0
     while len(text) - begin > _WINDOW:
         end = begin + _WINDOW

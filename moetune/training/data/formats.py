@@ -1,7 +1,7 @@
-"""Records of other tools as chats, or as prompt and completion; and what a chat must hold.
+"""Conversion of Alpaca and ShareGPT records to chats or prompts, and checks of the values that a record holds.
 
-Alpaca    {"instruction": .., "input": .., "output": ..}           and, of some, "system" and "history"
-ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  and, of some, "system" and "tools"
+Alpaca    {"instruction": .., "input": .., "output": ..}           in some files also "system" and "history"
+ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files also "system" and "tools"
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
-"""Speakers in ShareGPT files, and their roles."""
+"""Name of a speaker in ShareGPT files -> role of the message."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 """The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
 _AS_ALPACA = (("instruction", "context", "response"), ("question", "context", "answer"))
-"""Other names of Alpaca's instruction, input and output: Dolly's, and questions with answers."""
+"""Other names for Alpaca's (instruction, input, output): those of Dolly, and those of question-answer data."""
 
 
 class MalformedError(UserError):
-    """One record cannot be used; the message says why."""
+    """A single record cannot be used; the message gives the reason."""
 
 
 def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with Alpaca's names added to those of Dolly or of a question and its answer."""
+    """Return a copy with Alpaca's keys added if the record has those of Dolly or of question-answer data.
+
+    Any other record is returned as it is.
+    """
     for asked, given, answered in _AS_ALPACA:
         if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
             found = {"instruction": record[asked], "input": record.get(given, record.get("input"))}
@@ -44,7 +47,12 @@ def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """Return prompt and completion as Stanford Alpaca writes them, for models without a chat template."""
+    """Convert an Alpaca record to `prompt` and `completion` in Stanford Alpaca's words, without a chat template.
+
+    Raises:
+        MalformedError: `instruction` or `input` is not text, or the record has `system` or `history`, which the prompt
+            has no place for.
+    """
     if lost := [key for key in ("system", "history") if record.get(key)]:
         raise MalformedError(f"{' and '.join(lost)} need a chat template; name one in data.chat_template")
     instruction, given = checked_text(record["instruction"], "instruction"), _optional(record, "input")
@@ -55,7 +63,11 @@ def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """Return an Alpaca record as a chat: its earlier turns, instruction and input, output."""
+    """Convert an Alpaca record to `messages`: system, the turns of `history`, instruction with input, output.
+
+    Raises:
+        MalformedError: `instruction`, `input` or `system` is not text.
+    """
     system, given = _optional(record, "system"), _optional(record, "input")
     turns = [(question, answer) for question, answer in record.get("history") or ()]
     asked = "\n\n".join((checked_text(record["instruction"], "instruction"), *([given] if given else ())))
@@ -66,7 +78,11 @@ def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a ShareGPT record as a chat."""
+    """Convert a ShareGPT record to `messages` and `tools`; a turn's `weight` is kept.
+
+    Raises:
+        MalformedError: `conversations` is not a list of objects, a speaker is unknown, or `system` is not text.
+    """
     turns, system = record["conversations"], _optional(record, "system")
     if not isinstance(turns, list):
         raise MalformedError(f"conversations is {kind(turns)}, not a list")
@@ -83,9 +99,12 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_messages(value: object) -> list[dict[str, Any]]:
-    """Return the messages of a chat without null values; raise `MalformedError` if no chat template takes them.
+    """Check the messages of a chat; return copies without null values, except that `content` is always present.
 
-    An assistant's content may be null beside tool calls.
+    Raises:
+        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text or is empty (null or
+            empty beside tool calls, and empty for other roles than the assistant, are allowed); `tool_calls` is not a
+            list of objects; `weight` is neither 0 nor 1; or no message is the assistant's.
     """
     if not isinstance(value, list):
         raise MalformedError(f"messages is {kind(value)}, not a list")
@@ -100,10 +119,10 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
             raise MalformedError(f"tool_calls of message {number} is no list of objects")
         if message.get("weight") not in (None, 0, 1):
             raise MalformedError(f"weight of message {number} is {message['weight']!r}; it may be 0 or 1")
-        # An empty system message is common, and harmless.
+        # An empty system message is common and harmless, so only the assistant's content may not be empty.
         if not (calls and content in (None, "")) and (role == "assistant" or content != ""):
             checked_text(content, f"content of message {number}")
-        # Parquet has every key in every message.
+        # Remove null values, because messages read from Parquet have every key.
         messages.append({"content": None} | {key: given for key, given in message.items() if given is not None})
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedError("no message of the assistant, so nothing to train on")
@@ -111,13 +130,17 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
 
 
 def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
-    """Find content that a chat template drops, wholly or in part.
+    """Find content of messages that a chat template drops, completely or in part.
 
-    The words of a content must stand in the rendered chat in their order, and so must a mark that is added to its end.
-    White space and escapes may differ.
+    The words of a content must appear in the rendered chat in the same order, and a mark appended to the content must
+    appear as well. Case, white space and punctuation may differ.
+
+    Args:
+        messages: checked messages.
+        render: renders messages with the template.
 
     Returns:
-        By the index of a message, what of it is lost.
+        Index of a message -> description of the text that is lost; empty if nothing is lost.
     """
     written, marks = render(messages), [f"QXZ{index}ZXQ" for index in range(len(messages))]
     with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
@@ -128,7 +151,7 @@ def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         ends: str | None = render(marked)
     except UserError:
         raise
-    except Exception:  # the template takes no other content
+    except Exception:  # the template fails on other content
         ends = None
     lost: dict[int, str] = {}
     for index in with_text:
@@ -142,7 +165,7 @@ def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str
 
 
 def _first_missing_word(content: str, written: str) -> str | None:
-    """The first word of a content that does not follow the one before it in what was written."""
+    """Return the first word of `content` that does not appear in `written` after the preceding word; None if all do."""
     position, written = 0, written.casefold()
     for match in re.finditer(r"\w+", content.casefold()):
         found = written.find(match[0], position)
@@ -153,7 +176,14 @@ def _first_missing_word(content: str, written: str) -> str | None:
 
 
 def checked_tools(value: object) -> list[Any] | None:
-    """Return the tools of a chat, given as a list or as its JSON text."""
+    """Return the tools of a chat as a list; None if there are none.
+
+    Args:
+        value: a list, its JSON text, or None.
+
+    Raises:
+        MalformedError: `value` is anything else.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -165,7 +195,15 @@ def checked_tools(value: object) -> list[Any] | None:
 
 
 def checked_text(value: object, what: str) -> str:
-    """Return a value that is text and can be tokenized; raise `MalformedError` for any other."""
+    """Return `value` if it is text that can be tokenized.
+
+    Args:
+        value: the value to check.
+        what: the name of the value in messages.
+
+    Raises:
+        MalformedError: `value` is not a string, is empty or white space, or holds an unpaired surrogate.
+    """
     if not isinstance(value, str):
         raise MalformedError(f"{what} is {kind(value)}, not text")
     if not value.strip():
@@ -178,7 +216,7 @@ def checked_text(value: object, what: str) -> str:
 
 
 def kind(value: object) -> str:
-    """Return JSON's name for the type of a value."""
+    """Return JSON's name for the type of a value, with an article ("an object", "text"), for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 

@@ -1,4 +1,4 @@
-"""A JSON array in a file, value by value: the file may be larger than memory."""
+"""Parse a JSON array from a file one value at a time, so that the file may be larger than memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import IO, Any
 from moetune.errors import UserError
 
 _BYTES = 2**16
-_MARGIN = 16  # characters that a word, a number or an escape may still need to be whole
+_MARGIN = 16  # characters at the end of the text that may be an incomplete word, number or escape
 _WHITE = re.compile(r"[ \t\n\r]*")
 
 
 class DuplicateKeyError(UserError):
-    """A JSON object has a key more than once; Python would keep the last value and lose the others."""
+    """A JSON object contains a key twice; Python's parser would silently keep only the last value."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -32,15 +32,22 @@ DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 class JsonArray:
-    """Iterates over the values, one at a time in memory. Errors are those of `json.loads`; `where` locates them."""
+    """Iterates over the values of a JSON array, holding one value in memory at a time.
+
+    Iteration raises the errors of `json.loads`, and `DuplicateKeyError`. The positions in a `JSONDecodeError` refer to
+    the part of the file in memory; `where` converts them to positions in the file.
+
+    Args:
+        handle: file open in binary mode, at the beginning, whose first character that is not white space is `[`.
+    """
 
     def __init__(self, handle: IO[bytes]) -> None:
         self._file = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
         self._text, self._at, self._ended = "", 0, False
-        self._lines = self._column = 0  # before the text
+        self._lines = self._column = 0  # lines, and columns of the last line, before the text
 
     def __iter__(self) -> Iterator[Any]:
-        self._skip()  # to the bracket
+        self._skip()  # to the opening bracket
         self._at += 1
         mark = self._skip()
         while mark != "]":
@@ -56,7 +63,7 @@ class JsonArray:
             raise json.JSONDecodeError("Extra data", self._text, self._at)
 
     def where(self, error: json.JSONDecodeError) -> tuple[int, int]:
-        """Return line and column in the file, from 1."""
+        """Return the (line, column) in the file, both from 1, at which a parse error occurred."""
         return error.lineno + self._lines, error.colno + (self._column if error.lineno == 1 else 0)
 
     def _value(self) -> Any:
@@ -73,7 +80,7 @@ class JsonArray:
             self._more()
 
     def _skip(self) -> str:
-        """Go to the next character that is not white space and return it; nothing at the end."""
+        """Skip white space; return the next character without consuming it, or "" at the end of the file."""
         while (white := _WHITE.match(self._text, self._at)) and white.end() == len(self._text) and not self._ended:
             self._at = white.end()
             self._more()
@@ -81,7 +88,10 @@ class JsonArray:
         return self._text[self._at : self._at + 1]
 
     def _more(self) -> None:
-        """Drop what was read, and read as much as is left, so that a long value is parsed a few times only."""
+        """Discard the text that was consumed, and read at least as much as is left of it.
+
+        Doubling the text keeps the number of attempts to parse a long value small.
+        """
         lines = self._text.count("\n", 0, self._at)
         self._column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + (0 if lines else self._column)
         self._lines += lines

@@ -1,6 +1,7 @@
-"""The `data:` section of a run file, read, checked, tokenized and put into sequences, before any weight is loaded.
+"""Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences.
 
-sources.py opens files, records.py reads them, encoder.py tokenizes records, packing.py fills sequences.
+This happens before any weight is loaded. sources.py opens files, records.py reads records, encoder.py tokenizes them,
+packing.py fills sequences.
 """
 
 from __future__ import annotations
@@ -32,23 +33,26 @@ from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.training.step.loss import IGNORED
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds until progress is reported first
 
-_MOST_GROWTH = 1000  # of a text, by a tokenizer's replacements; a space becomes three bytes
+_MOST_GROWTH = 1000  # maximum factor; common rules replace a space by 3 bytes
 
 
 @dataclass(frozen=True)
 class DataCounts:
-    """The contents of a data set.
+    """Statistics of the training or the held-out data.
 
     Attributes:
-        lengths: tokens of each document, int32.
-        records: how many the documents are made of.
-        dropped, cut, unended, chats: as in `Reading`.
-        sequences: rows to train on.
-        tokens: in the sequences, padding left out; repeated context counts again.
-        loss_tokens: those of them that are predicted.
-        padding: tokens that fill packed sequences.
+        lengths: number of tokens of each document, int32 [documents].
+        records: number of records that the documents come from.
+        dropped: documents left out because they are too long.
+        cut: documents whose end was left out because they are too long.
+        unended: those of the cut documents that end within the first stretch that is trained on.
+        chats: number of chats, by how the assistant's text was found (`MARKINGS`).
+        sequences: number of rows.
+        tokens: tokens in all sequences, without padding; context that is repeated after a cut counts again.
+        loss_tokens: tokens that are predicted.
+        padding: padding tokens in packed sequences.
     """
 
     lengths: np.ndarray
@@ -65,7 +69,14 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Tokenized sequences, on disk, in the order of the records; the loop shuffles them."""
+    """Tokenized sequences on disk, in the order of the records; the training loop shuffles them.
+
+    Attributes:
+        train: rows to train on.
+        eval: held-out rows; None if the run does not evaluate.
+        counts: statistics of `train`.
+        eval_counts: statistics of `eval`; None if there are no held-out rows.
+    """
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
@@ -74,10 +85,14 @@ class Datasets:
 
 
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: TrainConfig) -> Datasets:
-    """Read both data sets. The same files and tokenizer give the same sequences, byte for byte.
+    """Read and tokenize the training data and the held-out data.
+
+    The same files, settings and tokenizer give exactly the same sequences. If `data.chat_template` is set,
+    `tokenizer.chat_template` is replaced.
 
     Raises:
-        UserError: all problems of both.
+        UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
+            weights or `data.validation` leave no record to train on.
     """
     problems: dict[str, None] = {}
     documents = Documents()
@@ -118,7 +133,15 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
 
 
 def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a model's folder; raise `UserError` if it cannot be loaded."""
+    """Return the tokenizer of a model.
+
+    Args:
+        name: the model's name, for messages.
+        folder: a folder, or a name on the hub; None if the model has no files, which always raises.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or its replacement rules could make a text over 1000 times as long.
+    """
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
         on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
@@ -128,7 +151,10 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
 
 
 def _refuse_growth(backend: Tokenizer) -> None:
-    """Refuse a tokenizer whose replacements multiply a text: it would run without end, and cannot be interrupted."""
+    """Raise `UserError` if a tokenizer's replacement rules could make a text more than `_MOST_GROWTH` times as long.
+
+    Tokenizing would then take practically forever, and it cannot be interrupted.
+    """
     empty = Tokenizer(BPE())
     empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
     settings = json.loads(empty.to_str())
@@ -151,10 +177,13 @@ def _refuse_growth(backend: Tokenizer) -> None:
 
 
 def chat_template(spec: str) -> str:
-    """Return the template that `data.chat_template` names: a file, or a model whose tokenizer has one.
+    """Return the text of the chat template that `data.chat_template` names.
+
+    Args:
+        spec: a template file, or a model whose tokenizer has a template (a folder or a name).
 
     Raises:
-        UserError: there is no such file or model, or the model has none.
+        UserError: there is no such file or model, or the model's tokenizer has no template.
     """
     file = expanded(spec)
     if file.is_file():
@@ -180,6 +209,7 @@ def _announced(source: Source) -> Iterator[Row]:
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:
+    """Concatenate the documents of several `Reading`s and sum their counts."""
     return Reading(
         np.concatenate([np.arange(0), *(part.documents for part in parts)]),
         np.concatenate([np.arange(0), *(part.records for part in parts)]),
@@ -191,7 +221,10 @@ def _joined(parts: Sequence[Reading]) -> Reading:
 
 
 def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
-    """Return every record as often as the integer part of `weight`, and a drawn share of them for the fraction."""
+    """Apply the weight of a data set by repeating its records.
+
+    Every record is returned int(weight) times, and a random share of the records, the fraction of `weight`, once more.
+    """
     whole, rest = divmod(weight, 1)
     records = np.unique(read.records)
     drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
@@ -200,8 +233,15 @@ def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
 
 
 def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
-    """Return the training and the held-out part; no record is in both."""
-    _, firsts = np.unique(read.records, return_index=True)  # weights have some more than once
+    """Split records at random into a training part and a held-out part; no record is in both.
+
+    Args:
+        share: fraction of the distinct records to hold out, at least one record.
+
+    Raises:
+        UserError: no record is left to train on.
+    """
+    _, firsts = np.unique(read.records, return_index=True)  # a weight repeats records
     records = read.records[np.sort(firsts)]
     count = max(1, round(share * len(records)))
     if count >= len(records):
@@ -213,11 +253,16 @@ def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Read
 
 
 def _taken(read: Reading, at: np.ndarray) -> Reading:
+    """Return the documents at these positions; the counts are unchanged."""
     return replace(read, documents=read.documents[at], records=read.records[at])
 
 
 def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
-    """Return documents in sequences, packed if there is a `padding` token, and their counts."""
+    """Lay documents out in sequences of at most `length` tokens; return the rows and their statistics.
+
+    Args:
+        padding: id of the padding token of packed sequences; None puts each document in sequences of its own.
+    """
     chosen = Chosen(documents, read.documents)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
     there = sum(map(len, values(rows, "input_ids")))
@@ -241,7 +286,14 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
 def refuse_unknown_tokens(
     settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
 ) -> None:
-    """Raise `UserError` if the tokenizer gives or pads with a token that the model has no embedding for."""
+    """Raise `UserError` if a token id of the data, or the padding token, is not below the model's vocabulary size.
+
+    Args:
+        settings: configuration of the model.
+        model: the model's name, for the message.
+        padding: id of the padding token.
+        parts: rows to check; None is skipped.
+    """
     known = settings.get_text_config().vocab_size
     there = (some for part in parts if part is not None for some in values(part, "input_ids"))
     largest = max((int(some.max()) for some in there), default=0)
@@ -254,7 +306,11 @@ def refuse_unknown_tokens(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the padding token, or else the end-of-sequence token; raise `UserError` if there is neither."""
+    """Return the id of the padding token or, if the tokenizer has none, of the end-of-sequence token.
+
+    Raises:
+        UserError: the tokenizer has neither.
+    """
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return token_id

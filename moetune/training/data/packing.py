@@ -1,8 +1,8 @@
-"""Documents in sequences: packed to a fixed length, or one document to a sequence.
+"""Lay documents out in sequences: packed into sequences of a fixed length, or one document per sequence.
 
-A document longer than a sequence is cut into segments. Each further segment begins with the last token of the one
-before, as context without a loss. So every token but a document's first is predicted exactly once, and each segment has
-at least two tokens: one of context and one to predict.
+A document longer than a sequence is cut into segments. Each segment after the first begins with the last token of the
+preceding segment, as context without a loss. So every token except a document's first is predicted exactly once, and
+each segment has at least two tokens: one token of context and one token to predict.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from moetune.training.data.documents import Block, Document, rows_on_disk
 from moetune.training.step.loss import IGNORED
 
 _SHORTEST = 2
-"""Tokens of a segment."""
+"""Minimum number of tokens of a segment."""
 _BLOCK_TOKENS = 2**20
-"""Of the rows that are in memory at once, about."""
+"""Approximate number of tokens of the rows that are in memory at the same time."""
 
 
 def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> datasets.Dataset:
     """Pack documents into sequences of exactly `length` tokens.
 
-    `position_ids` start at 0 with every document; that is how attention tells them apart. The rest of a sequence is
-    padding, which counts as one more document and carries no loss.
+    Documents marked `divisible` fill sequences in order and are cut where a sequence ends; the others are placed whole,
+    by best fit. `position_ids` restart at 0 with every document, which is how attention separates documents. The rest
+    of a sequence is padding: like a further document, but without a loss.
 
     Returns:
-        Columns `input_ids`, `labels`, `position_ids` and `is_token` (1, or 0 for padding), each int32 [length] a row.
+        Rows with columns `input_ids`, `labels`, `position_ids` and `is_token` (1, or 0 for padding), each int32
+        [length].
+
+    Raises:
+        UserError: the temporary file of the rows cannot be written.
     """
     segments = _Segments()
     _pack_stream(documents, length, segments)
@@ -41,31 +46,38 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
 
 
 def separate(documents: Sequence[Document], length: int) -> datasets.Dataset:
-    """Put one document in a sequence of at most `length` tokens; cut longer ones. Batches are padded later.
+    """Put every document in a sequence of its own, of at most `length` tokens; cut longer ones into several sequences.
+
+    Sequences are padded later, when they are collated.
 
     Returns:
-        Columns `input_ids` and `labels`, int32 lists as long as the segment.
+        Rows with columns `input_ids` and `labels`, int32 lists of the segment's length.
+
+    Raises:
+        UserError: the temporary file of the rows cannot be written.
     """
     return rows_on_disk(("input_ids", "labels"), _separate_blocks(documents, length))
 
 
 class _Segments:
-    """Which tokens of which document are in which sequence: 32 bytes a segment."""
+    """A table of segments: which tokens of which document are in which sequence. A segment takes 32 bytes."""
 
     def __init__(self) -> None:
         self.sequences = 0
         self._parts = [array("q") for _ in range(4)]
 
     def new_sequence(self) -> int:
+        """Start a sequence; return its number."""
         self.sequences += 1
         return self.sequences - 1
 
     def add(self, sequence: int, document: int, start: int, stop: int) -> None:
+        """Put the tokens from `start` to `stop` of a document at the end of a sequence."""
         for part, value in zip(self._parts, (sequence, document, start, stop), strict=True):
             part.append(value)
 
     def by_sequence(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield (document, start, stop) of each sequence's segments, in the order in which they were added."""
+        """Yield, for each sequence, the (document, start, stop) of its segments in the order of addition."""
         sequences, *parts = (np.frombuffer(part, np.int64) for part in self._parts)
         order = np.argsort(sequences, kind="stable")
         ends = np.cumsum(np.bincount(sequences, minlength=self.sequences))
@@ -117,7 +129,7 @@ def _separate_blocks(documents: Sequence[Document], length: int) -> Iterator[Blo
 
 
 def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments) -> None:
-    """Fill sequences in order with divisible documents, cut wherever a sequence ends."""
+    """Fill sequences in order with the divisible documents, cutting a document wherever a sequence is full."""
     free = sequence = 0
     for number, document in enumerate(documents):
         start = 0
@@ -131,9 +143,9 @@ def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments
 
 
 def _pack_whole(documents: Sequence[Document], length: int, segments: _Segments) -> None:
-    """Put each other document into the fullest sequence with room for it: best fit, in the order given."""
+    """Put each indivisible document, in order, into the fullest sequence that has room for it (best fit)."""
     with_room: dict[int, list[int]] = {}  # free tokens -> a heap of sequences
-    rooms: list[int] = []  # its keys, sorted
+    rooms: list[int] = []  # the keys of with_room, sorted
     for number, document in enumerate(documents):
         if document.divisible:
             continue

@@ -1,4 +1,4 @@
-"""A preview of a run's data: the first records as tokens, lengths, and the steps of an epoch."""
+"""Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ from moetune.training.step.loss import IGNORED
 
 BINS = 12
 SHOWN_TOKENS = 400
-"""Of a record, at most."""
+"""Maximum number of tokens of a document that the preview shows."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The data of a run.
+    """The data of a run, as `moetune data` shows it.
 
     Attributes:
-        first: the beginnings of some records, as (text of a token, whether it carries loss).
-        counts: of the training data; `held_out` of the held-out data.
-        steps_an_epoch: updates that see every sequence once.
+        name: the model's name.
+        sequence_length: maximum tokens of a sequence.
+        first: the first tokens of some training documents, as (text of the token, whether it has a loss).
+        counts: statistics of the training data.
+        held_out: statistics of the held-out data; None if the run does not evaluate.
+        sequences_a_step: rows of an optimizer step, over all ranks.
+        steps_an_epoch: optimizer steps in which every sequence is seen once.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Preview:
     steps_an_epoch: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return the object that `moetune data --json` prints."""
         parts = {"train": self.counts, "eval": self.held_out}
         return {
             "schema": 1,
@@ -61,7 +66,14 @@ class Preview:
 
 
 def preview(config: RunConfig, records: int = 3) -> Preview:
-    """Read a run's data as training does; raise `UserError` if there are none, or they cannot be used."""
+    """Read and tokenize a run's data as training does.
+
+    Args:
+        records: number of documents whose first tokens are shown.
+
+    Raises:
+        UserError: the run file has no `data:` section, or the data cannot be used.
+    """
     if config.data is None:
         raise UserError("moetune data needs data: in the run file")
     source = find_model_source(config.model.path)
@@ -80,18 +92,23 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
 
 
 def sequences_a_step(config: RunConfig) -> int:
-    """Return the rows of an update, over all ranks."""
+    """Return the number of rows of an optimizer step, over all ranks."""
     return config.train.micro_batch * config.train.accumulate * data_ranks(config.parallel)
 
 
 def steps_an_epoch(sequences: int, config: RunConfig) -> int:
-    """Return the updates of an epoch; the last one takes what is left."""
+    """Return the number of optimizer steps of an epoch; the last may have fewer rows than the others."""
     micro_batches = ceil(ceil(sequences / config.train.micro_batch) / data_ranks(config.parallel))
     return ceil(micro_batches / config.train.accumulate)
 
 
 def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
-    """Return (shortest, longest, how many) of documents by length, in equal steps."""
+    """Count documents by length.
+
+    Returns:
+        (shortest length, longest length, number of documents) of each bin, in tokens. There are at most `BINS` bins,
+        all of the same width.
+    """
     longest = int(counts.lengths.max())
     width = ceil((longest + 1) / min(BINS, longest))
     found = np.bincount(counts.lengths // width)
@@ -99,12 +116,12 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 
 def notes(counts: DataCounts) -> list[str]:
-    """Return sentences on how the assistant's tokens were found."""
+    """Return a sentence for each way in which the assistant's tokens were found in chats."""
     return [f"{count:,} chats: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
 
 
 def counts_json(counts: DataCounts) -> dict[str, Any]:
-    """Return the counts as JSON, lengths as a summary."""
+    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram."""
     lengths = counts.lengths
     summary = {
         "shortest": int(lengths.min()),
@@ -132,7 +149,10 @@ def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> 
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """Return what each token adds to the text; a character of several tokens is the last one's."""
+    """Return the text that each token adds.
+
+    If several tokens make up one character, the last of them has it and the others have "".
+    """
     texts, before = [], ""
     for count in range(1, len(ids) + 1):
         text: Any = tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""The records of a source, as documents; and a summary of those that cannot be used."""
+"""Tokenize all records of a source into documents, and summarize the records that cannot be used."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ _READERS = {".jsonl": "from_json", ".json": "from_json", ".csv": "from_csv", ".p
 
 @dataclass
 class Reading:
-    """The documents of a source.
+    """The documents of a source, as indices into the `Documents` that they were added to.
 
     Attributes:
-        documents: their numbers among all that were read, in the order of the source.
-        records: for each of them, the first document of its record: a chat may need several.
-        dropped: documents left out, because they are too long or nothing of them is left to train on.
-        cut: documents whose end was left out; `unended` of them in the middle of what trains.
-        chats: how many there are, by how the assistant's part was found.
+        documents: index of each document, in the order of the source.
+        records: for each document, the index of the first document of its record. A chat may have several documents.
+        dropped: documents left out because they are too long, or because cutting left no token to train on.
+        cut: documents whose end was left out because they are too long.
+        unended: those of the cut documents that end within the first stretch that is trained on.
+        chats: number of chats, by how the assistant's text was found (`MARKINGS`).
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -55,17 +56,18 @@ def read_documents(
     too_long: Literal["error", "drop", "truncate"],
     documents: Documents,
 ) -> Reading:
-    """Tokenize every record of a source.
+    """Tokenize every record of a source and add its documents to `documents`.
 
     Args:
-        format: `auto` takes the format of the first record that has one, for all of them.
-        longest: tokens that fit one sequence. Longer text is cut into several later.
-        too_long: what becomes of a longer prompt or chat.
-        documents: to be added to.
+        format: format of all records; `auto` detects it from the first record that has the keys of one.
+        longest: maximum tokens of a prompt with its completion, or of a chat. Longer plain text is cut into several
+            sequences later.
+        too_long: whether a longer prompt or chat is reported as an error, dropped, or truncated.
+        documents: the documents are appended here.
 
     Raises:
-        UserError: the source is empty, the tokenizer cannot serve, or records cannot be used; these are listed with
-            their line or row numbers, similar ones as one.
+        UserError: the source is empty, the tokenizer lacks what the format needs, or records cannot be used. The
+            message lists them with their line or row numbers; records with the same problem share a line.
     """
     encoder: Encoder | None = None
     read, first, records = Reading(), len(documents), []
@@ -116,7 +118,10 @@ def read_documents(
 
 
 class _Problems:
-    """Problems of records. Those that differ in numbers alone are one; what is not printed is not kept."""
+    """Collects the problems of records.
+
+    Messages that differ only in numbers are counted together. Only messages that may be printed are kept.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -124,6 +129,7 @@ class _Problems:
         self._first: dict[str, list[tuple[int, str]]] = {}
 
     def add(self, number: int, said: str) -> None:
+        """Add the problem of the record with this line or row number."""
         self.count += 1
         text = re.sub(r"\d+", "#", said)
         if text in self._first or len(self._first) < _MOST_PROBLEMS:
@@ -133,8 +139,9 @@ class _Problems:
                 first.append((number, said))
 
     def summary(self, source: Source) -> Iterator[str]:
+        """Yield the lines of a message about all problems."""
         yield f"{source.name!r}: {counted(self.count, 'record')} cannot be used"
-        lines: list[tuple[int, int, str]] = []  # number of the first record, how many, and what is said of them
+        lines: list[tuple[int, int, str]] = []  # (first record, count, message)
         for text, first in self._first.items():
             if rest := self._alike[text] - len(first):
                 numbers = ", ".join(f"{number}" for number, _ in first)
@@ -149,7 +156,7 @@ class _Problems:
 
 
 def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:
-    """Yield a command that renames the keys of records to those that are read, if their names suggest which."""
+    """Yield a shell command that converts the file, if the keys of `record` suggest which ones to rename."""
     asks, answers, texts = ([key for key in keys if key in record] for keys in (_ASKS, _ANSWERS, _TEXTS))
     names = {asks[0]: "instruction", answers[0]: "output"} if asks and answers else {texts[0]: "text"} if texts else {}
     names = {old: new for old, new in names.items() if old != new}

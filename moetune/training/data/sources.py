@@ -1,13 +1,13 @@
-"""Where records come from: local files, catalog and hub data sets.
+"""Open the files and data sets that a run file names, and read their records one by one.
 
-spec                         -> rows
+spec                            records
 notes.txt (.text .md .rst)      one record, {"text": the whole file}
-data.jsonl (.json)              one record a line, or a JSON array of them
-data.csv (.tsv)                 one record a row, under the names in the first one
-data.parquet                    one record a row
-folder/                         all such files in it
-unicode-names[:split]           a catalog data set, JSONL inside the package
-org/name[[:config]:split]       a hub data set
+data.jsonl (.json)              one record per line, or a JSON array of records
+data.csv (.tsv)                 one record per row, with the names in the first row as keys
+data.parquet                    one record per row
+folder/                         all such files in the folder
+unicode-names[:split]           a data set of the catalog, as JSONL inside the package
+org/name[[:config]:split]       a data set on the Hugging Face Hub
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ JSON_SUFFIXES = (".jsonl", ".json")
 CSV_SUFFIXES = {".csv": ",", ".tsv": "\t"}
 RECORD_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, ".parquet")
 READABLE_SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-# A spec that ends like this was meant to be a file, whether it exists or not; hub names may hold other dots.
+# A spec with such an ending means a file, even if it does not exist; names on the hub may contain other dots.
 FILE_SUFFIXES = (*READABLE_SUFFIXES, ".gz", ".zst", ".zip", ".xml", ".html", ".yaml", ".yml", ".py")
 UTF8_MARK = b"\xef\xbb\xbf"
 _SOME_BYTES = 2**16
-_ROWS = 32  # of a Parquet file, in memory at once
+_ROWS = 32  # rows of a Parquet file that are in memory at the same time
 
 
 @dataclass(frozen=True)
 class Row:
-    """A record, or the reason why it could not be read. `number` counts from 1."""
+    """A record, or the reason why it could not be read.
+
+    Attributes:
+        number: number of the record's line or row, from 1.
+        value: the record as Python values.
+        problem: why the record could not be read; None if it was read.
+    """
 
     number: int
     value: Any = None
@@ -53,7 +59,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows to read once, and what messages call them: `data.jsonl`, `line 3`."""
+    """The rows of one file or data set, which can be iterated over once.
+
+    Attributes:
+        name: the source's name in messages, such as `data.jsonl`.
+        unit: what `Row.number` counts, for messages such as `line 3`.
+        rows: the records.
+    """
 
     name: str
     unit: Literal["line", "row", "record"]
@@ -61,10 +73,16 @@ class Source:
 
 
 def open_sources(spec: str) -> list[Source]:
-    """Return the sources that a spec names, several for a folder: on disk, else in the catalog, else on the hub.
+    """Open what a spec names: a file, a folder, a data set of the catalog, or one on the hub, tried in this order.
+
+    Args:
+        spec: a path or name, in the forms listed at the top of this file.
+
+    Returns:
+        One source, or several for a folder.
 
     Raises:
-        UserError: nothing of that name exists, or it cannot be read; the message suggests the nearest name.
+        UserError: nothing has this name, or it cannot be read. The message suggests the nearest existing name.
     """
     path = expanded(spec)
     if path.is_file():
@@ -87,7 +105,11 @@ def open_sources(spec: str) -> list[Source]:
 
 
 def _files_in(spec: str, folder: Path) -> list[Path]:
-    """Return a folder's files of records, in the order of their names; those of plain text if there are no others."""
+    """Return the record files in a folder and its subfolders, sorted; text files if there are no record files.
+
+    Raises:
+        UserError: the folder has neither.
+    """
     files = sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith("."))
     for suffixes in (RECORD_SUFFIXES, TEXT_SUFFIXES):
         if found := [file for file in files if file.suffix.lower() in suffixes]:
@@ -106,7 +128,7 @@ def _catalog_root() -> Traversable:
 
 
 def looks_like_a_file(spec: str) -> bool:
-    """Return whether a spec is meant to be a path, whether or not it exists."""
+    """Return whether a spec is meant as a path, judging by its spelling, whether or not the file exists."""
     name = spec.partition(":")[0]
     return (
         PurePath(name).suffix.lower() in FILE_SUFFIXES
@@ -117,7 +139,7 @@ def looks_like_a_file(spec: str) -> bool:
 
 
 def _nearest(path: Path) -> str:
-    """Return ` Did you mean …?` with the nearest name beside `path` or in the catalog, or nothing."""
+    """Return ` Did you mean …?` with the most similar name beside `path` or in the catalog, or ""."""
     return suggest(path.name.partition(":")[0], [*names_in(path.parent), *catalog_names()])
 
 
@@ -159,7 +181,7 @@ def _hub_source(spec: str, name: str, config: str | None, split: str) -> Source:
     datasets.disable_progress_bars()
     try:
         kept = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
-        if not kept.is_dir() and not hub_is_reachable():  # else datasets tries again and again
+        if not kept.is_dir() and not hub_is_reachable():  # datasets would retry many times
             raise OSError(UNREACHABLE)
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -193,7 +215,7 @@ def _begins_an_array(handle: IO[bytes]) -> bool:
 
 
 def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
-    """Yield the values; an error of the file is that of the first record that is not whole."""
+    """Yield the values of a JSON array; a syntax error is reported as the problem of the record that it is in."""
     number = 0
     with handle:
         array = JsonArray(handle)
@@ -206,8 +228,8 @@ def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield each row as an object with the names of the first one; an empty field is null."""
-    csv.field_size_limit(2**31 - 1)  # else 131,072 characters
+    """Yield each row as an object, with the names in the first row as keys; empty fields become null."""
+    csv.field_size_limit(2**31 - 1)  # the default is 131,072 characters
     with path.open(encoding="utf-8-sig", newline="") as handle:
         reader = csv.DictReader(handle, delimiter=delimiter, strict=True)
         last = 1
@@ -227,7 +249,10 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
-    """Yield a record for each line; lines end with a line feed only, because JSON strings may hold U+2028."""
+    """Yield the record of each line.
+
+    Only a line feed ends a line, because JSON strings may contain other line separators, such as U+2028.
+    """
     with handle:
         for number, raw in enumerate(handle, 1):
             line = raw.removeprefix(UTF8_MARK).strip() if number == 1 else raw.strip()
@@ -254,7 +279,7 @@ def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
     with file:
         try:
             for batch in file.iter_batches(batch_size=_ROWS):
-                # Row by row: Python's values take many times the memory of Arrow's, which has longer texts once only.
+                # Convert one row at a time: Python values take many times the memory of Arrow's.
                 batch = batch.cast(pa.schema([field.with_type(_without_dates(field.type)) for field in batch.schema]))
                 for at in range(len(batch)):
                     number += 1
@@ -264,7 +289,7 @@ def _parquet_rows(spec: str, file: pq.ParquetFile) -> Iterator[Row]:
 
 
 def _without_dates(type: pa.DataType) -> pa.DataType:
-    """Return the type with times and durations as integers: Python cannot represent all of them."""
+    """Return the type with dates, times and durations as integers: Python cannot represent all of their values."""
     if pa.types.is_temporal(type):
         return pa.int64() if type.bit_width == 64 else pa.int32()
     if pa.types.is_list(type):

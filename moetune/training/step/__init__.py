@@ -1,1 +1,1 @@
-"""A training step: batch, forward and backward, reduce and clip, update."""
+"""One optimizer step: collate batches, run forward and backward, clip the gradients, update the weights."""

@@ -1,4 +1,4 @@
-"""Batches from rows of tokens, of data or random ones to be traced or measured."""
+"""Collation of rows of tokens into batches, and random rows to trace or measure a step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from moetune.adapt.attention import cu_seqlens
 from moetune.training.step.loss import IGNORED
 
 Batch = Mapping[str, Tensor]
-"""`input_ids` and `labels` [B, S], and either `attention_mask` or `position_ids` and `is_token`, [B, S] too."""
+"""Tensors [B, S] by name: `input_ids`, `labels`, and either `attention_mask` or `position_ids` and `is_token`."""
 
 Row = Mapping[str, ArrayLike]
-"""`input_ids` and `labels`, and for several documents `position_ids` and `is_token`; all equally long."""
+"""Columns of one row, of equal length: `input_ids`, `labels`, and in packed rows `position_ids` and `is_token`."""
 
 
 def collate(
     rows: Sequence[Row], pad_token_id: int, *, at_least: int = 0, documents_by_cu_seqlens: bool = False
 ) -> dict[str, Any]:
-    """Return a micro-batch of B rows, int64 [B, S].
+    """Return a micro-batch of B rows as int64 tensors [B, S] by name.
 
-    Packed rows, equally long, give `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding; not for the
-    model), and no `attention_mask`: without one, and with `use_cache=False`, transformers keeps documents apart.
-    Attention without a mask needs `cu_seqlens` instead (adapt/attention.py). Other rows are padded on the right to the
-    longest, or to `at_least` so many tokens, and get an `attention_mask`.
+    Packed rows, which have equal lengths, are stacked. The batch has `input_ids`, `labels`, `position_ids` and
+    `is_token` (0 for padding; not an input of the model), and no `attention_mask`: without a mask, and with
+    `use_cache=False`, transformers separates documents by their positions. Other rows are padded on the right to the
+    longest of them, and the batch has an `attention_mask`.
+
+    Args:
+        at_least: minimum length, in tokens, to which rows that are not packed are padded.
+        documents_by_cu_seqlens: add the offsets of packed documents, for attention that takes `cu_seqlens` and no mask
+            (`wants_cu_seqlens` in adapt/attention.py).
     """
     columns = {name: [np.asarray(row[name], np.int64) for row in rows] for name in rows[0]}
     if "position_ids" in columns:
@@ -52,19 +57,29 @@ def collate(
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with tokens that give neither loss nor expert load."""
+    """Return a copy of the batch whose tokens count neither for the loss nor for expert load.
+
+    Only `labels` and `is_token` are new tensors, the others are shared.
+    """
     labels = batch["labels"]
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
 
 def _lengths(positions: np.ndarray) -> list[int]:
-    """Return the lengths of a row's documents, whose positions begin at 0."""
+    """Return the lengths of the documents in a row; `positions` [S] restart at 0 with every document."""
     return np.diff(np.flatnonzero(positions == 0), append=len(positions)).tolist()
 
 
 def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> list[Row]:
-    """Return rows of random tokens as of a data set: of two documents each if packed; else the first is a token shorter
-    than `length`, so that there are padding and an attention mask."""
+    """Return `count` rows of random tokens, shaped like those of a data set.
+
+    Packed rows contain two documents each. Otherwise the first row is one token shorter than `length`, so that the
+    batch has padding and an attention mask.
+
+    Args:
+        length: tokens of a row.
+        vocabulary: token ids are drawn below it.
+    """
     ids = [*np.random.default_rng(random.getrandbits(64)).integers(vocabulary, size=(count, length))]
     if not packing:
         ids[0] = ids[0][:-1]

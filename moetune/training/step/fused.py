@@ -1,8 +1,11 @@
-"""Updates fused into backward: each parameter is updated as soon as its gradient is complete, which is then freed.
-Or the gradient is sent to the host, and the update runs there (optim/offload.py).
+"""Optimizer updates inside the backward pass: a parameter is updated as soon as its gradient is complete.
 
-So the largest gradient is alive at once, not the sum of all (LOMO, arXiv 2306.09782, section 3.1). Expert banks call
-the post-accumulate-gradient hook themselves, one matrix at a time, so that a layer's experts do not count as one.
+The gradient is then freed. Parameters whose optimizer runs on the host (optim/offload.py) have their gradient copied
+there instead.
+
+So the largest single gradient is in memory at a time, and not the sum of all (LOMO, arXiv 2306.09782, section 3.1).
+Expert banks call the post-accumulate-gradient hook themselves, for one matrix at a time, so that the gradients of a
+layer's experts are not in memory together.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from moetune.training.step.observer import StepObserver
 
 
 class Measured:
-    """Norms of the gradients of a backward pass."""
+    """The norms of the gradients that one backward pass computed."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self._names = names
@@ -31,20 +34,20 @@ class Measured:
         self._came: list[nn.Parameter] = []
 
     def add(self, parameter: nn.Parameter) -> Tensor:
-        """Measure a parameter's gradient; return the square of its norm."""
+        """Measure `parameter.grad`; return its squared norm, a float32 scalar on the device."""
         assert parameter.grad is not None
         self._came.append(parameter)
         self._squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square_())
         return self._squares[-1]
 
     def norm(self) -> Tensor | None:
-        """Return the norm of all together; None without any."""
+        """Return the norm of all measured gradients taken together, a scalar on the device; None if there are none."""
         return torch.stack(self._squares).sum().sqrt() if self._squares else None
 
     def broken(self) -> list[str]:
-        """Return the names of parameters whose gradients were not finite, the nearest to the loss first."""
+        """Return the names of parameters whose gradient was not finite, in the order of the backward pass."""
         if not self._squares or math.isfinite(as_float(torch.stack(self._squares).sum())):
-            return []  # one check for all: each waits for the device
+            return []  # one check for all gradients, because each check waits for the device
         return [
             self._names[parameter]
             for parameter, square in zip(self._came, self._squares, strict=True)
@@ -53,14 +56,17 @@ class Measured:
 
 
 class FusedBackward:
-    """Post-accumulate-gradient hooks on everything that trains, which act inside `measuring` and `updating` only."""
+    """Post-accumulate-gradient hooks on all trained parameters.
+
+    The hooks act only inside `measuring` and `updating`.
+    """
 
     def __init__(self, adapted: Adapted, optimizer: CombinedOptimizer, observer: StepObserver) -> None:
         self.names = {parameter: name for name, parameter in adapted.trainable().items()}
         self.updaters = {u.parameters[0]: u for u in optimizer.updaters if u.fused or u.on_host}
         self.observer = observer
         self._use: Callable[[nn.Parameter], None] | None = None
-        arrived = weakref.WeakMethod(self._arrived)  # a strong reference would be a cycle
+        arrived = weakref.WeakMethod(self._arrived)  # a strong reference would create a cycle
 
         def hook(parameter: nn.Parameter) -> None:
             if (method := arrived()) is not None:
@@ -72,10 +78,12 @@ class FusedBackward:
 
     @contextmanager
     def measuring(self, max_value: float = 0.0) -> Iterator[Measured]:
-        """Measure and free every gradient inside; no weight changes.
+        """Measure and free every gradient computed inside the `with` block, into the `Measured` that is yielded.
+
+        No weight is changed.
 
         Args:
-            max_value: bound of every element of a gradient; 0 for none.
+            max_value: gradients are first clipped to ±max_value, element by element; 0 for no clipping.
         """
         measured = Measured(self.names)
 
@@ -88,12 +96,16 @@ class FusedBackward:
 
     @contextmanager
     def updating(self, scale: float, max_value: float = 0.0, *, checked: bool) -> Iterator[Measured]:
-        """Update fused parameters inside, with gradients times `scale`; other gradients stay.
+        """Update parameters inside the `with` block as soon as their gradient is complete, and free the gradient.
+
+        Gradients of parameters that are updated on the host are copied there; gradients of parameters with any other
+        optimizer are kept in `.grad`.
 
         Args:
-            max_value: as in `measuring`.
-            checked: gradients are known to be finite. Else each is checked, and none is used after the first that is
-                not.
+            scale: factor of the gradients in the update.
+            max_value: gradients are first clipped to ±max_value, element by element; 0 for no clipping.
+            checked: the gradients are known to be finite. Otherwise each gradient is measured into the `Measured` that
+                is yielded, and from the first that is not finite on no parameter is updated.
         """
         measured, is_broken = Measured(self.names), False
 
@@ -132,11 +144,11 @@ class FusedBackward:
             self._use = None
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if self._use is not None and parameter.grad is not None:  # a bank may have freed it
+        if self._use is not None and parameter.grad is not None:  # None if an expert bank's call has freed it
             self._use(parameter)
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Accumulate a gradient that an expert bank computed, and call the hook."""
+        """Add a gradient that an expert bank computed to `parameter.grad`, and call the hook of the parameter."""
         self.observer.eager_gradient(gradient)
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._arrived(parameter)

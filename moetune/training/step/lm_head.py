@@ -1,9 +1,10 @@
-"""A causal language model in two parts: the decoder stack, and the LM head that turns hidden states into logits.
+"""Split a causal language model into its decoder stack and its LM head, which maps hidden states to logits.
 
-The LM head is whatever the model's own forward pass does after its stack: a linear map, a bias, a scale, soft-capping,
-LoRA. It runs by calling the model with a stack that returns given hidden states, so it is right for every architecture.
+The LM head is everything that the model's own forward pass does after the decoder stack: a linear map, a bias, a scale,
+soft-capping, LoRA. It is run by calling the whole model with the stack replaced by a module that returns given hidden
+states, so no architecture needs code of its own.
 
-Shapes: B sequences of S tokens, H hidden size, V vocabulary; n tokens of a chunk.
+Shapes: B sequences of S tokens, H hidden size, V vocabulary size, n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moetune.models.stack import decoder_stack
 
 
 class HeadSizes(Protocol):
-    """Sizes of an LM head, which decide how the loss is chunked."""
+    """The sizes of an LM head from which `Chunks.of` computes the chunks of the loss; attributes as in `LMHead`."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -33,14 +34,17 @@ class HeadSizes(Protocol):
 
 
 class LMHead:
-    """Maps hidden states to logits, inside `split` only.
+    """A callable that maps hidden states [n, H] to logits [n, V].
+
+    `split` creates it, and it may be called only inside that `with split(...)` block, which replaces the decoder stack.
 
     Attributes:
-        trained: its parameters that train; none where gradients are off.
-        vocabulary: V.
-        width: bytes of a logit.
-        row_bytes: bytes, for a token, of all tensors [n, V] that it makes: V·width for a linear map, more if logits are
-            scaled, capped or cast. Its backward has no more of them at once.
+        trained: parameters that the logits are computed from and that require a gradient; empty if gradients are
+            disabled.
+        vocabulary: V, the number of logits per token.
+        width: bytes of one logit.
+        row_bytes: bytes per token of all tensors [n, V] that the head allocates: V·width for a linear map, more if it
+            also scales, caps or casts the logits. The backward pass of the head needs no more than these at any time.
     """
 
     def __init__(self, logits_of: Callable[[Tensor], Tensor], empty_BoH: Tensor) -> None:
@@ -58,9 +62,13 @@ class LMHead:
 
 @contextmanager
 def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[Tensor, LMHead]]:
-    """Run the decoder stack once, on `inputs`; yield its hidden states [B, S, H] and the LM head.
+    """Run the decoder stack on `inputs`; yield its hidden states [B, S, H] and the `LMHead`.
 
-    The LM head runs no module of the stack, and no hook on one.
+    While the `with` block runs, the model's decoder stack is replaced, so the model must not be called directly. Calls
+    of the `LMHead` run no module of the stack and none of its hooks.
+
+    Args:
+        inputs: keyword arguments of the model's forward pass, without `labels` and `use_cache`.
     """
     stack = decoder_stack(model)
     path = next(path for path, module in model.named_modules() if module is stack)
@@ -73,7 +81,7 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
         output = stack(*args, **kwargs)
         seen.append(output[0])
         answer = _answer_like(output)
-        return answer(output[0][:, :0])  # no token: the model's own call ends without logits
+        return answer(output[0][:, :0])  # no tokens, so that this call computes no logits
 
     def logits_of(hidden: Tensor) -> Tensor:
         answering.answer = lambda *args, **kwargs: answer(hidden)
@@ -90,7 +98,7 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
 
 
 class _Answering(nn.Module):
-    """Replaces the stack: calls go to `answer`, attributes are the stack's own."""
+    """Stands in for the decoder stack: calls run the function `answer`, other attributes are those of the stack."""
 
     answer: Callable[..., Any]
 
@@ -106,7 +114,7 @@ class _Answering(nn.Module):
 
 
 def _answer_like(output: Any) -> Callable[[Tensor], Any]:
-    """Return a function that wraps hidden states in the type of `output`, with nothing else in it."""
+    """Return a function that wraps hidden states in the type of `output` (tuple or ModelOutput), other fields None."""
     if isinstance(output, tuple):
         rest = (None,) * (len(output) - 1)
         return lambda hidden: (hidden, *rest)
@@ -115,7 +123,7 @@ def _answer_like(output: Any) -> Callable[[Tensor], Any]:
 
 
 class _EmptyTensors(TorchDispatchMode):
-    """Collects the tensors without elements that operations make, one of each storage."""
+    """Collects the empty tensors that operations create within the `with` block, one for each distinct storage."""
 
     def __enter__(self) -> list[Tensor]:
         self.made: list[Tensor] = []
@@ -132,7 +140,7 @@ class _EmptyTensors(TorchDispatchMode):
 
 
 def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the parameters that need a gradient and that a tensor was computed from."""
+    """Return the parameters that require a gradient and that `tensor` was computed from, by walking its graph."""
     found: dict[int, Tensor] = {}
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:

@@ -1,17 +1,19 @@
-"""Cross-entropy without all logits at once: chunk by chunk they are computed, turned into their gradient, and freed.
+"""Cross-entropy computed in chunks of tokens, so that the logits of all tokens are never in memory together.
 
-For a token with logits z [V] and target t, and the tokens D of a whole step,
+For a token with logits z [V] and target t, and D loss tokens in the whole step,
 
     loss = (logsumexp(z) - z_t) / D            ∂loss/∂z = (softmax(z) - onehot(t)) / D
 
-Forward does all the work. A chunk's logits come from the model's LM head (lm_head.py), and a block of them at a time is
-in float32. Their gradient overwrites them, rounded once, and goes back through the LM head; what is left of a chunk is
-the gradient of its hidden states and of the LM head's parameters. Backward scales these in place and returns them. So
-the gradient of an LM head, 1 GiB for some models, exists once, and backward can run once.
+The forward pass does all the work. For each chunk it calls the model's LM head (lm_head.py), converts the logits to
+float32 one block at a time, overwrites them with their gradient (rounded once) and backpropagates that through the LM
+head. What remains of a chunk is the gradient of its hidden states and of the LM head's parameters. The backward pass
+multiplies these gradients in place by the incoming gradient and returns them. So there is one copy of the LM head's
+gradient, which takes 1 GiB in some models, and the backward pass can run only once.
 
-Tokens without a loss are computed too: leaving them out would make the host wait for the GPU, and memory unpredictable.
+Tokens without a loss are computed too: to skip them the host would have to wait for the GPU, and memory would depend on
+the data.
 
-Shapes: N tokens of a batch, n of a chunk or block; H hidden size, V vocabulary.
+Shapes: N tokens of a batch, n tokens of a chunk, b tokens of a block; H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -28,15 +30,21 @@ from torch.autograd.graph import get_gradient_edge
 from moetune.training.step.lm_head import HeadSizes, LMHead
 
 IGNORED = -100
-"""The label of a token that carries no loss."""
+"""The label of a token that has no loss."""
 
 BLOCK_ELEMENTS = 2**23
-"""Logits in float32 at once, where the compute dtype is narrower: 32 MiB."""
+"""Maximum number of logits of a block, which are in float32 at the same time if logits are narrower (32 MiB)."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of `size` tokens, and within them blocks of `block` tokens, whose logits are in float32 at once."""
+    """How the tokens of a batch are divided for the loss.
+
+    Attributes:
+        tokens: number of tokens of the batch, N.
+        size: tokens of a chunk: their logits exist at the same time, in the compute dtype.
+        block: tokens of a block, a part of a chunk: their logits exist in float32 at the same time.
+    """
 
     tokens: int
     size: int
@@ -44,54 +52,69 @@ class Chunks:
 
     @classmethod
     def of(cls, memory: int | None, head: HeadSizes, tokens: int) -> Chunks:
-        """Return chunks of as many tokens as `memory` bytes hold, at least one; all of them for None."""
+        """Return the largest chunks that fit in `memory` bytes.
+
+        Args:
+            memory: bytes for the logits of one chunk (a chunk has at least one token); None puts all tokens in one
+                chunk.
+            head: the sizes of the LM head.
+            tokens: number of tokens of the batch.
+        """
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
         return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(head.vocabulary)))
 
     def slices(self) -> Iterator[slice]:
-        """Yield the tokens of each chunk."""
+        """Yield the slice of the batch's tokens that makes up each chunk."""
         for start in range(0, self.tokens, self.size):
             yield slice(start, start + self.size)
 
     def blocks(self, tokens: int) -> Iterator[slice]:
-        """Yield the tokens of each block, in a chunk of so many."""
+        """Yield the slice of a chunk's tokens that makes up each block, for a chunk of `tokens` tokens."""
         for start in range(0, tokens, self.block):
             yield slice(start, start + self.block)
 
 
 def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int, tokens: int) -> int:
-    """Return n, the tokens of a chunk: as many as `memory` bytes hold, at least one, and at most all `tokens`.
+    """Return n, the number of tokens of a chunk: as many as fit in `memory` bytes, at least 1, at most `tokens`.
 
-    A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·min(n, 2²³/V) for a block.
+    A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·min(n, 2²³/V) for a block in
+    float32.
 
     Args:
-        memory: None if all tokens are one chunk.
-        width, row_bytes: as in `LMHead`.
+        memory: bytes for one chunk; None if all tokens are one chunk.
+        vocabulary: V, the number of logits per token.
+        width: bytes of one logit.
+        row_bytes: bytes per token of the tensors [n, V] that the LM head allocates, as in `LMHead`.
+        tokens: number of tokens of the batch.
     """
     if memory is None:
         return tokens
     block = min(tokens, block_tokens(vocabulary)) if width < 4 else 0
     fits = (memory - 4 * vocabulary * block) // row_bytes
-    if fits < block:  # then a block has the whole chunk
+    if fits < block:  # the chunk is smaller than a block, so all of it is one block
         fits = memory // (row_bytes + 4 * vocabulary)
     return max(1, min(fits, tokens))
 
 
 def block_tokens(vocabulary: int) -> int:
-    """Return how many tokens' logits are in float32 at once."""
+    """Return the number of tokens of a block, whose logits are in float32 at the same time."""
     return max(1, BLOCK_ELEMENTS // vocabulary)
 
 
 def summed_cross_entropy(
     head: LMHead, hidden_NH: Tensor, targets_N: Tensor, *, divisor: Tensor | float = 1, memory: int | Chunks | None
 ) -> Tensor:
-    """Return the summed cross-entropy of the tokens whose target is not `IGNORED`, over `divisor`, in float32.
+    """Return (Σ cross-entropy of the tokens whose target is not `IGNORED`) / `divisor`, a float32 scalar.
 
-    Gradients are rounded in forward, so divide by a step's tokens here, and not afterwards. Multiplying by a power of
-    two, such as float16's loss scale, is exact later too.
+    The gradients are computed and rounded in the forward pass, so pass a step's number of loss tokens as `divisor`
+    instead of dividing the result. Multiplying the result by a power of two, such as float16's loss scale, loses no
+    precision. The backward pass can run once; a second one raises `RuntimeError`.
 
     Args:
-        memory: bytes that a chunk's logits may take (None: all at once), or the chunks themselves.
+        head: the LM head, from `split`.
+        hidden_NH: hidden states [N, H].
+        targets_N: token ids to predict [N], `IGNORED` for tokens without a loss.
+        memory: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.
     """
     chunks = memory if isinstance(memory, Chunks) else Chunks.of(memory, head, len(hidden_NH))
     if torch.is_grad_enabled() and (hidden_NH.requires_grad or head.trained):
@@ -113,7 +136,7 @@ class _CrossEntropy(torch.autograd.Function):
         *trained: Tensor,
     ) -> Tensor:
         needs_hidden, wanted = hidden_NH.requires_grad, list(trained)
-        # divisor = fraction·2^exponent; divided by a fraction in [½, 1), gradients do not underflow in float16.
+        # divisor = fraction·2^exponent. Only the fraction, in [½, 1), is applied here, so float16 does not underflow.
         fraction, exponent = torch.frexp(torch.as_tensor(divisor, dtype=torch.float32, device=hidden_NH.device))
         gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         gradients: list[Tensor] = []
@@ -122,7 +145,7 @@ class _CrossEntropy(torch.autograd.Function):
             with torch.enable_grad():
                 hidden_nH = hidden_NH[rows].detach().requires_grad_(needs_hidden)
                 logits_nV = head(hidden_nH)
-            edge = get_gradient_edge(logits_nV)  # taken before the logits are overwritten
+            edge = get_gradient_edge(logits_nV)  # must be taken before the logits are overwritten
             gradient_nV = logits_nV.detach()
             del logits_nV
             losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], chunks, fraction))
@@ -134,7 +157,7 @@ class _CrossEntropy(torch.autograd.Function):
             del found
         gradients = [gradient.to(parameter.dtype) for gradient, parameter in zip(gradients, trained, strict=True)]
         ctx.save_for_backward(exponent)
-        ctx.made = [gradient_NH, *_each_in_its_own_memory(gradients)]  # neither inputs nor outputs
+        ctx.made = [gradient_NH, *_each_in_its_own_memory(gradients)]  # not inputs or outputs: no save_for_backward
         return torch.stack(losses).sum() / divisor
 
     @staticmethod
@@ -149,9 +172,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients that can be scaled in place: copies of those that are expanded or share memory.
+    """Return gradients that can be scaled in place: copies of those that are expanded or share memory with another.
 
-    None is a view. A view's base would keep the memory alive, and for a tied embedding autograd would not add in place.
+    No returned tensor is a view: a view would keep its base's memory alive, and autograd would not accumulate the
+    gradient of a tied embedding in place.
     """
     own: list[Tensor] = []
     bases: list[Tensor] = []
@@ -164,14 +188,21 @@ def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _added(sums: list[Tensor], more: Sequence[Tensor], *, alone: bool) -> list[Tensor]:
-    """Add a chunk's gradients to sums in float32, so that many chunks round no more often than one does."""
+    """Add the gradients of a chunk, `more`, to `sums` in place, and return the sums.
+
+    Sums are kept in float32, so that they are rounded once however many chunks there are. `alone` says that there is
+    only one chunk, whose gradients are then returned as they are.
+    """
     if not sums:
         return list(more) if alone else [gradient.float() for gradient in more]
     return [total.add_(gradient) for total, gradient in zip(sums, more, strict=True)]
 
 
 def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, chunks: Chunks, divisor: Tensor | None = None) -> Tensor:
-    """Return the summed loss. The logits are overwritten: with a `divisor`, by the gradient of the loss over it."""
+    """Return the summed loss of a chunk, a scalar, and overwrite its logits.
+
+    With a `divisor` the logits become the gradient of loss / `divisor`, otherwise intermediate values.
+    """
     blocks = chunks.blocks(len(logits_nV))
     return torch.stack([_loss_of_block(logits_nV[rows], targets_n[rows], divisor) for rows in blocks]).sum()
 
@@ -179,7 +210,7 @@ def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, chunks: Chunks, divisor
 def _loss_of_block(logits_bV: Tensor, targets_b: Tensor, divisor: Tensor | None) -> Tensor:
     counts_b = (targets_b != IGNORED).float()
     targets_b1 = targets_b.clamp_min(0)[:, None]
-    block_bV = logits_bV.float()  # float32 logits themselves, or a copy
+    block_bV = logits_bV.float()  # the logits themselves if they are float32, else a copy
     block_bV -= block_bV.amax(-1, keepdim=True)
     chosen_b = block_bV.gather(-1, targets_b1)[:, 0]
     sums_b = block_bV.exp_().sum(-1)

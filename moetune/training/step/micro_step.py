@@ -1,4 +1,4 @@
-"""A micro-step: forward and backward of a micro-batch. A whole step is in stepper.py."""
+"""A micro-step: forward and backward pass of one micro-batch, with token loss and router losses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOSS_MEMORY = TrainConfig().loss_bytes
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Results of a micro-step.
+    """Results of a micro-step; all tensors are detached and on the device.
 
     Attributes:
-        loss: its share of the step's token loss.
-        router_loss: its share of the weighted router losses; None where those are off.
-        load: expert load [E] by layer.
+        loss: token loss of the micro-batch over the loss tokens of the whole step, so that a step's micro-steps add up.
+        router_loss: weighted sum of the router losses, with the same weighting by tokens; None if both are off.
+        load: layer index -> number of tokens that each expert received, float [E].
     """
 
     loss: Tensor
@@ -37,15 +37,18 @@ class MicroStep:
 
 
 def count_loss_tokens(batch: Batch) -> Tensor:
-    """Return the number of predicted tokens: of the labels but the first of each row, those that are not `IGNORED`."""
+    """Return the number of tokens that are predicted: labels that are not `IGNORED`, without the first of each row."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
 def token_loss(
     model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | Chunks | None = LOSS_MEMORY
 ) -> Tensor:
-    """Return the summed cross-entropy of all predicted tokens over `divisor`, in float32, with logits in chunks of
-    `memory` bytes (None: all at once)."""
+    """Return (Σ cross-entropy of all predicted tokens of a batch) / `divisor`, a float32 scalar.
+
+    Args:
+        memory: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.
+    """
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
     targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
     with split(model, inputs) as (hidden, head):
@@ -56,7 +59,11 @@ def token_loss(
 def held_out_loss(
     model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LOSS_MEMORY
 ) -> tuple[Tensor, Tensor]:
-    """Return (summed loss, predicted tokens) of a batch of held-out data."""
+    """Return (summed token loss, number of predicted tokens) of a batch, as scalars on the device, without gradients.
+
+    Args:
+        memory: as in `token_loss`.
+    """
     return token_loss(model, batch, memory=memory), count_loss_tokens(batch)
 
 
@@ -69,12 +76,14 @@ def micro_step(
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     memory: int | Chunks | None = LOSS_MEMORY,
 ) -> MicroStep:
-    """Run forward and backward of a micro-batch.
+    """Run the forward and backward pass of one micro-batch; gradients are left to autograd and its hooks.
 
     Args:
-        total_tokens: predicted tokens of the whole step, over micro-batches and ranks. Divided by it, 4 × 1 is the same
-            step as 1 × 4, whatever the lengths. Router losses have the same share.
-        backward: runs the backward pass of a loss.
+        total_tokens: predicted tokens of the whole step, summed over micro-batches and ranks. The loss is divided by
+            it, so that 4 micro-batches of 1 row give the same step as 1 of 4 rows, whatever their lengths. Router
+            losses are weighted by the micro-batch's share of these tokens.
+        watch: records the routing of the forward pass.
+        backward: function that runs the backward pass of a scalar loss.
         memory: as in `token_loss`.
     """
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)

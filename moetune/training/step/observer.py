@@ -1,4 +1,4 @@
-"""Observers of a step: of its memory, or of where it is."""
+"""Observers that a `Stepper` notifies of backward passes and of gradients computed outside autograd."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from torch import Tensor
 
 
 class StepObserver:
-    """Called by a `Stepper`. This one does nothing."""
+    """Base class of observers, whose methods a `Stepper` calls. The methods of this class do nothing."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Enter for each backward pass."""
+        """Return a context manager within which each backward pass runs."""
         return nullcontext()
 
     def eager_gradient(self, gradient: Tensor) -> None:
-        """Called with each gradient that an expert bank computes outside of autograd, so that no hook sees it."""
+        """Receive a gradient that an expert bank computed itself in its backward pass, which no autograd hook sees."""
 
 
 @dataclass
 class Where(StepObserver):
-    """Where a run is: step from 1, micro-step from 0, and one of a trace's phases."""
+    """The current position of a run in its steps, to label what is recorded.
+
+    Attributes:
+        step: number of the optimizer step, from 1.
+        micro_step: number of the micro-batch in the step, from 0.
+        phase: what is running: `load`, `forward`, `backward` or another phase of a trace.
+    """
 
     step: int = 1
     micro_step: int = 0

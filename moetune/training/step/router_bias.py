@@ -1,9 +1,10 @@
-"""Correction biases of routers, updated without a loss, by the expert load of each step.
+"""Update rule for routers' correction biases: by the expert load of each step, without a loss.
 
     b_e += rate · sign(mean load - load_e)
 
-b_e is added to an expert's score before the choice, and to no routing weight (Wang et al., "Auxiliary-Loss-Free Load
-Balancing", arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with a rate of 0.001).
+b_e is added to the score of expert e when the top-k experts are chosen, and not to the routing weights (Wang et al.,
+"Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with
+a rate of 0.001).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from moetune.adapt.build import Adapted
 
 
 class RouterBiases:
-    """The biases of layers whose router trains, under `train.router_bias_rate`; none in other runs."""
+    """Updates the correction biases of layers whose router trains, if `train.router_bias_rate` is set.
+
+    Without the setting there are no such biases, and all methods do nothing.
+    """
 
     def __init__(self, adapted: Adapted) -> None:
         biases, self._ranks = adapted.router_biases(), adapted.ranks
@@ -26,7 +30,11 @@ class RouterBiases:
         self._load: dict[int, Tensor] = {}
 
     def count(self, load: Mapping[int, Tensor]) -> None:
-        """Add the expert load [E] of a micro-step, by layer."""
+        """Add the expert load of a micro-step.
+
+        Args:
+            load: layer index -> tokens that each expert received, [E].
+        """
         for layer in self._biases:
             if layer in self._load:
                 self._load[layer] += load[layer]
@@ -35,7 +43,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update by the load of a step's micro-steps, over all ranks."""
+        """Update the biases in place from the load of all ranks since the last update; reset the load."""
         if not self._load:
             return
         totals = self._ranks.total_over_data(torch.cat(list(self._load.values())))
@@ -46,5 +54,5 @@ class RouterBiases:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the load of a step that is not taken."""
+        """Discard the counted load, for a step that is skipped."""
         self._load = {}

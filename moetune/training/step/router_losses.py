@@ -1,14 +1,15 @@
-"""Routing during a step: expert load for the metrics, and two losses that shape it.
+"""Expert load and router losses (load balancing and z-loss), computed from hooks on routers and experts.
 
-With E experts, K of them a token, over the T tokens that are not padding:
+With E experts, K experts per token, and T tokens that are not padding:
 
     load f_e = (tokens that chose e) / T            mean probability P_e = mean over tokens of softmax(logits)_e
     balance  = E · Σ_e mean_l(f_e) · mean_l(P_e)    Switch Transformer (arXiv 2101.03961, eq. 4), K when balanced
     z        = mean over layers and tokens of logsumexp(logits)²      ST-MoE (arXiv 2202.08906, eq. 5)
 
-The balance loss is transformers' (`load_balancing_loss_func`), with means over layers l before the product, so that an
-architecture's own coefficient means the same here: it balances the sum over layers. Per layer it is
-mean_l(E · Σ_e f_e · P_e), which balances each. Both are computed for every architecture, from the routers' outputs.
+By default the balance loss is that of transformers (`load_balancing_loss_func`): f and P are averaged over the layers l
+before they are multiplied. It balances the load summed over layers, and a coefficient from a model's configuration has
+the same effect here. With `per_layer` it is mean_l(E · Σ_e f_e · P_e), which balances every layer separately. Both work
+for every architecture whose routers return their logits.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from moetune.models.routers import find_logits, logits_module
 
 @dataclass
 class Routed:
-    """Routing of a forward pass, by layer.
+    """Routing recorded in a forward pass.
 
     Attributes:
-        mask: 1 for tokens that count, 0 for padding; any shape of T elements; None: all count.
-        logits: router logits [T, E] with their graph.
-        load: tokens that each expert received, float [E].
+        mask: 1 for tokens that count, 0 for padding; any shape with T elements. None if all tokens count.
+        logits: layer index -> router logits [T, E], attached to the autograd graph; empty unless requested.
+        load: layer index -> number of tokens that chose each expert, float [E].
     """
 
     mask: Tensor | None = None
@@ -44,9 +45,12 @@ class Routed:
 
 
 class RouterWatch:
-    """Hooks on every router and expert bank of a model, which record inside `with watch.recording():`.
+    """Registers hooks on every router and expert bank of a model, which record routing inside `recording()`.
 
-    Recording ends before backward, so that a checkpointed layer is not counted twice.
+    End the recording before the backward pass; otherwise the recomputation of a checkpointed layer is recorded too.
+
+    Attributes:
+        layers: layer index -> the MoE layer.
     """
 
     def __init__(self, adapted: Adapted) -> None:
@@ -76,13 +80,18 @@ class RouterWatch:
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def recording(self, mask: Tensor | None, *, logits: bool) -> Iterator[Routed]:
-        """Record what the model routes inside, with router `logits` if that is set; `mask` as in `Routed`."""
+        """Record the routing of forward passes inside the `with` block into the `Routed` that is yielded.
+
+        Args:
+            mask: which tokens count, as in `Routed`.
+            logits: also record the router logits, which `losses` needs.
+        """
         self._current, self._keep_logits = (routed := Routed(mask)), logits
         try:
             yield routed
@@ -90,13 +99,17 @@ class RouterWatch:
             self._current = None
 
     def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
-        """(balance, z) over all layers; layers with another number of experts have a balance loss of their own.
+        """Return the scalars (balance loss, z-loss) over all layers, by the formulas at the top of this file.
+
+        If layers differ in their number of experts, the balance loss is computed for each number of experts and
+        averaged.
 
         Args:
-            per_layer: each layer is balanced, instead of their sum.
+            routed: a recording made with `logits=True`.
+            per_layer: balance every layer separately, instead of the sum over layers.
 
         Raises:
-            UserError: a layer's router does not give its logits away.
+            UserError: no logits were recorded for a layer, because its router does not return them.
         """
         silent = sorted(self.layers.keys() - routed.logits.keys())
         if silent:
@@ -123,7 +136,10 @@ class RouterWatch:
 
 
 def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
-    """How many tokens that count chose each expert. A choice of weight 0 is none: ZAYA's tokens skip experts so."""
+    """Return how many unmasked tokens chose each expert, float [num_experts].
+
+    A choice with weight 0 does not count: ZAYA marks tokens that skip the experts that way.
+    """
     chosen_TK = weights_TK.reshape(-1, ids_TK.shape[-1])
     counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])
     counts = torch.zeros(num_experts, device=ids_TK.device)
@@ -131,7 +147,7 @@ def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor |
 
 
 def refuse_silent_routers(adapted: Adapted) -> None:
-    """Raise `UserError` if router losses could not act on a router, because it does not return its logits."""
+    """Run the model on two tokens and raise `UserError` if a router returns no logits, which the router losses need."""
     watch = RouterWatch(adapted)
     ids = torch.zeros(1, 2, dtype=torch.long, device=adapted.model.device)
     was_training = adapted.model.training

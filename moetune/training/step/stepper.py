@@ -1,14 +1,14 @@
-"""A whole optimizer step: forward and backward of each micro-batch, reduce and clip, update.
+"""An optimizer step from start to end: micro-steps, reduction over ranks, gradient clipping, update.
 
-Training runs it, and so do predictions and measurements of memory. Three kinds of step:
+Training, memory predictions and memory measurements all run this code. There are three kinds of step:
 
-    plain                  forward and backward of each micro-batch; norm; update of everything
-    fused                  forward and backward, in which fused parameters are updated; update of the rest
-    fused, with a norm     forward and backward that only measures the norm of all gradients; then the same again, from
-                           the same random numbers, which updates (LOMO, arXiv 2306.09782, section 3.3)
+    plain                  forward and backward of each micro-batch; norm of the gradients; update of all parameters
+    fused                  forward and backward, which updates fused parameters on the way; update of the others
+    fused, with a norm     forward and backward that only measures the norm of all gradients; then forward and backward
+                           again, with the same random numbers, which updates (LOMO, arXiv 2306.09782, section 3.3)
 
-A gradient that is not finite never updates a weight. In plain steps, and fused ones with a norm, no weight is updated
-then; in a fused step without a norm, those that backward has passed before are.
+A gradient that is not finite never updates a weight. A plain step, and a fused step with a norm, then updates no weight
+at all. A fused step without a norm has by then updated the parameters that the backward pass reached before.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from moetune.training.step.router_losses import RouterWatch
 
 @dataclass(frozen=True)
 class Reduced:
-    """A step's gradients, reduced over all ranks.
+    """The gradients of a step after reduction over all ranks.
 
     Attributes:
-        norm: before clipping.
-        loss: of the step.
-        scale: factor of gradients in the update; None if one is not finite, and nothing is updated.
+        norm: norm of all gradients before clipping, a scalar on the device.
+        loss: token loss of the step, a scalar on the device.
+        scale: factor that the update multiplies gradients with; None if a gradient is not finite, so no update follows.
     """
 
     norm: Tensor
@@ -56,12 +56,18 @@ class Reduced:
 
 
 class Stepper:
-    """Takes steps: `micro_step` for each micro-batch, `reduce_and_clip`, `update`.
+    """Runs optimizer steps: `micro_step` for each micro-batch, then `finish` (`reduce_and_clip` and `update`).
+
+    Args:
+        watch: records routing; created for the model if None.
+        observer: notified of backward passes; if None, nothing is notified.
 
     Attributes:
-        engine: DeepSpeed's, if that updates.
-        skipped: steps without an update, because a gradient was not finite.
-        loss: of the step so far, on the device.
+        engine: DeepSpeed's engine if it reduces and updates; None otherwise.
+        fused: the hooks that update or offload parameters in the backward pass; None if there are no such parameters.
+        loss_scale: dynamic loss scale of float16 runs; None in others.
+        skipped: number of steps without an update, because a gradient was not finite.
+        loss: token loss of this step's micro-batches so far on this rank, a scalar on the device.
     """
 
     def __init__(
@@ -82,13 +88,13 @@ class Stepper:
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._stack = decoder_stack(adapted.model)
         self._of_experts = set(adapted.of_experts())
-        # Of the step so far: the loss; the norm of freed gradients, and the names of those that were not finite.
+        # _freed: norm of the gradients freed in backward, and names of those that were not finite.
         self.loss = torch.zeros((), device=adapted.model.device)
         self._freed: tuple[Tensor | None, list[str]] = None, []
 
     @property
     def measures_first(self) -> bool:
-        """Whether a fused step needs a first pass that only measures."""
+        """Whether the backward pass updates and the norm must be known before, so that each micro-batch runs twice."""
         return self._updates_in_backward and (self.config.train.max_grad_norm > 0 or self.loss_scale is not None)
 
     # --- Forward and backward of each micro-batch -------------------------------------------------------------------
@@ -102,11 +108,14 @@ class Stepper:
         last: bool = True,
         chunks: Chunks | None = None,
     ) -> MicroStep:
-        """Run forward and backward of a micro-batch, twice where the norm must be known first.
+        """Run the forward and backward pass of a micro-batch; run both twice if the gradient norm must be known first.
 
         Args:
-            last: it is the last of its step, so that the ranks' gradients are reduced.
-            chunks: of the loss; by default from `train.loss_memory`.
+            total_tokens: predicted tokens of the whole step, over micro-batches and ranks, as in
+                `micro_step.micro_step`.
+            backward: function that runs the backward pass of a scalar loss.
+            last: this is the last micro-batch of its step, after which the ranks' gradients are reduced.
+            chunks: chunks of the loss; None derives them from `train.loss_memory`.
         """
         if self.engine is not None:
             backward = partial(self.engine.backward, last=last)
@@ -141,7 +150,7 @@ class Stepper:
         assert norm is not None, "nothing trains"
         norm, broken = norm / self._scale, measured.broken()
         self._freed = norm, broken
-        del measured  # a small tensor of each gradient
+        del measured  # it holds a scalar tensor for each gradient
         if broken:
             return done
         set_generator_states(states, device)
@@ -151,10 +160,13 @@ class Stepper:
     # --- Reduce and clip ----------------------------------------------------------------------------------------------
 
     def reduce_and_clip(self) -> Reduced:
-        """Reduce the gradients over all ranks; return their norm and how the update scales them.
+        """Reduce the gradients over all ranks and compute their norm and the factor by which clipping scales them.
+
+        Call it after the last micro-step. Only `train.max_grad_value` changes the gradients here; the update applies
+        the scale.
 
         Raises:
-            UserError: one is not finite, under `train.on_nonfinite: stop`.
+            UserError: a gradient is not finite, `train.on_nonfinite` is `stop`, and the run has no dynamic loss scale.
         """
         left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None and self.engine is None}
         self.adapted.ranks.reduce(left, self._of_experts)
@@ -173,8 +185,13 @@ class Stepper:
         return Reduced(norm, loss, None)
 
     def _norm(self, left: dict[nn.Parameter, Tensor], freed: Tensor | None) -> Tensor | None:
-        """Return the norm of this rank's gradients: those `left` here, those on the host, and those `freed`."""
-        if self.engine is not None:  # which has reduced them: the norm is that of all ranks
+        """Return the norm of this rank's gradients, without the loss scale; None if the rank has no gradient.
+
+        Args:
+            left: parameter -> gradient that is still in device memory; clipped in place to `train.max_grad_value`.
+            freed: norm of the gradients that the backward pass measured and freed.
+        """
+        if self.engine is not None:  # DeepSpeed has reduced them, so this is the norm over all ranks
             return self.engine.norm() / math.sqrt(self.adapted.ranks.parallel.ranks)
         if self.measures_first:
             return freed
@@ -191,7 +208,10 @@ class Stepper:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     def _norms(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        """Return norms whose squares sum to that of all gradients; what several ranks hold counts in part on each."""
+        """Return norms whose squares, summed over all ranks, give the squared norm of all gradients.
+
+        The squared norm of a parameter that n ranks hold is divided by n on each of them.
+        """
         by_copies: dict[int, list[Tensor]] = {}
         for parameter, gradient in gradients.items():
             copies = self.adapted.ranks.copies(parameter, of_expert=parameter in self._of_experts)
@@ -199,12 +219,12 @@ class Stepper:
         return [norm_of(parts) / math.sqrt(copies) for copies, parts in by_copies.items()]
 
     def _over_ranks(self, norm: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of all ranks' gradients, and the sum of their losses, by one message."""
+        """Return the norm of all ranks' gradients and the sum of their losses, with a single all-reduce."""
         ranks = self.adapted.ranks
         if ranks.is_single:
             assert norm is not None, "no micro-step came before"
             return norm, loss
-        square = torch.zeros_like(loss) if norm is None else norm.square()  # a rank may train nothing
+        square = torch.zeros_like(loss) if norm is None else norm.square()  # None on a rank without trained parameters
         both = ranks.total(torch.stack([square, loss / ranks.parallel.tp]))
         return both[0].sqrt(), both[1]
 
@@ -217,7 +237,7 @@ class Stepper:
         return min(1.0, bound / (as_float(norm) + 1e-6)) if bound else 1.0
 
     def _broken_among(self, gradients: dict[nn.Parameter, Tensor]) -> list[str]:
-        """Return the names of parameters whose gradient is not finite, in the order of the backward pass."""
+        """Return the names of parameters whose gradient is not finite on any rank, in the order of backward."""
         trained = reversed([*self.adapted.trainable().items()])
         if self.engine is not None:
             return [name for name, p in trained if not self.engine.gradient(p).isfinite().all()]
@@ -239,7 +259,10 @@ class Stepper:
     # --- Update -------------------------------------------------------------------------------------------------------
 
     def update(self, reduced: Reduced) -> None:
-        """Update what was not updated in backward, unless the step is skipped; free all gradients."""
+        """Update the parameters that the backward pass did not update, then free all gradients.
+
+        If `reduced.scale` is None, no parameter and no router bias is updated.
+        """
         if reduced.scale is not None:
             self.optimizer.step(scale=reduced.scale)
             self._biases.update()
@@ -248,13 +271,16 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Discard the micro-steps of this step, in which no weight has changed."""
+        """Discard the gradients, the loss and the expert load of this step.
+
+        Call it only if the step has not updated any weight yet.
+        """
         self.optimizer.zero_grad()
         self._biases.forget()
         self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
 
     def finish(self) -> Reduced:
-        """Reduce, clip and update: everything after the last micro-step."""
+        """Reduce, clip and update after the last micro-step; return the reduced gradients' norm, loss and scale."""
         reduced = self.reduce_and_clip()
         self.update(reduced)
         return reduced
