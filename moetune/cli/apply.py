@@ -1,4 +1,4 @@
-"""`moetune apply`: a delta and its base become a checkpoint."""
+"""The command `moetune apply`: write a checkpoint from a base and a delta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune compare`: several run files, one table."""
+"""The command `moetune compare`: print the predicted memory of several run files in one table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune data`: what a run's data become."""
+"""The command `moetune data`: print how a run's data are tokenized, and which tokens carry loss."""
 
 from __future__ import annotations
 

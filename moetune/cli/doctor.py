@@ -1,4 +1,4 @@
-"""`moetune doctor`: whether this machine can train."""
+"""The command `moetune doctor`: print whether this machine can train, and what to repair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune drift`: what training did to routing."""
+"""The command `moetune drift`: print how training changed the routing of held-out data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune eval`: held-out loss of a run, an export or a model."""
+"""The command `moetune eval`: print the held-out loss of a run, an adapter or a checkpoint."""
 
 from __future__ import annotations
 

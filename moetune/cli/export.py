@@ -1,4 +1,4 @@
-"""`moetune export`: a run's result in a format that others read."""
+"""The command `moetune export`: write a run's trained model as a delta, an adapter or a merged checkpoint."""
 
 from __future__ import annotations
 

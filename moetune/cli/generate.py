@@ -1,4 +1,4 @@
-"""`moetune generate` and `moetune chat`: what a run, an export or a model writes."""
+"""The commands `moetune generate` and `moetune chat`: print text that a run, an adapter or a checkpoint generates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moetune.errors import UserError
 
 
 def temperature_in_range(value: float) -> float:
-    """Refuse a temperature that probabilities cannot be computed with."""
+    """Return a temperature that is 0 or from 0.001 to 1000; raise `UserError` for any other value."""
     if value == 0 or 1e-3 <= value <= 1e3:
         return value
     raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")

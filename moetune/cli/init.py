@@ -1,4 +1,4 @@
-"""`moetune init`: a starter run file."""
+"""The command `moetune init`: write a run file to start from, a recipe or the best candidate of a plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,12 @@ def init(
 
 
 def _with_settings(text: str, settings: list[str]) -> str:
-    """Return the run file with other values, under the same header; comments between its lines are lost."""
+    """Return the text of a run file with `--set` settings applied. Its header is kept; comments between its lines are
+    lost.
+
+    Raises:
+        UserError: the run file does not validate with the settings.
+    """
     import yaml
 
     from moetune.config.load import read_run_config
@@ -67,6 +72,11 @@ def _with_settings(text: str, settings: list[str]) -> str:
 
 
 def _planned(model: str, gpu: str, goal: Any, out: Path) -> str:
+    """Return the text of the run file of the best candidate that a plan finds for a model, a GPU and a goal.
+
+    Raises:
+        UserError: the model or the GPU is not known, or nothing fits.
+    """
     with heavy_imports():
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan

@@ -1,4 +1,4 @@
-"""`moetune models`: what the catalog holds."""
+"""The command `moetune models`: list the models in the catalog, with their published parameter counts."""
 
 from __future__ import annotations
 

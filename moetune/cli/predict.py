@@ -1,4 +1,4 @@
-"""`moetune predict`: the memory report of a run, before it runs."""
+"""The command `moetune predict`: print the memory that a run will need, without running it."""
 
 from __future__ import annotations
 

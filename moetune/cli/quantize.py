@@ -1,4 +1,4 @@
-"""`moetune quantize`: quantize a checkpoint once, to load it in a fraction of the time."""
+"""The command `moetune quantize`: write a quantized copy of a checkpoint, which loads faster than quantizing anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune score`: which experts a data set uses."""
+"""The command `moetune score`: count which experts a data set uses, and write the scores to a file."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def score(
 
 
 def _table(scores: Scores) -> Table:
+    """Return a table with a row for each MoE layer: its most used experts, balance, entropy and unused experts."""
     rows = []
     for index, layer in scores.layers.items():
         share = layer.loss.share

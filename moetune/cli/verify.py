@@ -1,4 +1,4 @@
-"""`moetune verify`: real steps on this machine, measured beside what was predicted."""
+"""The command `moetune verify`: take real steps on this machine, and print measured beside predicted memory."""
 
 from __future__ import annotations
 

@@ -67,11 +67,12 @@ def in_memory(adapted: Adapted) -> FinishedRun:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Open the newest complete checkpoint of a run folder. Only headers are read; weights are read when they are used.
+    """Open the newest complete checkpoint of a run folder. Its tensors stay on disk and are read when they are used.
 
     Raises:
         UserError: `path` is no run folder; it has no checkpoint; the record of its base is missing; the model has
-            changed; or the checkpoint is damaged, or holds other tensors than the run file trains.
+            changed; or the checkpoint is damaged, holds NaN or infinite values, or holds other tensors than the run
+            file trains.
     """
     config = config_of(path)
     folder = RunFolder(path)

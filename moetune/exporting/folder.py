@@ -152,8 +152,8 @@ def _clear_leftovers(out: Path) -> None:
 
 
 def _clear(ours: Path, out: Path) -> None:
-    """Remove the temporary folder `ours`, its marker last. An older export in it is moved back if `out` does not exist.
-    """
+    """Remove the temporary folder `ours`, its marker last. An older export in it is moved back if `out` does not
+    exist."""
     if (ours / _OLD).exists() and not out.exists():
         (ours / _OLD).rename(out)
     for name in (_NEW, _OLD):
