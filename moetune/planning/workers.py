@@ -53,8 +53,8 @@ class Workers:
     ) -> Iterator[tuple[_Input, Candidate | UserError | None]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
-        The other processes start when the first result is known, with the last input: the caller often needs only the
-        first results.
+        The other processes get work only once the first result is known, and begin with the last input: the caller
+        often needs only the first results.
 
         Args:
             method: `largest` or `traced`.

@@ -1,1 +1,2 @@
-"""Routing on a data set: recorded and scored, experts chosen by it, compared before and after a run."""
+"""Expert routing on a data set: score experts, choose experts by their scores, compare routing before and after a
+run."""
