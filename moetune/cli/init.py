@@ -40,7 +40,7 @@ def init(
         return
     refuse_taken(out)
     if recipe in known:
-        # the command in its header is that of the repository; a user's is this file's
+        # the command in a recipe's header names the recipe's path in the repository; replace it by the new file's
         text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
     elif gpu is not None:
         text = _planned(recipe, gpu, goal, out)

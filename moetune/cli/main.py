@@ -38,11 +38,11 @@ from moetune.cli.verify import verify
 from moetune.errors import DoesNotFit, UserError, one_line, printable, shown
 from moetune.report.console import quieten
 
-_debug = False  # of the last command
+_debug = False  # whether the last command had --debug
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 _OF_MEMORY: dict[type, tuple[str, ...]] = {
-    RuntimeError: ("DefaultCPUAllocator",),  # torch's
-    ImportError: ("failed to map segment",),  # a library that did not fit
+    RuntimeError: ("DefaultCPUAllocator",),  # the message of torch's CPU allocator
+    ImportError: ("failed to map segment",),  # a shared library for which no memory is left
 }
 _LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
@@ -108,7 +108,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except UserError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python has still to write at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that what Python flushes at exit is discarded
         code = _failed(error) if code in (0, 1) else code
     sys.exit(code)
 
@@ -120,7 +120,7 @@ def _run() -> int:
         app()
     except SystemExit as ended:
         cause = ended.__context__ and (ended.__context__.__cause__ or ended.__context__)
-        if isinstance(cause, OSError | EOFError):  # typer ends with 1 for some of them
+        if isinstance(cause, OSError | EOFError):  # typer turns some of them into exit code 1
             return _failed(cause)
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 2
     except DoesNotFit as error:
@@ -146,7 +146,7 @@ def _failed(error: BaseException) -> int:
 def _say(text: str, message: str) -> None:
     """Print `text` on stderr. On a rank of several, hand `message` to the launcher instead if it prints the ranks'
     errors."""
-    with contextlib.suppress(OSError):  # where nothing can be written, the exit code is left
+    with contextlib.suppress(OSError):  # if stderr cannot be written, the exit code must do
         if not _note_failure(message):
             print(text, file=sys.stderr, flush=True)
 

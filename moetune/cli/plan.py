@@ -101,7 +101,9 @@ def plan(
 
     why: tuple[str, ...] = ()
     if data is not None:
-        if looks_like_a_file(data) or "/" not in data:  # a data set of the hub may be out of reach here
+        if (
+            looks_like_a_file(data) or "/" not in data
+        ):  # other names are data sets of the hub, which may be out of reach here
             open_sources(data)
         if tokens is None:
             tokens, why = _tokens_of(data, what, min_sequence)

@@ -51,7 +51,7 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
     base = open_checkpoint(folder)
     targets = placed(run, full, base)
     dtypes: dict[str, torch.dtype] = {}
-    experts: defaultdict[str, list[int]] = defaultdict(list)  # of each tensor that stacks a layer's experts
+    experts: defaultdict[str, list[int]] = defaultdict(list)  # tensor that stacks a layer's experts -> trained experts
     for update, mapping in targets:
         for key in mapping.every_key():
             dtypes[key] = update.dtype

@@ -69,7 +69,7 @@ def export(
     out = Path(out)
     run = in_memory(trained) if isinstance(trained, Adapted) else open_run(Path(trained))
     kept = [expanded(run.config.model.path), *(() if run.path is None else (run.path,))]
-    if run.config.model.weights == "pretrained" and format != "peft":  # an adapter may do without the base
+    if run.config.model.weights == "pretrained" and format != "peft":  # a PEFT adapter may need no base
         kept.append(base_folder(run))
     keep_apart(out, "exported", *kept)
     data = run.config.data

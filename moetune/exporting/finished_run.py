@@ -87,7 +87,7 @@ def open_run(path: Path) -> FinishedRun:
             f"{config.model.path!r} is that still, moetune train {path / RUN_FILE} --resume auto notes it anew"
         )
     trained = read_header(checkpoint / TRAINED_FILE)
-    # Which ranks shared the work does not matter any more, nor what they read to divide it.
+    # The checkpoint is whole: the settings by which ranks divided the work do not matter any more.
     alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
     adapted = build(resolve(alone, "cuda"), "meta")
     notes = refuse_other_model(folder, adapted.run.model)

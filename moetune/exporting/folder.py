@@ -73,13 +73,13 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
             files = (file for file in (ours / _NEW).rglob("*") if not file.is_dir())
             Ledger(ours / _NEW).add(_KIND, *(str(file.relative_to(ours / _NEW)) for file in files))
             settle(ours / _NEW)
-            _refuse_occupied(out, overwrite)  # another export may have been faster
+            _refuse_occupied(out, overwrite)  # another export may have written `out` meanwhile
             if out.exists():
                 out.rename(ours / _OLD)
             (ours / _NEW).rename(out)
             sync(out.parent)
     except (OSError, SafetensorError) as error:
-        if (reason := refused(error)) is None:  # transformers raises OSError for more than input and output
+        if (reason := refused(error)) is None:  # transformers also raises OSError for other errors
             raise
         if isinstance(error, OSError) and not _is_about(error, out, ours):
             raise UserError(f"{str(error.filename)!r} cannot be read or written: {error.strerror}") from error
@@ -144,10 +144,10 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
 def _clear_leftovers(out: Path) -> None:
     """Remove the temporary folders that killed exports to `out` left: marked for `out`, and locked by no process."""
     for ours in sorted(out.parent.glob(f"{_OURS}*")) if out.parent.is_dir() else ():
-        with suppress(OSError):  # another's folder
+        with suppress(OSError):  # a folder of another user may be unreadable
             is_marked = (ours / _MARKER).is_file() and (ours / _MARKER).read_bytes() == _mark(out)
             if is_marked and not ours.is_symlink() and (marker := lock(ours / _MARKER, "r+b")) is not None:
-                with marker:  # its writer is dead
+                with marker:  # the lock was free, so its writer has ended
                     _clear(ours, out)
 
 

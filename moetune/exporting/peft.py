@@ -191,7 +191,7 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
         lora_alpha=plain_number(lora.plain_alpha),
         rank_pattern=ranks,
         alpha_pattern={pattern: plain_number(lora.scale * rank) for pattern, rank in ranks.items()},
-        target_modules=[],  # none means the model type's default ones
+        target_modules=[],  # None would mean PEFT's defaults for the model type; the real ones are set below
         target_parameters=parameters or None,
         modules_to_save=list(saved) or None,
         ensure_weight_tying=bool(adapted.selection.full & set(adapted.structure.tied.values())),

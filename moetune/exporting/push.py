@@ -92,7 +92,7 @@ def push(run: Path, exported: Path, format: str, repository: str, *, private: bo
             ignore_patterns=[MANIFEST, Ledger.NAME],
             commit_message="moetune export",
         )
-    except Exception as error:  # no network, no login, no right: all end here
+    except Exception as error:  # no network, no login or no permission
         raise UserError(
             f"{str(exported)!r} was written, and could not be pushed to {repository!r}: {one_line(error)}; "
             f"hf auth login, then hf upload {repository} {exported}"

@@ -80,7 +80,7 @@ def _linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, 
 
 
 def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    return out_in(layer, stack, stored.rows()).unsqueeze(0)  # [in, out] to [out, in] is its own inverse
+    return out_in(layer, stack, stored.rows()).unsqueeze(0)  # a transposition, if any, so it is its own inverse
 
 
 def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLora) -> Iterator[Update]:
@@ -173,6 +173,6 @@ def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) ->
     new = update.rows(old, 0, shape[0])
     if update.is_added:
         del old
-        new = new.to(base[mapping.every_key()[0]].torch_dtype)  # before the conversion, which copies it
+        new = new.to(base[mapping.every_key()[0]].torch_dtype)  # cast first: the conversion copies the tensor
     for key, rows in mapping.to_checkpoint(new).items():
         yield key, first, rows

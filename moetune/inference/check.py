@@ -15,7 +15,7 @@ from moetune.inference.opened import Opened, open_model
 from moetune.training.data.load import load_data, pad_token_id
 from moetune.training.step.batch import Row
 
-_LENGTH = 64  # of a row of random tokens
+_LENGTH = 64  # tokens in a row of random tokens
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
             data = config.data.but(packing=False, chat_template=None)
             return [*islice(load_data(data, trained.tokenizer, config.train).train, count)], "training data", pad
         except (UserError, OSError, ValueError):
-            pass  # data that are gone by now are no reason to fail
+            pass  # the data cannot be read any more: use random tokens
     draw = torch.Generator().manual_seed(config.train.seed)
     vocabulary = trained.model.config.get_text_config().vocab_size
     ids = [torch.randint(vocabulary, (_LENGTH,), generator=draw).numpy() for _ in range(count)]

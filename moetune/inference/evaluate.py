@@ -22,7 +22,7 @@ from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss
 
 _ROWS = 4
-_MOST_LOSS = 700.0  # nats: beyond, a perplexity is no number
+_MOST_LOSS = 700.0  # nats; exp of a larger loss overflows a float
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def rows_of(
         train = train.but(sequence_length=sequence_length)
     given = None if config is None else config.data
     settings = DataConfig(train="none") if given is None else given
-    settings = settings.but(packing=False, chat_template=None)  # the tokenizer has it
+    settings = settings.but(packing=False, chat_template=None)  # the opened tokenizer already has the template
     if format is not None:
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:

@@ -1,8 +1,8 @@
 """`open_model`: load a run folder, a PEFT adapter or a checkpoint for inference.
 
-a run folder        the adapted model on its quantized base, with the trained values of the newest checkpoint a PEFT
-adapter      the plain base that the adapter names, with the adapter, loaded by stock PEFT a checkpoint        the model
-unquantized; or quantized, if a precision is given or the checkpoint is published so
+a run folder      the adapted model on its quantized base, with the trained values of the newest checkpoint
+a PEFT adapter    the plain base that the adapter names, with the adapter, loaded by stock PEFT
+a checkpoint      the model unquantized; or quantized, if a precision is given or the checkpoint is published so
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
             f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
         ) from error
     with reading(f"the adapter in {what!r}"), time_limit(f"the patterns in {CONFIG_FILE}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT still asks transformers by an old name
+        warnings.simplefilter("ignore")  # PEFT calls transformers by a deprecated name
         adapted = PeftModel.from_pretrained(plain, str(path))
         places = get_peft_model_state_dict(adapted)
     refuse_misfit(

@@ -98,7 +98,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
     host = report.fullest.host_bytes + (needs if device == "cpu" else 0)
     room = host_memory()
     if device == "cuda":
-        free = torch.cuda.mem_get_info()[0]  # the context of this process is not in it
+        free = torch.cuda.mem_get_info()[0]  # free memory: this process's CUDA context is already taken
         remedy = "moetune predict says what would save most; nvidia-smi shows who else is on the card"
         yield _check(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
     if host and room is not None:

@@ -193,7 +193,7 @@ def _largest(
                 continue
             has_found = True
             yield one
-            if search.is_largest(one):  # all other strategies give up more, for nothing
+            if search.is_largest(one):  # all later strategies give up more and cannot train more
                 return
         if has_found:
             return

@@ -241,7 +241,7 @@ class Search:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer."""
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
-        room: dict[int, int] = {}  # experts a layer -> experts in all that its line leaves room for
+        room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
 
         def report(layers: int, each: int) -> MemoryReport:
             if (layers, each) not in reports:
@@ -305,7 +305,7 @@ class Search:
         for rows in ROWS[1:]:
             accumulate = max(1, found.config.train.accumulate // rows)
             configs.append(changed(found.config, {"train.micro_batch": rows, "train.accumulate": accumulate}))
-        # beside whole experts there is seldom room for many rows
+        # runs that train whole experts seldom have room for many rows
         start = 1 if found.goal == "experts" else len(ROWS) - 1
         last, report, larger = self._along("micro-batch", ROWS, configs, start, {0: found.report})
         assert report is not None

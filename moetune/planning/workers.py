@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from moetune.errors import UserError
 from moetune.report.console import quieten
 
-if TYPE_CHECKING:  # a new process begins with `_begin`, before it imports what takes long
+if TYPE_CHECKING:  # a new process must run `_begin` before slow imports
     from moetune.planning.search import Candidate, Search
     from moetune.planning.strategies import Strategy
 
@@ -37,7 +37,7 @@ class Workers:
         self.search, self._start = search, search.start.model_dump_json(exclude_unset=True)
         self._pool: ProcessPoolExecutor | None = None
         if processes > 1:
-            context = get_context("spawn")  # a fork of a process that has initialized CUDA cannot compute
+            context = get_context("spawn")  # CUDA does not work in a fork of a process that has initialized it
             self._pool = ProcessPoolExecutor(processes - 1, context, _begin)
             self._pool.submit(_search, self._start)
 
@@ -69,7 +69,7 @@ class Workers:
             for number, one in enumerate(inputs):
                 if number == 1 and self._pool is not None:
                     later = reversed(range(1, len(inputs)))
-                    with suppress(BrokenProcessPool):  # killed: this process does their work
+                    with suppress(BrokenProcessPool):  # the workers were killed: this process does their work
                         futures = {at: self._pool.submit(_answer, self._start, method, inputs[at]) for at in later}
                 there = futures.get(number)
                 if there is None or there.cancel() or isinstance(there.exception(), BrokenProcessPool):
@@ -103,7 +103,7 @@ def _search(start: str) -> Search:
     from moetune.config.schema import RunConfig
     from moetune.planning.search import Search
 
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported objects are never freed: the collector need not search them
     return Search.of(RunConfig.model_validate_json(start))
 
 
@@ -120,5 +120,5 @@ def _answer(
     """
     try:
         return getattr(search or _search(start), method)(one)
-    except UserError as error:  # not every model has every strategy
+    except UserError as error:  # some strategies are impossible for some models
         return error

@@ -102,7 +102,7 @@ def drift(
     finished = open_run(path)
     for note in finished.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
-    # of the other ranks nothing is left but what they trained
+    # one process routes the data, on however many ranks the run was trained
     alone = HardwareConfig(gpu=finished.config.hardware.gpu)
     config = to_score(finished.config).but(parallel=ParallelConfig(), hardware=alone)
     if data is None and (config.data is None or not config.data.evaluates):

@@ -110,7 +110,7 @@ class Recorder:
             with self._expert_hooks.using(norms=self._saw_norms):
                 yield
             added = {name: self.sums[name] + x if name in self.sums else x for name, x in self._of_batch.items()}
-            # At once, so that an interruption finds a batch in all sums or in none.
+            # One assignment, so that after an interruption a batch is in all sums or in none.
             self.sums = {**self.sums, **added, _DONE: torch.tensor(number + 1)}
         finally:
             self._batch, self._of_batch = None, {}

@@ -139,7 +139,7 @@ def score(
     try:
         record(recorder, adapted, sources, padding, console, save)
     except KeyboardInterrupt:
-        if ranks.is_single:  # others may be elsewhere; what was saved last stays
+        if ranks.is_single:  # other ranks may be at other batches; the sums saved last stay
             kept.write(recorder.sums)
         raise
     recorder.sums = recorder.total(ranks)

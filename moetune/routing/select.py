@@ -33,7 +33,7 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
         UserError: the settings do not validate.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    with suppress(KeyError, ValueError):  # there is none, or it is memory
+    with suppress(KeyError, ValueError):  # no budget, or a memory size
         given["budget"] = float(given["budget"])
     try:
         return ChoiceConfig.model_validate(given)

@@ -51,7 +51,7 @@ class MemoryRecord:
         self._as_routed: int | None = None
         self._tracker = Tracker(named_modules(loop.adapted))
         self._tracking = ExitStack()
-        self._fullest: dict[int, list[int]] = {}  # by layer, the rows of the call in which an expert received most
+        self._fullest: dict[int, list[int]] = {}  # layer -> rows of each expert in the call with the fullest expert
         self._steps, self._rows = 0, 0
         self._measured: dict[str, int | None] | None = None
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
@@ -64,7 +64,7 @@ class MemoryRecord:
         drawn = generator_states(self.device)
         try:
             return predicted(self.loop.smaller_run(), self.loop.ranks, self.card, routing)
-        except Exception as error:  # models have code of their own, which fails in its own ways
+        except Exception as error:  # a model's own code can raise anything
             self.console.print(
                 f"memory of this run cannot be predicted ({one_line(error)}); it trains without",
                 highlight=False,
@@ -101,7 +101,7 @@ class MemoryRecord:
         for tensor in tensors_of(self.loop.adapted.model):
             self._tracker.add(tensor)
         optimizer = self.loop.optimizer
-        for tensor in (*optimizer.masters(), *optimizer.states()):  # states are there if the run was resumed
+        for tensor in (*optimizer.masters(), *optimizer.states()):  # a resumed run already has optimizer states
             self._tracker.add(tensor)
         self._tracking.enter_context(self._tracker)
 

@@ -141,12 +141,12 @@ def examine(
     for group in groups:
         of_part[group.part] += group.bytes
     predicted, peak, found = None, None, list[Remedy]()
-    if run.config.parallel.ranks == 1:  # one of several cannot record a step while it runs
-        with suppress(Exception):  # without a prediction the rest is reported
+    if run.config.parallel.ranks == 1:  # a rank of several cannot trace a step while it runs
+        with suppress(Exception):  # if the prediction fails, the rest is still reported
             traced = trace(run, gpu=card)
             beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
             predicted, peak = _by_name(parts_at(traced, where, beside)), traced.parts().total + beside
-            most = max(peak, predicted["allocated"])  # loading may need more than any step
+            most = max(peak, predicted["allocated"])  # loading the weights may need more than any step
             found = remedies(run, card or find_gpu("l40s"), refused.lacking + max(0, most - refused.reached))
     others = [one for one in processes_on(device) if one.pid != os.getpid()] if device.type == "cuda" else []
     actual = _by_name(Parts(**of_part))

@@ -67,7 +67,7 @@ class Watch(Watcher):
         refused = self.memory.refused()
         if refused is None:
             return None
-        gc.collect()  # a checkpointed layer that failed keeps torch's hooks on, which a trace would run into
+        gc.collect()  # a checkpointed layer that failed keeps torch's hooks active, which would break a trace
         last = [str(checkpoint) for checkpoint in loop.folder.checkpoints()][-1:]
         return examine(
             loop.smaller_run(), refused, loop.where, self.device, loop.adapted, loop.optimizer, *last
