@@ -23,7 +23,8 @@ def apply(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Write a copy of a checkpoint with what a delta changed; another checkpoint than the delta's own is refused."""
+    """Write a copy of a checkpoint with a delta's changes applied. A checkpoint other than the delta's base is
+    refused."""
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.apply import apply_delta

@@ -20,7 +20,8 @@ def eval_(
     base: KeepQuantized = None,
     json_: Json = False,
 ) -> None:
-    """Held-out loss, perplexity and tokens of a run, an adapter, a merged checkpoint or a base: comparable numbers."""
+    """Print the held-out loss and perplexity of a run, an adapter, a merged checkpoint or a base: comparable
+    numbers."""
     refuse_missing([] if data is None else [data])
     with heavy_imports():
         from moetune.inference.evaluate import evaluate

@@ -31,7 +31,7 @@ def init(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Write a commented run file to start from: a recipe, or the best that a plan finds for a model and a card."""
+    """Write a commented run file to start from: a recipe, or the best candidate of a plan for a model and a card."""
     from moetune.config.recipes import read_recipe, recipes
 
     known = recipes()

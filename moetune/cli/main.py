@@ -68,6 +68,7 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
+    """Set the options that come before a command."""
     global _debug
     _debug = debug
 

@@ -37,7 +37,7 @@ def heavy_imports() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-    if len(sys.modules) > known:  # gc.get_freeze_count() would take time, too
+    if len(sys.modules) > known:  # gc.get_freeze_count() would iterate over all of them
         gc.freeze()
 
 

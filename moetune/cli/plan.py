@@ -53,8 +53,8 @@ def plan(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Find what fits a card: the most of each way to train a MODEL, or the largest value of a setting of a RUN.yaml.
-    Exit code 1: nothing does."""
+    """Find what fits a card: the largest run of each way to train a MODEL, or the largest value of a setting of a
+    RUN.yaml. Exit code 1: nothing fits."""
     from rich.text import Text
 
     is_file = Path(what).suffix in (".yaml", ".yml")
@@ -101,9 +101,7 @@ def plan(
 
     why: tuple[str, ...] = ()
     if data is not None:
-        if (
-            looks_like_a_file(data) or "/" not in data
-        ):  # other names are data sets of the hub, which may be out of reach here
+        if looks_like_a_file(data) or "/" not in data:  # the hub may be out of reach here
             open_sources(data)
         if tokens is None:
             tokens, why = _tokens_of(data, what, min_sequence)

@@ -53,7 +53,7 @@ def predict(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Predict the peak memory of a run, without loading a weight, and whether it fits. Exit code 1: no."""
+    """Predict the peak memory of a run without loading a weight, and whether it fits. Exit code 1: it does not fit."""
     from moetune.memory.time.measured import speed_of
     from moetune.planning.from_options import as_yaml, config_of
 

@@ -1,4 +1,4 @@
-"""The command `moetune quantize`: write a quantized copy of a checkpoint, which loads faster than quantizing anew."""
+"""The command `moetune quantize`: write a quantized copy of a checkpoint, which loads faster than the original."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def quantize(
     double_quant: Annotated[bool | None, option(None, "8-bit scales of nf4, which is the default.")] = None,
     json_: Json = False,
 ) -> None:
-    """Write the quantized base of a model once. Give the folder as model.path to train on it."""
+    """Write a quantized copy of a model once. Give its folder as model.path to train on it."""
     with heavy_imports():
         from moetune.adapt.weights.quantize import quantize as write_base
         from moetune.config.load import read_run_config

@@ -40,8 +40,8 @@ def score(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Count what each expert of a base receives from data: tokens, gate weight, REAP's score, pairs, by layer. With
-    --predict, exit code 1: it does not fit."""
+    """Count what each expert of a model receives from data, by layer: tokens, gate weight, REAP score, expert pairs.
+    Exit code 1, with --predict only: scoring does not fit."""
     from moetune.cli.ranks import on_ranks, starts_ranks
 
     if model.endswith((".yaml", ".yml")):

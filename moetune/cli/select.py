@@ -49,7 +49,7 @@ def select(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Choose experts by their scores, and say which share of the routed tokens they have, beside a random choice."""
+    """Choose experts by their scores, and print their share of the routed tokens beside that of a random choice."""
     if layers == "none":
         raise UserError("--layers none chooses no expert; give all, or numbers such as 0-5")
     if run is None:

@@ -56,7 +56,7 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
         out: an existing, empty folder.
 
     Returns:
-        The number of tensors written, their bytes, and notes for the user.
+        The number of tensors written and their bytes.
 
     Raises:
         UserError: the run has no LoRA; it trains something that PEFT cannot hold, such as whole experts; its base has

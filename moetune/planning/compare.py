@@ -21,8 +21,8 @@ class Compared:
     Attributes:
         name: the name of the run, which `compare` was given.
         report: the predicted memory.
-        left_out: bytes of the frozen weights of experts to which a token is not routed. An estimate by active
-            parameters, which counts only the experts that a token uses, leaves them out.
+        left_out: bytes of frozen weights that an estimate by active parameters leaves out, because a token is routed to
+            a few experts only: frozen weights × (1 - active / all parameters).
         remedy: changes of the run file with which the run would fit; None if it fits, or if none are known.
     """
 

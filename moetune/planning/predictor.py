@@ -1,4 +1,8 @@
-"""`Predictor`: memory predictions for many runs of one model, which share the model and recorded closed forms."""
+"""`Predictor`: memory predictions for many runs of one model, which share the model and recorded closed forms.
+
+A trace runs the training step on fake tensors and records every storage, in seconds. A closed form is a recorded step
+whose bytes are formulas of the run's sizes, evaluated in milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +56,5 @@ class Predictor:
             return predict(run, method="trace", **common)
 
     def traced(self, config: RunConfig) -> MemoryReport:
-        """Predict the memory of a run by a trace, which is slower and exact where a closed form rounds. Raises as
-        `predict`."""
+        """Predict the memory of a run by a trace. Raises as `predict`."""
         return predict(self.resolve(config), method="trace", gpu=self.gpu, routing=self.routing, advise=False)

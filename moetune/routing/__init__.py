@@ -1,2 +1,1 @@
-"""Expert routing on a data set: score experts, choose experts by their scores, compare routing before and after a
-run."""
+"""Expert routing on a data set: score experts, choose experts by score, compare routing before and after a run."""

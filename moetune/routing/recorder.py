@@ -89,7 +89,7 @@ class Recorder:
     ) -> Iterator[None]:
         """Record what the model computes on one batch inside this context.
 
-        If the body raises, nothing of the batch is recorded.
+        If the body raises, the sums stay as they were before the batch.
 
         Args:
             batch: the batch that the body runs.

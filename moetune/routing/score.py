@@ -1,9 +1,10 @@
-"""`moetune score`: one forward pass over data sets that counts, for each expert, tokens, gate weight and REAP score.
+"""`moetune score`: one forward pass over data sets that counts what each expert receives; it can be interrupted.
 
-The model computes as in training: the same precision of the base, the same rows made of documents, experts on the host
-if the run file says so. Only the decoder stack runs, because no logits are needed. A pass can be interrupted: its sums
-are saved beside the output, and the same command continues from them. With several ranks, each rank that reads data of
-its own reads every n-th batch, and the sums of all ranks are added.
+For each expert, tokens, gate weights, REAP score (mean of gate weight × norm of the expert's output, arXiv 2510.13999)
+and pairs of experts are recorded. The model computes as in training: the same precision of the base, the same rows made
+of documents, experts on the host if the run file says so. Only the decoder stack runs, because no logits are needed.
+The sums of an interrupted pass are saved beside the output, and the same command continues from them. With several
+ranks, each rank that reads data of its own reads every n-th batch, and the sums of all ranks are added.
 """
 
 from __future__ import annotations

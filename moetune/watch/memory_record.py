@@ -160,8 +160,9 @@ def predicted(
 ) -> Predicted:
     """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
 
-    The operations need a trace. In all other cases the prediction uses a closed form, or a trace if the run has none. A
-    rank of several cannot record a closed form while it runs, and reads what `record_ahead` recorded before.
+    The operations need a trace. In all other cases the prediction uses a closed form; a single rank falls back to a
+    trace if the closed form fails. A rank of several cannot record a closed form while it runs: it reads what
+    `record_ahead` recorded before, and has no prediction if that is missing.
 
     Args:
         run: the run.
