@@ -15,8 +15,7 @@ def data(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Show how a run's data are read: the first records as tokens, which tokens carry loss, lengths, steps per
-    epoch."""
+    """Show how a run's data are read: the first records as tokens, which tokens carry loss, lengths, steps an epoch."""
     config = load_run_config(run, set_ or ())
     refuse_missing_files(config, run)
     with heavy_imports():

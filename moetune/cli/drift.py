@@ -14,8 +14,7 @@ def drift(
     figure: Picture = None,
     json_: Json = False,
 ) -> None:
-    """Compare the routing of held-out data before and after a run: expert loads, changed choices, experts now
-    unused."""
+    """Compare the routing of held-out data before and after a run: loads, changed choices, experts now unused."""
     with heavy_imports():
         from moetune.report.run import drift_chart, drift_section
         from moetune.routing.drift import drift as drift_of

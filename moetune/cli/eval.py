@@ -20,8 +20,7 @@ def eval_(
     base: KeepQuantized = None,
     json_: Json = False,
 ) -> None:
-    """Print the held-out loss and perplexity of a run, an adapter, a merged checkpoint or a base: comparable
-    numbers."""
+    """Print the held-out loss and perplexity of a run, an adapter, a checkpoint or a base: comparable numbers."""
     refuse_missing([] if data is None else [data])
     with heavy_imports():
         from moetune.inference.evaluate import evaluate

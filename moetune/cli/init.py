@@ -53,8 +53,9 @@ def init(
 
 
 def _with_settings(text: str, settings: list[str]) -> str:
-    """Return the text of a run file with `--set` settings applied. Its header is kept; comments between its lines are
-    lost.
+    """Return the text of a run file with `--set` settings applied.
+
+    The comments at its head are kept; comments between its lines are lost.
 
     Raises:
         UserError: the run file does not validate with the settings.

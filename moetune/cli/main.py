@@ -133,7 +133,7 @@ def _run() -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Print the exception that ended the command, and return the exit code: 2 for bad input, 70 for an internal
+    """Print the exception that ended the command, and return its exit code: 2 for bad input, 70 for an internal
     error."""
     system = error if isinstance(error, UserError) else _of_system(error)
     trace = printable("".join(traceback.format_exception(error))) if _debug or system is None else ""
@@ -145,8 +145,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _say(text: str, message: str) -> None:
-    """Print `text` on stderr. On a rank of several, hand `message` to the launcher instead if it prints the ranks'
-    errors."""
+    """Print `text` on stderr; on a rank whose launcher prints the ranks' errors, leave `message` for the launcher."""
     with contextlib.suppress(OSError):  # if stderr cannot be written, the exit code must do
         if not _note_failure(message):
             print(text, file=sys.stderr, flush=True)

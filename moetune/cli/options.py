@@ -45,8 +45,7 @@ def heavy_imports() -> Iterator[None]:
 
 
 def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
-    """Return the value if it is None or the option's metavar, such as `a|b|c`, lists it; raise `UserError`
-    otherwise."""
+    """Return a value that the option's metavar, such as `a|b|c`, lists, or None; raise `UserError` for any other."""
     *others, last = known = str(param.metavar).split("|")
     if value is None or value in known:
         return value
@@ -55,8 +54,8 @@ def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
 
 
 def known_gpu(value: str | None) -> str | None:
-    """Return the name of a GPU in the catalog, or a memory size such as `44GiB`, unchanged; raise `UserError`
-    otherwise."""
+    """Return the name of a GPU in the catalog, a size such as `44GiB`, or None; raise `UserError` for any other
+    value."""
     from moetune.models.catalog.gpus import find_gpu
 
     if value is not None:

@@ -91,8 +91,7 @@ def select(
 
 
 def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
-    """Return the run file as YAML text, with only the keys that were set, and the chosen expert ids in place of the
-    rule."""
+    """Return the run file as YAML text: the keys that were set, with the chosen expert ids in place of the rule."""
     import yaml
 
     raw = config.model_dump(mode="json", exclude_unset=True)

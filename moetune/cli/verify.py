@@ -23,8 +23,7 @@ def verify(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Take real steps with random weights, and print predicted beside measured memory. Exit code 1: more than 5 %
-    apart."""
+    """Take real steps with random weights; print predicted beside measured memory. Exit code 1: more than 5 % apart."""
     config = read_run(run, set_)
     with heavy_imports():
         from moetune.memory.profile import profile_step

@@ -198,8 +198,7 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
 
 
 def about(run: FinishedRun) -> dict[str, Any]:
-    """Return the entries of an export's manifest that describe the run: its name, step, run file and trained
-    parameters."""
+    """Return the entries of a manifest that describe the run: name, step, run file and trained parameters."""
     selection = run.adapted.selection
     return {
         "run": None if run.path is None else run.path.resolve().name,

@@ -127,8 +127,7 @@ def keep_apart(out: Path, doing: str, *kept: Path) -> None:
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raise `UserError` if `out` holds anything, unless `overwrite` is set and `out` holds an earlier export and
-    nothing else."""
+    """Raise `UserError` unless `out` is free; with `overwrite`, it may hold an earlier export and nothing else."""
     if not is_occupied(out, overwrite):
         return
     ledger = Ledger(out)
@@ -152,8 +151,8 @@ def _clear_leftovers(out: Path) -> None:
 
 
 def _clear(ours: Path, out: Path) -> None:
-    """Remove the temporary folder `ours`, its marker last. An older export in it is moved back if `out` does not
-    exist."""
+    """Remove the temporary folder `ours`, its marker last; first move an older export in it back if `out` is
+    missing."""
     if (ours / _OLD).exists() and not out.exists():
         (ours / _OLD).rename(out)
     for name in (_NEW, _OLD):

@@ -23,8 +23,7 @@ from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, cre
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:
-    """Write the base checkpoint with all trained changes: new full-precision values, and LoRA as W + scale·B·A in
-    float32.
+    """Write the base checkpoint with the trained values in it; LoRA is added as W + scale·B·A, in float32.
 
     Args:
         run: the run to export.
@@ -88,8 +87,7 @@ def copy_checkpoint(
 
 
 def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
-    """Write quantized tensors dequantized, to files of the same names, with a new index and without
-    `quantization_config`."""
+    """Write quantized tensors dequantized, to files of the same names; write an index and a `config.json` for them."""
     written: dict[str, Stored] = {}
     for file in sorted({tensor.file.name for tensor in tensors.values()}):
         here = {name: tensor for name, tensor in tensors.items() if tensor.file.name == file}

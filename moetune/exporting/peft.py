@@ -108,8 +108,8 @@ def joined_factors(adapted: Adapted, layer: MoeLayer, projection: str, trained: 
         trained: the trained tensors, by their names in a training checkpoint.
 
     Returns:
-        lora_A [E·R, in] and lora_B [out, R·E], where R is the rank of an expert's factors. They are zero for experts
-        without factors.
+        lora_A [E·R, in] and lora_B [out, R·E], zero for experts without factors. R is the rank of LoRA; twice that for
+        `gate_up` if gate and up have an A each.
     """
     lora = lora_of(adapted, layer)
     names = (f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB")
@@ -135,8 +135,7 @@ def _refuse_changed_base(run: FinishedRun) -> None:
 
 
 def saved_modules(adapted: Adapted) -> tuple[str, ...]:
-    """Return the paths of the modules that PEFT must save whole because some of their parameters train in full
-    precision.
+    """Return the paths of the modules that PEFT must save whole: those with parameters that train in full precision.
 
     A router counts as one module, whichever of its parameters train.
 
@@ -213,8 +212,7 @@ def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """Return all tensors of the modules that PEFT saves whole: trained values, and the base's values for frozen
-    tensors."""
+    """Return all tensors of the modules that PEFT saves whole: trained values, and the base's for frozen tensors."""
     plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape

@@ -65,8 +65,7 @@ def check_push(repository: str) -> None:
 
 
 def push(run: Path, exported: Path, format: str, repository: str, *, private: bool = True) -> str:
-    """Upload an exported folder to the hub, with a model card and without its manifest, which names paths of this
-    machine.
+    """Upload an exported folder to the hub, with a model card. The manifest, which names local paths, stays here.
 
     Args:
         run: the run folder, for the model card.

@@ -44,8 +44,7 @@ class Update:
 
 
 def updates(run: FinishedRun) -> list[Update]:
-    """Return the updates of all trained parameters of a run. Tensors are read from its checkpoint when `rows` is
-    called."""
+    """Return the updates of all trained parameters of a run; tensors are read only when `Update.rows` is called."""
     adapted, trained, selection = run.adapted, run.trained, run.adapted.selection
     found: list[Update] = []
     for layer in adapted.structure.moe_layers:

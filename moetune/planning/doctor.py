@@ -107,8 +107,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
 
 
 def host_memory() -> int | None:
-    """Return the bytes of host memory that are available (`MemAvailable` of /proc/meminfo); None if the system does
-    not say."""
+    """Return the available bytes of host memory (`MemAvailable` in /proc/meminfo); None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -163,8 +162,7 @@ def _cuda() -> Iterator[Check]:
 
 
 def _kernels(device: torch.device) -> Check:
-    """Compile the experts' Triton kernels, which takes seconds the first time, and compare them with torch's
-    operations."""
+    """Compare the experts' Triton kernels with torch's operations. Compiling them takes seconds the first time."""
     name, module = "kernels of the experts", kernels.on_gpu()
     if module is None:
         remedy = "install gcc and Python's headers: without them experts run slower and may take more memory"

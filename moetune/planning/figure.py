@@ -15,8 +15,7 @@ _GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#00
 
 
 def plan_chart(plan: Plan) -> Chart:
-    """Return the chart of a plan: a numbered point for each candidate, the Pareto front, and the GPU's memory as a
-    line.
+    """Return the chart of a plan: a numbered point for each candidate, their Pareto front, and the GPU's memory.
 
     The vertical axis is the estimated speed, in tokens/s, if it is known for all candidates; else the bytes of
     trainable weights on a GPU.

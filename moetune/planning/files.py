@@ -59,8 +59,7 @@ def _slug(one: Candidate) -> str:
 
 
 def run_text(one: Candidate, file: Path) -> str:
-    """Return the text of a candidate's run file, with a header of comments: command, predicted memory, what is given
-    up.
+    """Return the text of a candidate's run file, under a header: command, predicted memory, what is given up.
 
     Args:
         one: the candidate.

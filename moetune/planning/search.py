@@ -84,8 +84,8 @@ class Candidate:
         return dict(self.report.about)["optimizer"]
 
     def to_json(self, tokens: int | None = None) -> dict[str, Any]:
-        """Return the candidate as an object of `moetune plan --json`; with `tokens`, also the hours that training
-        takes."""
+        """Return the candidate as an object of `moetune plan --json`; with `tokens`, including the hours of
+        training."""
         report, larger = self.report, self.next_larger
         time = report.time
         return {
@@ -299,8 +299,7 @@ class Search:
         return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
-        """Return the candidate with the largest micro-batch in `ROWS` that fits, and accordingly fewer micro-batches
-        in a step."""
+        """Return the candidate with the largest micro-batch in `ROWS` that fits, and fewer micro-batches in a step."""
         configs = [found.config]
         for rows in ROWS[1:]:
             accumulate = max(1, found.config.train.accumulate // rows)

@@ -47,8 +47,7 @@ class Strategy:
 
     @property
     def is_slow(self) -> bool:
-        """Whether experts or layer inputs move to host memory; such a strategy is searched only if no other one
-        fits."""
+        """Whether experts or layer inputs move to host memory; searched only if no other strategy fits."""
         return self.settings.get("model.experts_on") == "host" or self.settings["train.checkpointing"] == "offload"
 
 

@@ -70,8 +70,7 @@ def plan_view(plan: Plan) -> View:
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
-    """Return the estimated tokens/s of a candidate, and the hours for `tokens`; empty if the GPU's speed is not
-    known."""
+    """Return the estimated tokens/s of a candidate, and the hours for `tokens`; empty if the speed is not known."""
     time = one.report.time
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 

@@ -83,8 +83,7 @@ class Workers:
 
 
 def _begin() -> None:
-    """Set up a new process: it ends without a message on Ctrl-C, which reaches all processes, and when its parent
-    ends."""
+    """Set up a new process so that Ctrl-C, which reaches all processes, and its parent's end make it exit silently."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quieten()
     threading.Thread(target=_end_with_parent, daemon=True).start()

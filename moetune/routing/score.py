@@ -289,8 +289,10 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_output(out: Path, overwrite: bool) -> None:
-    """Raise `UserError` if scores cannot be written to `out`: it exists (with `overwrite`: and holds no scores, or
-    is a symbolic link), or its folder does not exist."""
+    """Raise `UserError` unless scores can be written to `out`.
+
+    The folder must exist. The file must not, unless `overwrite` is set and it holds scores and is no symbolic link.
+    """
     if os.path.lexists(out):
         if not overwrite:
             raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")

@@ -86,8 +86,7 @@ class MemoryRecord:
             self._begin()
 
     def refused(self) -> Refused | None:
-        """Stop measuring, and return the state of the device when it last refused an allocation; None if there is
-        none."""
+        """Stop measuring, and return the device's state at the last refused allocation; None if there was none."""
         self._tracking.close()
         return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
 
