@@ -1,1 +1,1 @@
-"""The commands, one file each."""
+"""The command line: one module for each command, and what the commands share."""

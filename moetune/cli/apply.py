@@ -1,4 +1,4 @@
-"""`moetune apply`: a delta and its base become a checkpoint."""
+"""The command `moetune apply`: write a checkpoint from a base and a delta."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def apply(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Write a copy of a checkpoint with what a delta changed; another checkpoint than the delta's own is refused."""
+    """Write a copy of a checkpoint with a delta's changes. Refuse a checkpoint other than the delta's base."""
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.apply import apply_delta

@@ -1,4 +1,4 @@
-"""`moetune compare`: several run files, one table."""
+"""The command `moetune compare`: print the predicted memory of several run files in one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def compare(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Predict several runs, on one card or several, in one table. Exit code 1: not all of them fit."""
+    """Predict the memory of several runs, on one card or several, in one table. Exit code 1: not all of them fit."""
     with heavy_imports():
         from moetune.planning.compare import compare as compare_runs
         from moetune.planning.tables import comparison

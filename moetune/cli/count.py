@@ -1,4 +1,4 @@
-"""`moetune count`: the parameter counter, from a configuration alone."""
+"""The command `moetune count`: print the parameter counts of a model, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def count(
 
 
 def _components(parameters: ParameterCount) -> Table:
+    """Return a table of the components of a model: parameters, share of all, and active parameters per token."""
     from moetune.report.units import percent
 
     rows = [
@@ -59,6 +60,7 @@ def _components(parameters: ParameterCount) -> Table:
 
 
 def _facts(parameters: ParameterCount) -> Iterator[str]:
+    """Yield sentences about the MoE layers: number of experts, experts per token, parameters per expert."""
     layers = len(parameters.layers)
     if parameters.num_moe_layers == 0:
         yield f"{counted(layers, 'layer')}, none with experts: every parameter is active for every token"

@@ -1,4 +1,4 @@
-"""`moetune data`: what a run's data become."""
+"""The command `moetune data`: print how a run's data are tokenized, and which tokens carry loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def data(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Show what a run's data become: the first records as tokens, which of them carry loss, lengths, steps an epoch."""
+    """Show how a run's data are read: the first records as tokens, which tokens carry loss, lengths, steps an epoch."""
     config = load_run_config(run, set_ or ())
     refuse_missing_files(config, run)
     with heavy_imports():

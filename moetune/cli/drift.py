@@ -1,4 +1,4 @@
-"""`moetune drift`: what training did to routing."""
+"""The command `moetune drift`: print how training changed the routing of held-out data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def drift(
     figure: Picture = None,
     json_: Json = False,
 ) -> None:
-    """Route held-out data before and after a run: loads, tokens whose experts changed, experts that died."""
+    """Compare the routing of held-out data before and after a run: loads, changed choices, experts now unused."""
     with heavy_imports():
         from moetune.report.run import drift_chart, drift_section
         from moetune.routing.drift import drift as drift_of

@@ -1,4 +1,4 @@
-"""`moetune eval`: held-out loss of a run, an export or a model."""
+"""The command `moetune eval`: print the held-out loss of a run, an adapter or a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def eval_(
     base: KeepQuantized = None,
     json_: Json = False,
 ) -> None:
-    """Held-out loss, perplexity and tokens of a run, an adapter, a merged checkpoint or a base: comparable numbers."""
+    """Print the held-out loss and perplexity of a run, an adapter, a checkpoint or a base: comparable numbers."""
     refuse_missing([] if data is None else [data])
     with heavy_imports():
         from moetune.inference.evaluate import evaluate

@@ -1,4 +1,4 @@
-"""`moetune export`: a run's result in a format that others read."""
+"""The command `moetune export`: write a run's trained model as a delta, an adapter or a merged checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def export(
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to the hub, private, with a model card.")] = None,
     json_: Json = False,
 ) -> None:
-    """Write what the newest checkpoint of a run holds as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""
+    """Export the newest checkpoint of a run as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""
     if check and format_ in ("delta", "vllm"):
         raise UserError(
             f"--check computes with stock transformers and PEFT, which do not read --format {format_}; check merged "

@@ -1,4 +1,4 @@
-"""`moetune init`: a starter run file."""
+"""The command `moetune init`: write a run file to start from, a recipe or the best candidate of a plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def init(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Write a commented run file to start from: a recipe, or the best that a plan finds for a model and a card."""
+    """Write a commented run file to start from: a recipe, or the best candidate of a plan for a model and a card."""
     from moetune.config.recipes import read_recipe, recipes
 
     known = recipes()
@@ -40,7 +40,7 @@ def init(
         return
     refuse_taken(out)
     if recipe in known:
-        # the command in its header is that of the repository; a user's is this file's
+        # the command in a recipe's header names the recipe's path in the repository; replace it by the new file's
         text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
     elif gpu is not None:
         text = _planned(recipe, gpu, goal, out)
@@ -53,7 +53,13 @@ def init(
 
 
 def _with_settings(text: str, settings: list[str]) -> str:
-    """Return the run file with other values, under the same header; comments between its lines are lost."""
+    """Return the text of a run file with `--set` settings applied.
+
+    The comments at its head are kept; comments between its lines are lost.
+
+    Raises:
+        UserError: the run file does not validate with the settings.
+    """
     import yaml
 
     from moetune.config.load import read_run_config
@@ -67,6 +73,11 @@ def _with_settings(text: str, settings: list[str]) -> str:
 
 
 def _planned(model: str, gpu: str, goal: Any, out: Path) -> str:
+    """Return the text of the run file of the best candidate that a plan finds for a model, a GPU and a goal.
+
+    Raises:
+        UserError: the model or the GPU is not known, or nothing fits.
+    """
     with heavy_imports():
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan

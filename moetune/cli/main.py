@@ -1,4 +1,4 @@
-"""`moetune`: one command a file. This module wires them up, and turns errors into messages and exit codes."""
+"""The command line's entry point: register the commands, and turn exceptions into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from moetune.cli.verify import verify
 from moetune.errors import DoesNotFit, UserError, one_line, printable, shown
 from moetune.report.console import quieten
 
-_debug = False  # of the last command
+_debug = False  # whether the last command had --debug
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 _OF_MEMORY: dict[type, tuple[str, ...]] = {
-    RuntimeError: ("DefaultCPUAllocator",),  # torch's
-    ImportError: ("failed to map segment",),  # a library that did not fit
+    RuntimeError: ("DefaultCPUAllocator",),  # the message of torch's CPU allocator
+    ImportError: ("failed to map segment",),  # a shared library for which no memory is left
 }
 _LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
@@ -68,6 +68,7 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
+    """Set the options that come before a command."""
     global _debug
     _debug = debug
 
@@ -99,25 +100,28 @@ for command, example in _EXAMPLES.items():
 
 
 def main() -> None:
-    """Run a command and exit. 0: done; 1: it ran and the answer is no; 2: bad input, or the system lacks what it takes;
-    70: an error of moetune itself; 130: interrupted."""
+    """Run the command in `sys.argv` and exit the process.
+
+    Exit codes: 0: done; 1: the command ran and its answer is no; 2: bad input, or the system lacks memory, disk space
+    or another resource; 70: an internal error of moetune; 130: interrupted.
+    """
     code = _run()
     try:
         sys.stdout.flush()
     except UserError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python has still to write at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that what Python flushes at exit is discarded
         code = _failed(error) if code in (0, 1) else code
     sys.exit(code)
 
 
 def _run() -> int:
-    """Run the command, print an error's message, and return the exit code."""
+    """Run the command, print the message of an exception, and return the exit code."""
     try:
         quieten()
         app()
     except SystemExit as ended:
         cause = ended.__context__ and (ended.__context__.__cause__ or ended.__context__)
-        if isinstance(cause, OSError | EOFError):  # typer ends with 1 for some of them
+        if isinstance(cause, OSError | EOFError):  # typer turns some of them into exit code 1
             return _failed(cause)
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 2
     except DoesNotFit as error:
@@ -129,7 +133,8 @@ def _run() -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Print what has ended the command, and return its exit code."""
+    """Print the exception that ended the command, and return its exit code: 2 for bad input, 70 for an internal
+    error."""
     system = error if isinstance(error, UserError) else _of_system(error)
     trace = printable("".join(traceback.format_exception(error))) if _debug or system is None else ""
     if system is None:
@@ -140,13 +145,17 @@ def _failed(error: BaseException) -> int:
 
 
 def _say(text: str, message: str) -> None:
-    with contextlib.suppress(OSError):  # where nothing can be written, the exit code is left
+    """Print `text` on stderr; on a rank whose launcher prints the ranks' errors, leave `message` for the launcher."""
+    with contextlib.suppress(OSError):  # if stderr cannot be written, the exit code must do
         if not _note_failure(message):
             print(text, file=sys.stderr, flush=True)
 
 
 def _of_system(error: BaseException) -> UserError | None:
-    """Return an error of the system, or of input that is too much for it, as bad input; None for an error of ours."""
+    """Return a `UserError` for an exception that the system or the user's input caused; None for an internal error.
+
+    Such exceptions are: no memory left, input nested too deeply, text that is not UTF-8, and errors of files and disks.
+    """
     if isinstance(error, MemoryError) or any(name in str(error) for name in _OF_MEMORY.get(type(error), ())):
         said = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
     elif isinstance(error, RecursionError):
@@ -163,7 +172,11 @@ def _of_system(error: BaseException) -> UserError | None:
 
 
 def _note_failure(message: str) -> bool:
-    """On a rank of several, leave the message for its launcher; return whether the launcher prints it."""
+    """On a rank of several, write the message where the launcher looks for it.
+
+    Returns:
+        Whether the launcher will print the message; False for a process that is the only one of its run.
+    """
     if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
     from moetune.parallel.launch import is_quiet, note_failure

@@ -1,4 +1,4 @@
-"""Shared by all commands: options and their checks, reading a run file, printing an answer."""
+"""What all commands share: options and their checks, reading a run file, opening a model, printing an answer."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import torch and its like in two thirds of the time: they bring half a million objects, all of which stay, and
-    garbage is not searched for among them, neither while they are imported nor later."""
+    """Import torch and similar packages inside this context, in two thirds of the time.
+
+    These imports create half a million objects that are never freed. The garbage collector is off during the imports,
+    and afterwards the objects are frozen (`gc.freeze`), so that it does not search them later either.
+    """
     known = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-    if len(sys.modules) > known:  # to ask how many are frozen already would count them
+    if len(sys.modules) > known:  # gc.get_freeze_count() would iterate over all of them
         gc.freeze()
 
 
@@ -42,7 +45,7 @@ def heavy_imports() -> Iterator[None]:
 
 
 def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
-    """Refuse a value that the option's metavar, `a|b|c`, does not list."""
+    """Return a value that the option's metavar, such as `a|b|c`, lists, or None; raise `UserError` for any other."""
     *others, last = known = str(param.metavar).split("|")
     if value is None or value in known:
         return value
@@ -51,7 +54,8 @@ def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
 
 
 def known_gpu(value: str | None) -> str | None:
-    """Refuse a GPU that neither the catalog has nor is a size."""
+    """Return the name of a GPU in the catalog, a size such as `44GiB`, or None; raise `UserError` for any other
+    value."""
     from moetune.models.catalog.gpus import find_gpu
 
     if value is not None:
@@ -60,14 +64,18 @@ def known_gpu(value: str | None) -> str | None:
 
 
 def existing_run(folder: Path) -> Path:
-    """Refuse a run folder that does not exist."""
+    """Return `folder` unchanged if it is an existing folder; raise `UserError` otherwise."""
     if not expanded(folder).is_dir():
         raise UserError(f"run folder {str(folder)!r} does not exist.{suggest(folder.name, names_in(folder.parent))}")
     return folder
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Refuse a file to write whose folder does not exist."""
+    """Return the path of a file to write, with `~` expanded; None for None.
+
+    Raises:
+        UserError: the folder that would hold the file does not exist.
+    """
     if file is None:
         return None
     file = expanded(file)
@@ -77,21 +85,32 @@ def in_a_folder(file: Path | None) -> Path | None:
 
 
 def output_file(file: Path | None) -> Path | None:
-    """Refuse a file to write that is not moetune's to replace, such as an input of the command."""
+    """Return the path of a file to write, with `~` expanded; None for None.
+
+    The file may exist only if it is a page or picture that moetune wrote. This protects other files, such as the inputs
+    of the command, from being overwritten.
+
+    Raises:
+        UserError: the file exists and was not written by moetune, or its folder does not exist.
+    """
     if (file := in_a_folder(file)) is not None:
         refuse_taken(file)
     return file
 
 
 def picture(file: Path | None) -> Path | None:
-    """Refuse a picture that cannot be written, or not in the format of its suffix."""
+    """Return the path of a picture to write, as `output_file` does; also require the suffix `.png` or `.svg`.
+
+    Raises:
+        UserError: another suffix; or as `output_file`.
+    """
     if file is not None and file.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"{str(file)!r}: a figure is .png or .svg, not {file.suffix or 'without suffix'!r}")
     return output_file(file)
 
 
 def utf8(text: str | None) -> str | None:
-    """Refuse bytes that are no text."""
+    """Return the text unchanged; raise `UserError` if it cannot be encoded as UTF-8."""
     try:
         (text or "").encode()
     except UnicodeEncodeError:
@@ -100,7 +119,12 @@ def utf8(text: str | None) -> str | None:
 
 
 def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
-    """Refuse `--set` where no run file is given."""
+    """Raise `UserError` if there are `--set` settings, for a command that was given no run file.
+
+    Args:
+        settings: the values of `--set`.
+        remedy: what to do instead, for the end of the message.
+    """
     if settings:
         raise UserError(f"--set changes a run file; {remedy}")
 
@@ -109,23 +133,40 @@ def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
 
 
 def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -> Any:
+    """Return a required or optional positional argument of a command.
+
+    Args:
+        metavar: the argument's name in help texts; None for the parameter's name.
+        help: the help text.
+        check: called with the parsed value; returns the value for the command, or raises `UserError`.
+    """
     return typer.Argument(metavar=metavar, help=help, show_default=False, callback=check)
 
 
 def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None) -> Any:
+    """Return an option of a command.
+
+    Args:
+        metavar: the name of the value in help texts; None for the type's name.
+        help: the help text.
+        names: the option's names, such as `--out`; by default one made from the parameter's name.
+        check: called with the parsed value; returns the value for the command, or raises `UserError`.
+    """
     return typer.Option(*names, metavar=metavar, help=help, callback=check)
 
 
 def number(help: str, least: int | None = 1, most: int = LARGEST, metavar: str | None = None) -> Any:
+    """Return an option that takes a number from `least` to `most`, both included; None for no lower limit."""
     return typer.Option(metavar=metavar, help=help, min=least, max=most)
 
 
 def choice(metavar: str, help: str, *names: str) -> Any:
-    """An option that takes one of the values in its metavar, `a|b|c`."""
+    """Return an option that takes one of the values listed in its metavar, such as `a|b|c`."""
     return typer.Option(*names, metavar=metavar, help=help, callback=one_of)
 
 
 def flag(name: str, help: str) -> Any:
+    """Return an option without a value, and without a `--no-` form."""
     return typer.Option(name, help=help)
 
 
@@ -166,12 +207,26 @@ Json = Annotated[bool, flag("--json", "Print JSON for programs.")]
 
 
 def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
-    """Read a run file, a budget of memory replaced by the number of experts that fits it. Raises `UserError`."""
+    """Read a run file, apply overrides, and replace a memory budget for experts by the number of experts that fits it.
+
+    Args:
+        path: the run file.
+        overrides: `KEY=VALUE` settings from `--set`.
+
+    Raises:
+        UserError: the run file cannot be read or does not validate, or not one expert fits the budget.
+    """
     return within_memory(load_run_config(path, overrides or ()))
 
 
 def within_memory(config: RunConfig) -> RunConfig:
-    """Replace a budget of memory by the number of experts that fits it. Raises `UserError`."""
+    """Replace a memory budget in `adapt:` by the largest number of experts of each layer that fits it.
+
+    Progress is printed on stderr. A run file without a memory budget is returned unchanged.
+
+    Raises:
+        UserError: not one expert fits the budget, or the run cannot be predicted.
+    """
     if not config.adapt.has_memory_budget:
         return config
     with heavy_imports():
@@ -184,7 +239,15 @@ def within_memory(config: RunConfig) -> RunConfig:
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Open the model of an argument, and print its notes."""
+    """Open a model for inference (`open_model`), and print its notes.
+
+    Args:
+        model: a run folder, an adapter or checkpoint folder, a catalog name or a hub id.
+        base: the precision to quantize a checkpoint to: `nf4`, `int8`, `mxfp4`, or None.
+
+    Raises:
+        UserError: as `open_model`.
+    """
     with heavy_imports():
         from moetune.inference.opened import open_model
     found = open_model(model, base=base)
@@ -194,11 +257,17 @@ def opened(model: str, base: Any) -> Opened:
 
 
 def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
-    """Print what was found, as JSON or for people, and end the command with exit code 1 if the answer is no.
+    """Print the result of a command, as JSON or for people.
 
     Args:
+        as_json: whether to print `found`; otherwise `shown` is printed.
+        found: the result as JSON.
         shown: views, sections, tables or lines of text.
-        verbose: print the details of views too.
+        verbose: also print the details of views.
+        fails: whether the answer is no.
+
+    Raises:
+        typer.Exit: with exit code 1, if `fails`.
     """
     if as_json:
         print(json.dumps(found, indent=2))

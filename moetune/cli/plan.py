@@ -1,4 +1,4 @@
-"""`moetune plan`: what fits."""
+"""The command `moetune plan`: print the largest runs that fit a GPU, or the largest value of a setting that fits."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def plan(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Find what fits a card: the most of each way to train a MODEL, or the largest value of a setting of a RUN.yaml.
-    Exit code 1: nothing does."""
+    """Find what fits a card: the largest run of each way to train a MODEL, or the largest value of a setting of a
+    RUN.yaml. Exit code 1: nothing fits."""
     from rich.text import Text
 
     is_file = Path(what).suffix in (".yaml", ".yml")
@@ -101,7 +101,7 @@ def plan(
 
     why: tuple[str, ...] = ()
     if data is not None:
-        if looks_like_a_file(data) or "/" not in data:  # a data set of the hub may be out of reach here
+        if looks_like_a_file(data) or "/" not in data:  # the hub may be out of reach here
             open_sources(data)
         if tokens is None:
             tokens, why = _tokens_of(data, what, min_sequence)
@@ -132,7 +132,11 @@ def plan(
 
 
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:
-    """Count the tokens of data as training would read them; or say why they are not known."""
+    """Count the tokens of a data set as training would read them.
+
+    Returns:
+        The number of tokens and no notes; or None and a note that says why they could not be counted.
+    """
     with heavy_imports():
         from moetune.config.load import read_run_config
         from moetune.training.data.preview import preview
@@ -145,6 +149,7 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
 
 def _solved(solved: Solved) -> View:
+    """Return a view of the largest value that fits, the memory it needs, and the next value."""
     from moetune.report.units import gib
 
     def needs(report: MemoryReport) -> str:

@@ -1,4 +1,4 @@
-"""`moetune predict`: the memory report of a run, before it runs."""
+"""The command `moetune predict`: print the memory that a run will need, without running it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def predict(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Predict the peak memory of a run, without loading a weight, and whether it fits. Exit code 1: no."""
+    """Predict the peak memory of a run without loading a weight, and whether it fits. Exit code 1: it does not fit."""
     from moetune.memory.time.measured import speed_of
     from moetune.planning.from_options import as_yaml, config_of
 

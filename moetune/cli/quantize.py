@@ -1,4 +1,4 @@
-"""`moetune quantize`: quantize a checkpoint once, to load it in a fraction of the time."""
+"""The command `moetune quantize`: write a quantized copy of a checkpoint, which loads faster than the original."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def quantize(
     double_quant: Annotated[bool | None, option(None, "8-bit scales of nf4, which is the default.")] = None,
     json_: Json = False,
 ) -> None:
-    """Write the quantized base of a model once. Give the folder as model.path to train on it."""
+    """Write a quantized copy of a model once. Give its folder as model.path to train on it."""
     with heavy_imports():
         from moetune.adapt.weights.quantize import quantize as write_base
         from moetune.config.load import read_run_config
         from moetune.report.progress import reading
         from moetune.run.resolve import resolve_model
 
-    # What is quantized is rounded to bf16 first, as in a run that computes in it; all else keeps its dtype.
+    # Weights are rounded to bf16 before they are quantized, as in a run that computes in bf16; others keep their dtype.
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}
     if double_quant is not None:
         how["double_quant"] = double_quant

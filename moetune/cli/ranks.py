@@ -1,4 +1,4 @@
-"""A command that runs on several ranks starts itself once for each."""
+"""Start a command once for each rank of a run, and join the ranks into a process group."""
 
 from __future__ import annotations
 
@@ -19,16 +19,27 @@ if TYPE_CHECKING:
 
 
 def starts_ranks(parallel: ParallelConfig) -> bool:
-    """Return whether this process starts the ranks, and is none of them."""
+    """Return whether the run has several ranks and this process is their launcher rather than one of them."""
     return parallel.ranks > 1 and not was_launched()
 
 
 @contextmanager
 def on_ranks(parallel: ParallelConfig, remedy: str) -> Iterator[Ranks]:
-    """Run the body as one of the run's ranks. The process that starts them ends as they do instead.
+    """Run the body on every rank of a run, each in a process of its own.
+
+    The launching process never runs the body: it starts this command line again once for each rank, waits for them, and
+    exits with their exit code. A run with one rank runs the body in this process.
 
     Args:
-        remedy: what to do after an interruption; printed then.
+        parallel: the `parallel:` section of the run file.
+        remedy: how to continue after an interruption; printed with the message.
+
+    Yields:
+        The ranks of the run, of which this process is one.
+
+    Raises:
+        typer.Exit: in the launching process when the ranks have ended; on an interruption, with 128 + the signal's
+            number.
     """
     try:
         if starts_ranks(parallel):

@@ -1,4 +1,4 @@
-"""`moetune report`: a run as one page."""
+"""The command `moetune report`: write a run as one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune score`: which experts a data set uses."""
+"""The command `moetune score`: count which experts a data set uses, and write the scores to a file."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def score(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Count what each expert of a base receives from data: tokens, gate weight, REAP's score, pairs, by layer. With
-    --predict, exit code 1: it does not fit."""
+    """Count what each expert of a model receives from data, by layer: tokens, gate weight, REAP score, expert pairs.
+    Exit code 1, with --predict only: scoring does not fit."""
     from moetune.cli.ranks import on_ranks, starts_ranks
 
     if model.endswith((".yaml", ".yml")):
@@ -81,6 +81,7 @@ def score(
 
 
 def _table(scores: Scores) -> Table:
+    """Return a table with a row for each MoE layer: its most used experts, balance, entropy and unused experts."""
     rows = []
     for index, layer in scores.layers.items():
         share = layer.loss.share

@@ -1,4 +1,4 @@
-"""`moetune select`: which experts recorded scores choose, as a run file."""
+"""The command `moetune select`: choose experts by their scores, and write the choice into a run file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def select(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Choose experts by their scores, and say which share of the routed tokens they have, beside a random choice."""
+    """Choose experts by their scores, and print their share of the routed tokens beside that of a random choice."""
     if layers == "none":
         raise UserError("--layers none chooses no expert; give all, or numbers such as 0-5")
     if run is None:
@@ -91,7 +91,7 @@ def select(
 
 
 def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
-    """The run file as it was written, with the choice spelled out."""
+    """Return the run file as YAML text: the keys that were set, with the chosen expert ids in place of the rule."""
     import yaml
 
     raw = config.model_dump(mode="json", exclude_unset=True)
@@ -105,6 +105,7 @@ def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
 
 
 def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, Any]:
+    """Return the object that `moetune select --json` prints."""
     return {
         "schema": 1,
         "out": None if out is None else str(out),
@@ -117,6 +118,7 @@ def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, A
 
 
 def _table(chosen: IdsByLayer, covers: Coverage) -> Table:
+    """Return a table of the chosen experts of each layer, their share of the tokens, and that of a random choice."""
     rows = [
         (str(index), ", ".join(map(str, ids)), *(f"{100 * one[index]:.1f} %" for one in (covers.layers, covers.random)))
         for index, ids in chosen.items()

@@ -1,4 +1,4 @@
-"""`moetune train`: fine-tune as a run file says."""
+"""The command `moetune train`: check the options, start the ranks, call watch/train.py, print the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune verify`: real steps on this machine, measured beside what was predicted."""
+"""The command `moetune verify`: take real steps on this machine, and print measured beside predicted memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def verify(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Take real steps with random weights and print predicted beside measured. Exit code 1: more than 5 % apart."""
+    """Take real steps with random weights; print predicted beside measured memory. Exit code 1: more than 5 % apart."""
     config = read_run(run, set_)
     with heavy_imports():
         from moetune.memory.profile import profile_step

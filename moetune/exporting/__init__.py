@@ -1,1 +1,1 @@
-"""What was trained, in the formats of other programs."""
+"""Export of a run: delta, PEFT adapter, merged checkpoint, vLLM adapter; apply a delta; upload to the hub."""

@@ -1,4 +1,7 @@
-"""`moetune.apply_delta`: a copy of a base checkpoint with a delta's tensors in their places."""
+"""`apply_delta`: write a copy of a base checkpoint in which a delta's tensors replace the base's tensors.
+
+A delta is a folder that `moetune export --format delta` wrote: the tensors that full-precision training changed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,15 @@ from moetune.models.source_quantization import read_quantized_manifest
 
 @dataclass(frozen=True)
 class Applied:
-    """What was written where; `forced` is how the base differs from the one that the delta was made for."""
+    """The result of `apply_delta`.
+
+    Attributes:
+        out: the folder that was written.
+        tensors: the number of tensors in the delta.
+        bytes: the size of these tensors in the written checkpoint, each counted whole.
+        forced: how the base differs from the base that the delta was made for; None if both are the same.
+        notes: messages for the user.
+    """
 
     out: str
     tensors: int
@@ -42,20 +53,22 @@ def apply_delta(
     overwrite: bool = False,
     on_read: Callable[[float], None] | None = None,
 ) -> Applied:
-    """Write a copy of a base checkpoint with a delta's tensors in their places, each in the base's dtype.
+    """Write a copy of a base checkpoint with a delta's tensors in place of the base's, converted to the base's dtypes.
 
     Args:
+        delta: the folder of the delta.
         to: the base: a folder, or a catalog name or hub id whose weights are on this machine.
-        out: the folder to write; it appears when it is whole.
-        force: the name of the base's folder, else its catalog name or hub id, to apply the delta although it was made
-            for another checkpoint.
+        out: the folder to write. It appears under this name only when it is complete.
+        force: apply the delta to a base other than the one it was made for. To take effect, this must be the base's
+            name: the name of its folder, or its catalog name or hub id.
         overwrite: replace an earlier export in `out`.
-        on_read: called with the share of the work that is done; the base is read twice.
+        on_read: called after each block with the fraction of the work that is done, from 0 to 1. The base is read
+            twice: to compute its fingerprint (the SHA-256 of its files), and to copy it.
 
     Raises:
-        UserError: there is no delta or no base; the delta was made for another base, or has tensors that this one has
-            not, or of another shape; `out` is occupied, or its disk too small; the base changed while it was copied.
-            Nothing is written then.
+        UserError: the delta or the base does not exist; the delta was made for another base and `force` does not name
+            this one; a tensor of the delta is missing from the base or has another shape there; `out` is occupied, or
+            its disk is too small; the base changed while it was copied. In all these cases nothing is written.
     """
     delta, out = expanded(delta), Path(out)
     if not delta.is_dir():
@@ -105,6 +118,10 @@ def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str
 
 
 def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> None:
+    """Raise `UserError` if a tensor of the delta is missing from the base, or does not have its shape there.
+
+    For a tensor with the rows of some experts only, the shape of a row must match, and each row must exist in the base.
+    """
     for key, tensor in delta.tensors.items():
         place, rows = places.get(key), delta.slices.get(key)
         if place is not None and rows is None and tensor.shape == place.shape:
@@ -116,7 +133,11 @@ def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> N
 
 
 def _find_base(to: str) -> tuple[Path, str]:
-    """Return the folder and the name of the base."""
+    """Return the folder and the name of the base that `to` names.
+
+    Raises:
+        UserError: the weights are not on this machine, or the folder holds a quantized base that moetune wrote.
+    """
     base = expanded(to)
     if not base.is_dir():
         source = find_model_source(to)

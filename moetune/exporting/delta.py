@@ -1,6 +1,6 @@
-"""The delta: what full-precision training changed, under the base checkpoint's own tensor names.
+"""`write_delta`: export only the tensors that full-precision training changed, under the base checkpoint's names.
 
-models/hub/delta_folder.py describes the folder.
+models/hub/delta_folder.py describes the files.
 """
 
 from __future__ import annotations
@@ -21,10 +21,23 @@ from moetune.models.hub.tensor_files import create_file
 
 
 def write_delta(run: FinishedRun, out: Path) -> Written:
-    """Write the delta of a run. All bytes of the base are read once, for its fingerprint.
+    """Write the full-precision changes of a run to `delta.safetensors` and `manifest.json`.
+
+    Each tensor has the name and shape that it has in the base checkpoint, and the dtype that it was trained in. Of a
+    tensor that stacks the experts of a layer, only the rows of the trained experts are written; `slices` in the
+    manifest lists them. LoRA factors are left out, with a note. The whole base is read once to compute its fingerprint,
+    the SHA-256 of its files.
+
+    Args:
+        run: the run to export.
+        out: an existing, empty folder.
+
+    Returns:
+        The number of tensors written, their bytes, and notes for the user.
 
     Raises:
-        UserError: only LoRA trained, or the base is missing or has changed.
+        UserError: the run trained nothing but LoRA; it began with random weights; the base is missing, has changed
+            since the run, or has no tensor for a trained parameter.
     """
     every = updates(run)
     full = [one for one in every if not one.is_added]
@@ -38,7 +51,7 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
     base = open_checkpoint(folder)
     targets = placed(run, full, base)
     dtypes: dict[str, torch.dtype] = {}
-    experts: defaultdict[str, list[int]] = defaultdict(list)  # of each tensor that stacks a layer's experts
+    experts: defaultdict[str, list[int]] = defaultdict(list)  # tensor that stacks a layer's experts -> trained experts
     for update, mapping in targets:
         for key in mapping.every_key():
             dtypes[key] = update.dtype

@@ -1,4 +1,4 @@
-"""`moetune.export`: what was trained, in a format that other programs read."""
+"""`moetune.export`: write a trained model to a folder as a delta, a PEFT or vLLM adapter, or a merged checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from moetune.training.data.load import chat_template
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written where; `tensors` and `bytes` of what trained."""
+    """The result of `export`.
+
+    Attributes:
+        format: `delta`, `peft`, `merged` or `vllm`.
+        out: the folder that was written.
+        step: the step of the exported checkpoint; None for a model in memory.
+        tensors: the number of tensors that hold trained values. Unchanged tensors of a merged checkpoint do not count.
+        bytes: the size of these tensors.
+        notes: messages for the user.
+    """
 
     format: str
     out: str
@@ -37,16 +46,21 @@ def export(
     *,
     overwrite: bool = False,
 ) -> ExportResult:
-    """Export what was trained to the folder `out`.
+    """Export the trained model of a run to the folder `out`.
+
+    If the run file sets `data.chat_template`, all formats but `delta` also hold it, as `chat_template.jinja`.
 
     Args:
-        trained: a run folder, whose newest checkpoint is exported; or a model in memory, however it was trained, whose
-            base is what its `model.path` holds now.
-        format: changed tensors only, a PEFT adapter, a whole checkpoint, or an adapter for vLLM.
-        overwrite: replace an earlier export.
+        trained: a run folder, of which the newest checkpoint is exported; or an adapted model in memory. The base of a
+            model in memory is the checkpoint that its `model.path` holds now.
+        format: `delta`: only the changed tensors. `peft`: a PEFT adapter. `merged`: a whole checkpoint. `vllm`: an
+            adapter for vLLM.
+        out: the folder to write; new or empty unless `overwrite` is set. It appears only when it is complete.
+        overwrite: replace an earlier export in `out`.
 
     Raises:
-        UserError: no such run, no checkpoint, nothing for this format, `out` is occupied. Nothing is written then.
+        UserError: there is no such run, or it has no checkpoint; what was trained cannot be written in this format;
+            `out` is occupied, or holds the run or its base. In all these cases nothing is written.
     """
     from moetune.exporting.peft import write_peft
     from moetune.exporting.vllm import write_vllm
@@ -55,7 +69,7 @@ def export(
     out = Path(out)
     run = in_memory(trained) if isinstance(trained, Adapted) else open_run(Path(trained))
     kept = [expanded(run.config.model.path), *(() if run.path is None else (run.path,))]
-    if run.config.model.weights == "pretrained" and format != "peft":  # an adapter may do without the base
+    if run.config.model.weights == "pretrained" and format != "peft":  # a PEFT adapter may need no base
         kept.append(base_folder(run))
     keep_apart(out, "exported", *kept)
     data = run.config.data

@@ -1,4 +1,4 @@
-"""A finished run and its base checkpoint: read from a run folder, or a model in memory."""
+"""`FinishedRun`: the trained tensors, configuration and base of a run, read from its folder or a model in memory."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from moetune.training.same_run import beside_weights
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run has trained.
+    """The result of a training run, as exports and inference read it.
 
     Attributes:
         path: the run folder; None for a model in memory.
-        step: step of the newest complete checkpoint; None for a model in memory.
-        adapted: the adapted model; that of a run folder is on the meta device.
-        trained: name in a checkpoint -> the tensor that trained.
-        base: name and fingerprint of the checkpoint that training started from; None where they were not recorded.
-        notes: for the user: damaged checkpoints that were skipped, files beside the base that have changed.
-        folder: held, so that a run that goes on does not remove the checkpoint.
+        config: the run file.
+        step: the step of the newest complete checkpoint; None for a model in memory.
+        adapted: the adapted model. For a run folder it is on the meta device, without values.
+        trained: the trained tensors, by their names in a training checkpoint.
+        base: the name and fingerprint of the checkpoint that training started from; None if they were not recorded.
+        notes: messages for the user: damaged checkpoints that were skipped, changed files beside the base's weights.
+        folder: the opened run folder. It holds a lock on the checkpoint, so that a training process that is still
+            running does not delete it. None for a model in memory.
     """
 
     path: Path | None
@@ -52,10 +54,10 @@ class FinishedRun:
 
 
 def in_memory(adapted: Adapted) -> FinishedRun:
-    """Return a model in memory, however it was trained, as a finished run.
+    """Return a `FinishedRun` for an adapted model in memory, with whatever values its trainable tensors have now.
 
     Raises:
-        UserError: the model is spread over ranks.
+        UserError: the model is sharded over several ranks.
     """
     if not adapted.ranks.is_single:
         raise UserError("a model that is spread over ranks cannot be exported from memory; export its run folder")
@@ -65,10 +67,12 @@ def in_memory(adapted: Adapted) -> FinishedRun:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Open a run folder. Weights are read when they are used.
+    """Open the newest complete checkpoint of a run folder. Its tensors stay on disk and are read when they are used.
 
     Raises:
-        UserError: no such folder, no run or no checkpoint in it, or a checkpoint that is damaged or of another run.
+        UserError: `path` is no run folder; it has no checkpoint; the record of its base is missing; the model has
+            changed; or the checkpoint is damaged, holds NaN or infinite values, or holds other tensors than the run
+            file trains.
     """
     config = config_of(path)
     folder = RunFolder(path)
@@ -83,7 +87,7 @@ def open_run(path: Path) -> FinishedRun:
             f"{config.model.path!r} is that still, moetune train {path / RUN_FILE} --resume auto notes it anew"
         )
     trained = read_header(checkpoint / TRAINED_FILE)
-    # Which ranks shared the work does not matter any more, nor what they read to divide it.
+    # The checkpoint is whole: the settings by which ranks divided the work do not matter any more.
     alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
     adapted = build(resolve(alone, "cuda"), "meta")
     notes = refuse_other_model(folder, adapted.run.model)
@@ -108,7 +112,11 @@ def open_run(path: Path) -> FinishedRun:
 
 
 def config_of(path: Path) -> RunConfig:
-    """Read the run file of a run folder; raise `UserError` if it is none."""
+    """Read the run file in the run folder `path`.
+
+    Raises:
+        UserError: `path` is no folder, has no run file, or its run file does not validate.
+    """
     path = expanded(path)
     if not path.is_dir():
         raise UserError(f"run folder {str(path)!r} does not exist")
@@ -118,10 +126,17 @@ def config_of(path: Path) -> RunConfig:
 
 
 def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
-    """Compare configuration and tokenizer with those recorded by the run; return harmless changes.
+    """Compare the model's configuration and tokenizer with those that the run recorded.
+
+    Args:
+        folder: the run folder.
+        model: the model that `model.path` of the run file leads to now.
+
+    Returns:
+        Notes about changes that do no harm; empty if there are none, or if the run recorded nothing.
 
     Raises:
-        UserError: the model has changed.
+        UserError: the configuration or the tokenizer is that of another model.
     """
     noted = folder.inputs()
     where = f"the run in {str(folder.path)!r} is of another model"
@@ -130,7 +145,7 @@ def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
 
 @torch.no_grad()
 def fill_trained(adapted: Adapted, run: FinishedRun) -> None:
-    """Copy what a run has trained into a model, in the model's own dtypes."""
+    """Copy the trained values of `run` into `adapted`, in place, converted to the dtypes of its parameters."""
     for parameter, parts in parts_of(adapted).items():
         for part in parts:
             mine = part.of(parameter)
@@ -140,10 +155,13 @@ def fill_trained(adapted: Adapted, run: FinishedRun) -> None:
 
 
 def base_folder(run: FinishedRun) -> Path:
-    """Return the folder of the base checkpoint, compared by names and shapes only (see `confirmed_base`).
+    """Return the folder of the base checkpoint that a run was trained on.
+
+    The base is compared with the recorded one by tensor names, shapes and dtypes only; `confirmed_base` compares all
+    bytes.
 
     Raises:
-        UserError: the run began with random weights, or the base is missing or has other tensors by now.
+        UserError: the run began with random weights; the base is missing; or its tensors differ from the recorded ones.
     """
     if run.config.model.weights == "random":
         raise UserError(
@@ -159,10 +177,18 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = None) -> Base:
-    """Return the base in `folder`; its fingerprint is taken from all its bytes, unless it is given.
+    """Compare every byte of the base in `folder` with the base that the run recorded, by fingerprint.
+
+    Args:
+        run: the run. If it recorded no base, any base is accepted.
+        folder: the folder of the base checkpoint.
+        found: the fingerprint of `folder`, if it is already known; by default the whole folder is read to compute it.
+
+    Returns:
+        The name and fingerprint of the base, for the manifest of an export.
 
     Raises:
-        UserError: the base is not the one that the run recorded.
+        UserError: the base differs from the recorded one.
     """
     found = found or take_fingerprint(folder)
     if run.base is None:
@@ -172,7 +198,7 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
 
 
 def about(run: FinishedRun) -> dict[str, Any]:
-    """Return the entries of a manifest that describe the run."""
+    """Return the entries of a manifest that describe the run: name, step, run file and trained parameters."""
     selection = run.adapted.selection
     return {
         "run": None if run.path is None else run.path.resolve().name,

@@ -1,4 +1,4 @@
-"""The folder that an export writes: under a temporary name first, so that one with its final name is whole."""
+"""`new_folder`: write an export under a temporary name and rename it to `out` when it is complete."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ from moetune.models.hub.delta_folder import MANIFEST
 
 _KIND = "export"
 _OURS, _MARKER, _NEW, _OLD = ".moetune-export-", ".moetune", "new", "old"
-"""The temporary folder beside `out`; in it a marker, the new folder, and the old one while it is replaced."""
+"""Names of the temporary folder beside `out` (a prefix), and in it: the marker file, the folder that is being written,
+and the older export while it is being replaced."""
 
 
 class Written(NamedTuple):
-    """How many tensors of what trained were written, their bytes, and notes for the user."""
+    """The result of writing one export format.
+
+    Attributes:
+        tensors: the number of tensors that hold trained values.
+        bytes: the size of these tensors.
+        notes: messages for the user.
+    """
 
     tensors: int
     bytes: int
@@ -34,17 +41,20 @@ class Written(NamedTuple):
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
-    """Yield an empty folder that replaces `out` at the end; if anything fails, nothing is left.
+    """Yield an empty temporary folder to write into; rename it to `out` when the body ends without an error.
 
-    Its temporary folder has a marker, which names `out` and is locked while this process lives. What a killed export
-    to `out` left is removed first; if it had moved an older export away, that is moved back.
+    If the body raises, the temporary folder is removed and `out` is as it was. The temporary folder holds a marker file
+    that names `out` and is locked while this process lives. Leftovers of killed exports to the same `out` are removed
+    first; if such an export had moved an older export aside, the older one is moved back.
 
     Args:
-        overwrite: replace `out`, if an export wrote it.
-        needed: bytes that will be written.
+        out: the folder to write.
+        overwrite: replace `out` if it holds an earlier export.
+        needed: bytes that will be written, to check the free space of the disk.
 
     Raises:
-        UserError: `out` is occupied, cannot be written, or its disk is too small; or another file cannot be read.
+        UserError: `out` is occupied or cannot be written, or its disk is too small; or a file that the body reads
+            cannot be read.
     """
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)
@@ -63,13 +73,13 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
             files = (file for file in (ours / _NEW).rglob("*") if not file.is_dir())
             Ledger(ours / _NEW).add(_KIND, *(str(file.relative_to(ours / _NEW)) for file in files))
             settle(ours / _NEW)
-            _refuse_occupied(out, overwrite)  # another export may have been faster
+            _refuse_occupied(out, overwrite)  # another export may have written `out` meanwhile
             if out.exists():
                 out.rename(ours / _OLD)
             (ours / _NEW).rename(out)
             sync(out.parent)
     except (OSError, SafetensorError) as error:
-        if (reason := refused(error)) is None:  # transformers raises OSError for more than input and output
+        if (reason := refused(error)) is None:  # transformers also raises OSError for other errors
             raise
         if isinstance(error, OSError) and not _is_about(error, out, ours):
             raise UserError(f"{str(error.filename)!r} cannot be read or written: {error.strerror}") from error
@@ -79,12 +89,22 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write `manifest.json` into an export's folder, with the schema number before the given entries."""
     text = json.dumps({"schema": 1, **manifest}, indent=2, ensure_ascii=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
-    """Raise `UserError` if `out` is occupied, or its disk too small for `needed` bytes."""
+    """Check that an export can be written to the folder `out`.
+
+    Args:
+        out: the folder to write; it need not exist.
+        overwrite: accept a folder that holds an earlier export and nothing else.
+        needed: bytes that will be written.
+
+    Raises:
+        UserError: `out` is occupied, or its disk has fewer than `needed` bytes free.
+    """
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)
     free = shutil.disk_usage(next(path for path in (out, *out.parents) if path.is_dir())).free
@@ -93,7 +113,13 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
 
 
 def keep_apart(out: Path, doing: str, *kept: Path) -> None:
-    """Refuse to overwrite the inputs of an export, whatever `--overwrite` says; `doing` names it, as in "exported"."""
+    """Raise `UserError` if the output folder is one of the input folders of an export, or contains one.
+
+    Args:
+        out: the folder to write.
+        doing: the participle for the message, such as "exported".
+        kept: the input folders, which must not be overwritten.
+    """
     target = expanded(out).resolve()
     for folder in (path.resolve() for path in kept):
         if target == folder or target in folder.parents:
@@ -101,6 +127,7 @@ def keep_apart(out: Path, doing: str, *kept: Path) -> None:
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
+    """Raise `UserError` unless `out` is free; with `overwrite`, it may hold an earlier export and nothing else."""
     if not is_occupied(out, overwrite):
         return
     ledger = Ledger(out)
@@ -114,17 +141,18 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Clear the temporary folders of killed exports to `out`."""
+    """Remove the temporary folders that killed exports to `out` left: marked for `out`, and locked by no process."""
     for ours in sorted(out.parent.glob(f"{_OURS}*")) if out.parent.is_dir() else ():
-        with suppress(OSError):  # another's folder
+        with suppress(OSError):  # a folder of another user may be unreadable
             is_marked = (ours / _MARKER).is_file() and (ours / _MARKER).read_bytes() == _mark(out)
             if is_marked and not ours.is_symlink() and (marker := lock(ours / _MARKER, "r+b")) is not None:
-                with marker:  # its writer is dead
+                with marker:  # the lock was free, so its writer has ended
                     _clear(ours, out)
 
 
 def _clear(ours: Path, out: Path) -> None:
-    """Move an older export back unless `out` exists, and remove the temporary folder, its marker last."""
+    """Remove the temporary folder `ours`, its marker last; first move an older export in it back if `out` is
+    missing."""
     if (ours / _OLD).exists() and not out.exists():
         (ours / _OLD).rename(out)
     for name in (_NEW, _OLD):
@@ -135,11 +163,15 @@ def _clear(ours: Path, out: Path) -> None:
 
 
 def _mark(out: Path) -> bytes:
+    """Return the content of the marker file of an export to `out`."""
     return json.dumps({"schema": 1, "written by": "moetune", "of": out.name}).encode()
 
 
 def _is_about(error: OSError, out: Path, ours: Path) -> bool:
-    """Whether an error is of the output. A full disk is, although `shutil` then names the file that it read."""
+    """Return whether an error concerns the output folder rather than a file that is read.
+
+    A full disk always concerns the output, although `shutil` then names the file that it was reading.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str | os.PathLike):
         return True
     file = Path(error.filename).absolute()

@@ -1,7 +1,8 @@
-"""The merged checkpoint: the base with what trained in its place, in the base's own files and names.
+"""`write_merged`: export a whole checkpoint, the base with trained values in it; `copy_checkpoint`.
 
-Each file is copied byte for byte, then the rows that trained are overwritten in place: all else stays bit-equal, and
-memory holds one expert, or one block of a tensor. A base that is published quantized is written in 16 bits.
+Each file of the base is copied byte for byte, then the trained rows are overwritten in place. All other bytes stay
+equal to the base's, and memory holds one expert, or one block of a tensor, at a time. A base that is published in a
+quantized format is written dequantized, in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, cre
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:
-    """Write base + full-precision changes + LoRA (W + scale·B·A, in float32).
+    """Write the base checkpoint with the trained values in it; LoRA is added as W + scale·B·A, in float32.
+
+    Args:
+        run: the run to export.
+        out: an existing, empty folder.
+
+    Returns:
+        The number of changed tensors, their bytes, and notes for the user.
 
     Raises:
-        UserError: the base is missing, has changed, or has no tensor for what trained.
+        UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
+            for a trained parameter.
     """
     folder = base_folder(run)
     base = open_checkpoint(folder)
@@ -46,23 +55,25 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
 
 
 def bytes_needed(run: FinishedRun) -> int:
-    """Bytes of the weights of a merged checkpoint on disk."""
+    """Return the bytes that the weights of the merged checkpoint of a run will have on disk."""
     return sum(tensor.nbytes for tensor in open_checkpoint(base_folder(run)).values())
 
 
 def copy_checkpoint(
     folder: Path, out: Path, on_read: Callable[[int], None] | None = None
 ) -> tuple[Fingerprint, dict[str, Stored]]:
-    """Copy a checkpoint into the empty folder `out`, in blocks; one that is quantized is copied dequantized.
+    """Copy a checkpoint into the empty folder `out`, block by block. A quantized checkpoint is copied dequantized.
 
     Args:
-        on_read: called with the bytes of each block of weights.
+        folder: the checkpoint to copy.
+        out: an existing, empty folder.
+        on_read: called with the number of bytes of each block of weights that was read.
 
     Returns:
-        The fingerprint of the checkpoint, and each tensor of the copy.
+        The fingerprint of `folder`, and the tensors of the copy by name, for writing in place.
 
     Raises:
-        UserError: no safetensors in the folder, a file is damaged, or a link leads out of the folder.
+        UserError: the folder has no safetensors; a file is damaged; or a symbolic link leads out of the folder.
     """
     for file in small_files(folder):
         copy_small_file(file, folder, out)
@@ -76,7 +87,7 @@ def copy_checkpoint(
 
 
 def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
-    """Write tensors in the dtype that they are read in, to files of the same names, with an index and configuration."""
+    """Write quantized tensors dequantized, to files of the same names; write an index and a `config.json` for them."""
     written: dict[str, Stored] = {}
     for file in sorted({tensor.file.name for tensor in tensors.values()}):
         here = {name: tensor for name, tensor in tensors.items() if tensor.file.name == file}

@@ -1,4 +1,4 @@
-"""LoRA as a PEFT adapter folder, which stock `PeftModel.from_pretrained` loads on the plain model."""
+"""`write_peft`: export LoRA and fully trained modules as an adapter that `PeftModel.from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -40,18 +40,27 @@ from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
 _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
-"""Names of linear layers that PEFT, on a model with experts, takes for the experts of transformers 4."""
+"""Names of linear layers that PEFT, on a model with experts, mistakes for the experts' projections of transformers 4.
+"""
 Tensors = Mapping[str, Tensor]
 
 
 def write_peft(run: FinishedRun, out: Path) -> Written:
-    """Write a run's checkpoint as a PEFT adapter.
+    """Write the trained tensors of a run as a PEFT adapter: `adapter_config.json` and `adapter_model.safetensors`.
 
-    On the model that transformers loads from the run's `model.path`, unquantized, it computes what the trained model
-    computes.
+    Loaded by PEFT onto the plain, unquantized model in the run's `model.path`, the adapter computes what the trained
+    model computes.
+
+    Args:
+        run: the run to export.
+        out: an existing, empty folder.
+
+    Returns:
+        The number of tensors written and their bytes.
 
     Raises:
-        UserError: the run has no LoRA, trains what PEFT cannot hold, or its base has changed.
+        UserError: the run has no LoRA; it trains something that PEFT cannot hold, such as whole experts; its base has
+            changed; or PEFT would not load every tensor of the adapter on this model.
     """
     if run.config.adapt.lora is None:
         raise UserError(f"{run} has no adapt.lora, so there is no adapter; use --format delta or merged")
@@ -67,7 +76,19 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
 
 
 def write_adapter(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> Written:
-    """Write the two files of an adapter; `tensors` by their names in the plain model."""
+    """Write the two files of a PEFT adapter: its weights and its configuration.
+
+    Args:
+        folder: an existing folder.
+        tensors: the adapter's tensors by name, without PEFT's prefix `base_model.model.`.
+        settings: the content of `adapter_config.json`.
+
+    Returns:
+        The number of tensors written and their bytes.
+
+    Raises:
+        UserError: the weights cannot be written.
+    """
     named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
     try:
         save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -78,7 +99,18 @@ def write_adapter(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> W
 
 
 def joined_factors(adapted: Adapted, layer: MoeLayer, projection: str, trained: Tensors) -> tuple[Tensor, Tensor]:
-    """Return lora_A [E·R, in] and lora_B [out, R·E] of a layer's experts; zeros for experts without factors."""
+    """Return the LoRA factors of all experts of a layer as PEFT stacks them.
+
+    Args:
+        adapted: the adapted model.
+        layer: the MoE layer, with E experts.
+        projection: `gate_up` or `down`.
+        trained: the trained tensors, by their names in a training checkpoint.
+
+    Returns:
+        lora_A [E·R, in] and lora_B [out, R·E], zero for experts without factors. R is the rank of LoRA; twice that for
+        `gate_up` if gate and up have an A each.
+    """
     lora = lora_of(adapted, layer)
     names = (f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB")
     A, B = (torch.stack([trained[f"{name}.{expert}"] for expert in lora.slots]) for name in names)
@@ -87,9 +119,10 @@ def joined_factors(adapted: Adapted, layer: MoeLayer, projection: str, trained: 
 
 
 def _refuse_changed_base(run: FinishedRun) -> None:
-    """Refuse a base that is not what the run was trained on, its frozen values included.
+    """Raise `UserError` if the base has changed since the run, including weights that were frozen.
 
-    A quantized base whose source is gone is compared by its manifest: factors alone need no more.
+    A quantized base whose source checkpoint is no longer on disk is compared by the fingerprint in its manifest only:
+    an adapter of LoRA factors alone can be written without the source.
     """
     if run.base is None:
         return
@@ -102,10 +135,13 @@ def _refuse_changed_base(run: FinishedRun) -> None:
 
 
 def saved_modules(adapted: Adapted) -> tuple[str, ...]:
-    """Return the paths of the modules that hold what trains in full precision; a router counts as one module.
+    """Return the paths of the modules that PEFT must save whole: those with parameters that train in full precision.
+
+    A router counts as one module, whichever of its parameters train.
 
     Raises:
-        UserError: whole experts train, or such a module has factors inside: PEFT either saves or adapts a module.
+        UserError: whole experts train; a router bias that training updates is in none of these modules; or one of these
+            modules contains LoRA factors, because PEFT either saves a module or adapts it.
     """
     if adapted.selection.experts:
         layers = ", ".join(map(str, adapted.selection.experts))
@@ -137,7 +173,7 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
 
 
 def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dict[str, Any]:
-    """Return the adapter's configuration. Every target is a full name, so that no other layer can match."""
+    """Return the adapter's configuration. Each target is a full module path, so that PEFT matches no other layer."""
     linears = adapted.selection.lora_linears
     has_experts = bool(adapted.structure.moe_layers)
     as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
@@ -154,7 +190,7 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
         lora_alpha=plain_number(lora.plain_alpha),
         rank_pattern=ranks,
         alpha_pattern={pattern: plain_number(lora.scale * rank) for pattern, rank in ranks.items()},
-        target_modules=[],  # none means the model type's default ones
+        target_modules=[],  # None would mean PEFT's defaults for the model type; the real ones are set below
         target_parameters=parameters or None,
         modules_to_save=list(saved) or None,
         ensure_weight_tying=bool(adapted.selection.full & set(adapted.structure.tied.values())),
@@ -164,6 +200,7 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
 
 
 def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
+    """Return the LoRA factors of linear layers and experts, by their names in a PEFT adapter."""
     tensors: dict[str, Tensor] = {}
     for path in adapted.selection.lora_linears:
         tensors |= {f"{path}.lora_{factor}.weight": trained[name] for factor, name in linear_factors(path).items()}
@@ -175,7 +212,7 @@ def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """Return all tensors of the saved modules: what trained, and the rest as the base has it."""
+    """Return all tensors of the modules that PEFT saves whole: trained values, and the base's for frozen tensors."""
     plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape
@@ -198,7 +235,11 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
 
 
 def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, Any]) -> None:
-    """Raise `UserError` if PEFT, which renames tensors of some models, would not load every one; it only warns."""
+    """Raise `UserError` if PEFT would not load every tensor of the adapter onto the model; PEFT itself only warns.
+
+    PEFT renames the tensors of some model types. The check loads the adapter on the meta device, onto `plain`, which it
+    changes.
+    """
     empty = {f"{PREFIX}{name}": tensor.to("meta") for name, tensor in tensors.items()}
     kind = plain.config.model_type
     try:

@@ -1,4 +1,4 @@
-"""An export on the hub, with a model card made from the run."""
+"""`push`: upload an exported folder to the Hugging Face hub, with a model card written from the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ _LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta":
 
 
 def model_card(run: Path, format: str) -> ModelCard:
-    """Return what was trained on what, how, and how well. No path of this machine."""
+    """Return a model card: the base, the trained parts, training settings and held-out losses of a run.
+
+    The card names no path of this machine: a base in a local folder appears by the folder's name.
+
+    Args:
+        run: the run folder.
+        format: the export format: `delta`, `peft`, `merged` or `vllm`.
+    """
     config, folder = load_run_config(run / RUN_FILE), RunFolder(run)
     base = config.model.path if not expanded(config.model.path).exists() else Path(config.model.path).name
     train, lora = config.train, config.adapt.lora
@@ -42,7 +49,11 @@ def model_card(run: Path, format: str) -> ModelCard:
 
 
 def check_push(repository: str) -> None:
-    """Raise `UserError` if a push would fail after a long export: an invalid name, no network, no login."""
+    """Check, before a long export, that it can be pushed to the hub repository `ORG/NAME`.
+
+    Raises:
+        UserError: the name is invalid, the hub cannot be reached, or nobody is logged in.
+    """
     try:
         validate_repo_id(repository)
         HfApi().whoami()
@@ -54,10 +65,20 @@ def check_push(repository: str) -> None:
 
 
 def push(run: Path, exported: Path, format: str, repository: str, *, private: bool = True) -> str:
-    """Upload an export without its manifest, which has paths of this machine; return the commit's address.
+    """Upload an exported folder to the hub, with a model card. The manifest, which names local paths, stays here.
+
+    Args:
+        run: the run folder, for the model card.
+        exported: the folder that `export` wrote. The model card is written into it as `README.md`.
+        format: the export format: `delta`, `peft`, `merged` or `vllm`.
+        repository: `ORG/NAME`; created if it does not exist.
+        private: whether a new repository is private.
+
+    Returns:
+        The URL of the commit.
 
     Raises:
-        UserError: no network, or no permission.
+        UserError: the hub cannot be reached, nobody is logged in, or the user may not write to the repository.
     """
     Ledger(exported).add("export", "README.md")
     model_card(run, format).save(exported / "README.md")
@@ -70,7 +91,7 @@ def push(run: Path, exported: Path, format: str, repository: str, *, private: bo
             ignore_patterns=[MANIFEST, Ledger.NAME],
             commit_message="moetune export",
         )
-    except Exception as error:  # no network, no login, no right: all end here
+    except Exception as error:  # no network, no login or no permission
         raise UserError(
             f"{str(exported)!r} was written, and could not be pushed to {repository!r}: {one_line(error)}; "
             f"hf auth login, then hf upload {repository} {exported}"

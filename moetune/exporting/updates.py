@@ -1,4 +1,4 @@
-"""The weight updates of a run, in the names and layout of the plain model, and where a checkpoint keeps them."""
+"""`Update`: the new values of each trained parameter, and the tensors of the base checkpoint where they belong."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ Trained = Stored | Held
 
 @dataclass(frozen=True)
 class Update:
-    """The new value of one parameter of the plain model, or of one expert's share of it.
+    """The new value of a parameter of the plain transformers model, or of one expert's row of a stacked parameter.
 
     Attributes:
-        expert: None for the whole parameter.
-        is_added: whether the new value is the base's plus something, as with LoRA.
-        rows: (old rows in float32 or None, first row, row after the last) -> new rows, as the plain model has them; an
-            expert's share is one row [1, ...]. The old rows may be overwritten.
+        parameter: the parameter's name in the plain model.
+        expert: the number of the expert; None if the whole parameter is updated.
+        is_added: whether the new value is computed from the base's value, as for LoRA; otherwise it replaces the base's
+            value.
+        rows: a function of (the base's rows in float32, or None if not `is_added`; the first row; the row after the
+            last) that returns the new rows in the plain model's layout. For an expert these are its one row [1, ...].
+            The function may overwrite the rows that it is given.
+        dtype: the dtype of the new rows.
     """
 
     parameter: str
@@ -40,7 +44,7 @@ class Update:
 
 
 def updates(run: FinishedRun) -> list[Update]:
-    """Return every update of a run; the tensors are read from its checkpoint when `rows` is called."""
+    """Return the updates of all trained parameters of a run; tensors are read only when `Update.rows` is called."""
     adapted, trained, selection = run.adapted, run.trained, run.adapted.selection
     found: list[Update] = []
     for layer in adapted.structure.moe_layers:
@@ -75,7 +79,7 @@ def _linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, 
 
 
 def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    return out_in(layer, stack, stored.rows()).unsqueeze(0)  # [in, out] to [out, in] is its own inverse
+    return out_in(layer, stack, stored.rows()).unsqueeze(0)  # a transposition, if any, so it is its own inverse
 
 
 def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLora) -> Iterator[Update]:
@@ -109,10 +113,18 @@ def _expert_with_lora(
 
 
 def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored]) -> list[tuple[Update, KeyMapping]]:
-    """Return each update with its key mapping in the base; a tied parameter has one for each name in the checkpoint.
+    """Pair each update with the base checkpoint's tensors that store its parameter.
+
+    Args:
+        run: the run that the updates are from.
+        chosen: the updates to pair.
+        base: the tensors of the base checkpoint by name.
+
+    Returns:
+        (update, key mapping) pairs. A tied parameter gives one pair for each of its names in the checkpoint.
 
     Raises:
-        UserError: the checkpoint has no tensors for one.
+        UserError: the checkpoint has no tensors for a parameter.
     """
     mappings, found = key_mappings(run.adapted.run.model.plain, base), []
     for one in chosen:
@@ -125,10 +137,21 @@ def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored
 
 
 def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield a checkpoint's tensor, its first new row and the new rows: an expert, or some 4 million weights, at a time.
+    """Compute the new rows of the checkpoint's tensors that an update changes.
+
+    Rows are computed one expert at a time, or in blocks of about 4 million weights; a parameter that transformers
+    converts on loading is computed whole.
+
+    Args:
+        update: the update of a parameter.
+        mapping: the checkpoint's tensors that store the parameter, as `placed` returns it.
+        base: the tensors of the base checkpoint by name.
+
+    Yields:
+        (name of the checkpoint's tensor, number of its first new row, new rows).
 
     Raises:
-        UserError: the base has another shape.
+        UserError: the base's tensors give the parameter another shape than the model has.
     """
     if mapping.conversion is None and update.expert is None:
         (key,) = mapping.every_key()
@@ -149,6 +172,6 @@ def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) ->
     new = update.rows(old, 0, shape[0])
     if update.is_added:
         del old
-        new = new.to(base[mapping.every_key()[0]].torch_dtype)  # before the conversion, which copies it
+        new = new.to(base[mapping.every_key()[0]].torch_dtype)  # cast first: the conversion copies the tensor
     for key, rows in mapping.to_checkpoint(new).items():
         yield key, first, rows

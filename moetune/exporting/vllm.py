@@ -1,15 +1,16 @@
-"""LoRA as an adapter folder for vLLM (`vllm serve BASE --enable-lora --lora-modules NAME=DIR`).
+"""`write_vllm`: export LoRA as an adapter for vLLM (`vllm serve BASE --enable-lora --lora-modules NAME=DIR`).
 
-Unlike PEFT's, its layout of experts' factors follows the base checkpoint (vllm/lora/model_manager.py):
+Unlike in a PEFT adapter, the layout of the experts' factors follows the base checkpoint (vllm/lora/model_manager.py),
+for E experts, rank r, hidden size H and intermediate size I:
 
-    experts apart     <experts>.<e>.<w1, gate_proj, …>.lora_A [r, in] and lora_B [out, r]; in a layer all projections of
-                      all experts, or none (`pack_moe`)
+    a tensor per      <experts>.<e>.<w1, gate_proj, …>.lora_A [r, in] and lora_B [out, r]; a layer has all projections
+    expert            of all experts, or none (`pack_moe`)
     experts stacked   <experts>.base_layer.lora_A [E·r, H] and lora_B [2I, r·E] of gate and up,
                       <experts>.lora_A [E·r, I] and lora_B [H, r·E] of down; the expert is the slowest index in A, the
                       fastest in B (`_stack_moe_lora_weights`)
 
-One lora_alpha / r scales everything, so all factors have one rank: lower ranks, and experts without factors, are filled
-with zeros.
+One scale, lora_alpha / r, applies to all factors, so all have the same rank: factors of a lower rank, and experts
+without factors, are padded with zeros.
 """
 
 from __future__ import annotations
@@ -34,14 +35,22 @@ from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
 Factors = tuple[Tensor, Tensor]
-"""A [r, in] and B [out, r]; of all experts of a layer A [E, r, in] and B [E, out, r]."""
+"""LoRA factors A [r, in] and B [out, r]; for all E experts of a layer A [E, r, in] and B [E, out, r]."""
 
 
 def write_vllm(run: FinishedRun, out: Path) -> Written:
-    """Write a run's factors as an adapter for vLLM.
+    """Write the LoRA factors of a run as an adapter for vLLM.
+
+    Args:
+        run: the run to export.
+        out: an existing, empty folder.
+
+    Returns:
+        The number of tensors written and their bytes.
 
     Raises:
-        UserError: the run has no LoRA or trains more than that, or the base is missing or has no names for it.
+        UserError: the run has no LoRA, or also trains parameters in full precision; the base is missing or has changed;
+            or the base checkpoint stores a parameter with LoRA in a form that vLLM has no name for.
     """
     adapted, lora = run.adapted, run.config.adapt.lora
     if lora is None:
@@ -88,6 +97,11 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
 
 
 def _mapping(mappings: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
+    """Return the checkpoint's tensors that store a parameter.
+
+    Raises:
+        UserError: there are none, or transformers converts them other than by stacking one tensor per expert.
+    """
     found = mappings.get(parameter)
     if found is None or (found.conversion is not None and not found.has_experts_apart):
         raise UserError(f"the base checkpoint has no name for {parameter} that vLLM could know; use --format merged")
@@ -95,7 +109,11 @@ def _mapping(mappings: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
 
 
 def _names(layer: MoeLayer, gate_up: KeyMapping, down: KeyMapping) -> Iterator[list[str]]:
-    """Yield the names in the checkpoint of each expert's gate, up and down; a marked tensor shows which is the gate."""
+    """Yield, for each expert, the checkpoint's names of its gate, up and down projections, in this order.
+
+    A tensor of zeros with ones in the gate's rows is converted to the checkpoint's layout: the part with ones is the
+    gate.
+    """
     marked = torch.zeros(1, *gate_up.model.get_parameter(gate_up.parameter).shape[1:])
     if layer.shape.has_gate:
         out_in(layer, "gate_up_proj", marked[0])[_gate_and_up(layer)[0]] = 1
@@ -106,7 +124,7 @@ def _names(layer: MoeLayer, gate_up: KeyMapping, down: KeyMapping) -> Iterator[l
 
 
 def _gate_and_up(layer: MoeLayer) -> tuple[slice, slice]:
-    """Return their rows in the fused projection."""
+    """Return the rows of gate and of up in the fused gate_up projection of a layer."""
     half = layer.shape.intermediate
     if layer.shape.is_concatenated:
         return slice(0, half), slice(half, None)
@@ -114,7 +132,13 @@ def _gate_and_up(layer: MoeLayer) -> tuple[slice, slice]:
 
 
 def _projections(layer: MoeLayer, fused: Factors, parts: int) -> Iterator[Factors]:
-    """Yield the factors of gate and up of one expert. An A that both share is there twice."""
+    """Yield the factors of gate and of up, from one expert's factors of the fused projection.
+
+    Args:
+        layer: the MoE layer.
+        fused: A [parts·r, in] and B [out, parts·r] of the expert.
+        parts: 2 if gate and up have an A each; 1 if they share A, which is then yielded twice.
+    """
     A, B = fused
     if not layer.shape.has_gate:
         yield A, B

@@ -1,1 +1,1 @@
-"""Models in use: opened, evaluated, compared, generating text; a run folder as a page."""
+"""Trained models in use: open, evaluate, compare with an export, generate text; a run as a page."""

@@ -1,4 +1,4 @@
-"""Comparison of an export, in stock transformers and PEFT, with the trained model."""
+"""`moetune export --check`: compare the loss of an export, loaded by stock libraries, with the trained model's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from moetune.inference.opened import Opened, open_model
 from moetune.training.data.load import load_data, pad_token_id
 from moetune.training.step.batch import Row
 
-_LENGTH = 64  # of a row of random tokens
+_LENGTH = 64  # tokens in a row of random tokens
 
 
 @dataclass(frozen=True)
 class LossCheck:
-    """The loss of the trained model and of what was exported, in nats, on the same rows."""
+    """The losses of a trained model and of its export on the same rows.
+
+    Attributes:
+        rows: the number of rows.
+        of: where the rows are from: `held-out data`, `training data` or `random tokens`.
+        tokens: the number of predicted tokens.
+        trained_loss: mean cross-entropy of the trained model, in nats.
+        exported_loss: mean cross-entropy of the export, loaded by transformers and PEFT, in nats.
+    """
 
     rows: int
     of: str
@@ -33,10 +41,20 @@ class LossCheck:
 
 
 def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
-    """Compare on the first rows of the run's held-out (else training) data, or on random tokens if those are gone.
+    """Compute the losses of a trained model and of its export on the same rows.
 
-    Both compute in float32 on the CPU, one after the other, each whole in memory. They differ by rounding to the
-    checkpoint's dtype and, where the run quantized its base, by the quantization error.
+    The rows are the first of the run's held-out data, else of its training data, or random tokens if the data cannot be
+    read any more. Both models compute in float32 on the CPU, one after the other, and each is in memory as a whole. The
+    losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base, by the quantization
+    error.
+
+    Args:
+        run: the run folder.
+        exported: the folder of a merged checkpoint or a PEFT adapter.
+        rows: the largest number of rows.
+
+    Raises:
+        UserError: the run or the export cannot be opened.
     """
     trained = open_model(str(run), device="cpu", dtype="fp32")
     found, of, pad = _rows(trained, rows)
@@ -47,7 +65,7 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
 
 
 def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
-    """Return rows, where they are from, and the token that pads them."""
+    """Return rows, where they are from, and the token id that pads them."""
     config = trained.config
     assert config is not None
     if config.data is not None:
@@ -58,7 +76,7 @@ def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
             data = config.data.but(packing=False, chat_template=None)
             return [*islice(load_data(data, trained.tokenizer, config.train).train, count)], "training data", pad
         except (UserError, OSError, ValueError):
-            pass  # data that are gone by now are no reason to fail
+            pass  # the data cannot be read any more: use random tokens
     draw = torch.Generator().manual_seed(config.train.seed)
     vocabulary = trained.model.config.get_text_config().vocab_size
     ids = [torch.randint(vocabulary, (_LENGTH,), generator=draw).numpy() for _ in range(count)]

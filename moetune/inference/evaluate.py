@@ -1,4 +1,4 @@
-"""Held-out loss of anything that can be opened, over the same sequences whatever it is."""
+"""`moetune eval`: mean held-out loss and perplexity of a run, an adapter or a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss
 
 _ROWS = 4
-_MOST_LOSS = 700.0  # nats: beyond, a perplexity is no number
+_MOST_LOSS = 700.0  # nats; exp of a larger loss overflows a float
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss over every predicted token, in nats, and the number of these tokens.
+    """The loss of a model on a data set.
 
     Attributes:
-        step: of the checkpoint, of a run.
-        held_out: whether the run kept these data apart; False if it trained on them, None where neither is known.
+        model: the model's name as given.
+        kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
+        data: the name of the data set.
+        records: the number of sequences, one for each record.
+        tokens: the number of predicted tokens.
+        loss: mean cross-entropy over the predicted tokens, in nats.
+        step: the step of the checkpoint, for a run; else None.
+        held_out: True if the run held the data out, False if it trained on them, None if neither is known.
     """
 
     model: str
@@ -45,6 +51,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """exp(loss)."""
         return math.exp(self.loss)
 
     def to_json(self) -> dict[str, Any]:
@@ -54,15 +61,18 @@ class Evaluation:
 def evaluate(
     opened: Opened | Path | str, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> Evaluation:
-    """Evaluate on a data set, each record in a sequence of its own.
+    """Compute the mean loss of a model on a data set, with each record in a sequence of its own.
 
     Args:
-        data: as `data.train` in a run file; by default what the run held out.
-        sequence_length: tokens; by default the run's, else a run file's default.
-        format: by default the run's, else `auto`.
+        opened: an opened model; or what `open_model` opens.
+        data: a file or name as under `data.train`; by default the run's held-out data.
+        sequence_length: the largest number of tokens of a record; by default the run's `train.sequence_length`, or the
+            default of run files.
+        format: the value of `data.format`; by default the run's, or `auto`.
 
     Raises:
-        UserError: there are no data, or they cannot be used.
+        UserError: the model cannot be opened; there are no data, or they cannot be read; or the loss is not finite, or
+            too large for a perplexity.
     """
     opened = opened if isinstance(opened, Opened) else open_model(str(opened))
     rows, name = rows_of(opened, data, sequence_length, format)
@@ -75,6 +85,7 @@ def evaluate(
 
 
 def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
+    """Return False if the run trained on `data`, True if it held them out, None if neither is known."""
     if data is None:
         return True
     given = None if config is None else config.data
@@ -91,14 +102,25 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
 def rows_of(
     opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """Return the rows to evaluate on, one record each, and their name; refuse tokens that the model does not have."""
+    """Return the rows to evaluate a model on, one for each record, and the name of the data set.
+
+    Args:
+        opened: the model.
+        data: a file or name as under `data.train`; by default the run's held-out data.
+        sequence_length: the largest number of tokens of a record; None for the run's, or the default of run files.
+        format: the value of `data.format`; None for the run's, or `auto`.
+
+    Raises:
+        UserError: there are no held-out data, the data cannot be read, or they have tokens that the model does not
+            have.
+    """
     config = opened.config
     train = TrainConfig() if config is None else config.train
     if sequence_length is not None:
         train = train.but(sequence_length=sequence_length)
     given = None if config is None else config.data
     settings = DataConfig(train="none") if given is None else given
-    settings = settings.but(packing=False, chat_template=None)  # the tokenizer has it
+    settings = settings.but(packing=False, chat_template=None)  # the opened tokenizer already has the template
     if format is not None:
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
@@ -114,7 +136,7 @@ def rows_of(
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, rows: Iterable[Row], pad_token_id: int) -> tuple[float, int]:
-    """Return the mean cross-entropy over every predicted token, in nats, and the number of these tokens."""
+    """Return the mean cross-entropy over all predicted tokens of the rows, in nats, and the number of these tokens."""
     total, tokens, left = 0.0, 0, iter(rows)
     while some := [*islice(left, _ROWS)]:
         batch = collate(some, pad_token_id)

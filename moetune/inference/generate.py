@@ -1,4 +1,4 @@
-"""Text from anything that can be opened, by transformers' own generation."""
+"""`moetune generate` and `moetune chat`: generate text with any opened model, by transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moetune.inference.opened import Opened, open_model
 from moetune.training.data.load import pad_token_id
 
 Message = dict[str, str]
+"""A chat message: `role` and `content`."""
 
 
 def generate(
@@ -26,17 +27,20 @@ def generate(
     seed: int = 0,
     stream: bool = False,
 ) -> str:
-    """Generate text after a prompt, special tokens left out.
+    """Generate text that continues a prompt, and return it without the prompt and without special tokens.
 
     Args:
-        prompt: text to go on from, or messages, which the chat template writes.
-        max_new_tokens: at most, and no more than the model has positions for.
-        temperature: 0 takes the likeliest token.
-        stream: also print it as it comes.
+        opened: an opened model; or what `open_model` opens.
+        prompt: the text to continue; or chat messages, which the tokenizer's chat template turns into text.
+        max_new_tokens: the largest number of tokens to generate; less if the model has fewer positions left.
+        temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
+        seed: the seed for sampling.
+        stream: also print the text on stdout while it is generated.
 
     Raises:
-        UserError: messages, and the tokenizer has no chat template; the prompt is empty, or longer than the model
-            reads; or the model computes no numbers.
+        UserError: messages are given and the tokenizer has no chat template; the prompt is empty, is longer than the
+            model's positions, or has tokens that the model does not have; generation_config.json holds an invalid
+            value; or the model computes NaN.
     """
     opened = opened if isinstance(opened, Opened) else open_model(str(opened))
     tokenizer: Any = opened.tokenizer
@@ -91,7 +95,7 @@ def generate(
 
 
 class _Sampling(BaseModel):
-    """Those of a model's generation settings that say how a token is drawn; the others are not followed."""
+    """The settings of a model's `generation_config.json` that are used; all others are ignored."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -101,7 +105,7 @@ class _Sampling(BaseModel):
 
 
 def _sampling(opened: Opened) -> GenerationConfig:
-    """Return how tokens are drawn; refuse a value of generation_config.json that none can be drawn by."""
+    """Return the sampling settings of the model's `generation_config.json`; raise `UserError` for an invalid value."""
     try:
         found = _Sampling.model_validate(opened.model.generation_config)
     except ValidationError as error:

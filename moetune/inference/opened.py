@@ -1,8 +1,8 @@
-"""A run, an adapter or a checkpoint, opened by its name as a model that computes.
+"""`open_model`: load a run folder, a PEFT adapter or a checkpoint for inference.
 
-a run folder        the adapted model on its quantized base, with the values of the newest checkpoint
-a PEFT adapter      stock PEFT on the plain base that it names
-a checkpoint        stock transformers; or quantized, if a precision for the base is given, or as it is published
+a run folder      the adapted model on its quantized base, with the trained values of the newest checkpoint
+a PEFT adapter    the plain base that the adapter names, with the adapter, loaded by stock PEFT
+a checkpoint      the model unquantized; or quantized, if a precision is given or the checkpoint is published so
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from moetune.training.run_folder import RUN_FILE
 
 @dataclass(frozen=True)
 class Opened:
-    """A model ready to compute, and not to train.
+    """A model that is loaded for inference, in eval mode.
 
     Attributes:
-        kind: what it was opened as.
-        folder: where its tokenizer is.
-        config: the run file of a run.
-        step: of the checkpoint that a run was opened at.
-        notes: what a user should know.
+        name: the name or path that was opened.
+        kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
+        model: the model.
+        folder: the folder of its tokenizer.
+        config: the run file, for a run; else None.
+        step: the step of the checkpoint, for a run; else None.
+        notes: messages for the user.
     """
 
     name: str
@@ -57,7 +59,8 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with the chat template that a run was given. Raises `UserError` if there is none."""
+        """The tokenizer, with the run file's chat template if it sets one; raises `UserError` if there is no
+        tokenizer."""
         tokenizer, data = tokenizer_of(self.name, self.folder), None if self.config is None else self.config.data
         if data is not None and data.chat_template is not None:
             tokenizer.chat_template = chat_template(data.chat_template)
@@ -72,16 +75,20 @@ def open_model(
     dtype: str | None = None,
     stock: bool = False,
 ) -> Opened:
-    """Open a run folder, a folder with a PEFT adapter, or a model.
+    """Load a run, an adapter or a checkpoint for inference.
 
     Args:
-        base: keep a model quantized like this; a run is as it was trained, and a checkpoint that is published in MXFP4
-            or NF4 stays so.
-        dtype: of compute; by default a run's own, else bfloat16 on a GPU and float32 on a CPU.
-        stock: let transformers alone read a checkpoint.
+        what: a run folder, the folder of a PEFT adapter or of a checkpoint, a catalog name or a hub id.
+        base: the precision to quantize a checkpoint to; None to leave it as it is. Checkpoints that are published in
+            MXFP4 or NF4 stay quantized.
+        device: `cuda` or `cpu`; by default the GPU, or the CPU if there is none.
+        dtype: the dtype of computation, such as `bf16`; by default a run's own, else bfloat16 on a GPU and float32 on a
+            CPU.
+        stock: load a checkpoint by transformers alone, without moetune's modules.
 
     Raises:
-        UserError: it is none of these, its weights cannot be read, or a run's base has changed.
+        UserError: `what` is none of these, or is a delta; its weights cannot be read; `base` is given for a run or an
+            adapter; or the base of a run has changed.
     """
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
@@ -107,6 +114,7 @@ def open_model(
 
 
 def _source(what: str) -> ModelSource:
+    """Return the source of a model; raise `UserError` if its weights are not available."""
     source = find_model_source(what)
     if source.folder is None:
         raise UserError(f"model {what!r} has no weights that could be loaded")
@@ -114,11 +122,12 @@ def _source(what: str) -> ModelSource:
 
 
 def _attention(source: ModelSource) -> dict[str, str]:
-    """Settings for a model that has no attention but its own code's."""
+    """Return `attention: eager` for a model whose own code has no other attention; else no settings."""
     return {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
 
 
 def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:
+    """Build the model of a run and fill in its trained values; raise `UserError` if the base has changed."""
     adapted, base = _built(run.config, device, dtype, notes=run.base is not None)
     if run.base is not None and base is not None:
         refuse_changed_base(run.base, base.fingerprint, f"the run in {what!r}", run.config.model.path)
@@ -129,7 +138,17 @@ def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None
 def _built(
     config: RunConfig, device: DeviceType, dtype: str | None, *, notes: bool = False
 ) -> tuple[Adapted, Base | None]:
-    """Build the adapted model of a run file for one process that computes; and note its base if asked."""
+    """Build the adapted model of a run file on one device, for inference.
+
+    Args:
+        config: the run file.
+        device: `cuda` or `cpu`.
+        dtype: the dtype of computation; None for that of the run file.
+        notes: whether to compute the fingerprint of the base while it is read.
+
+    Returns:
+        The model in eval mode; and the name and fingerprint of its base, None unless `notes`.
+    """
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
         settings["attention"] = "sdpa"
@@ -147,7 +166,12 @@ def _built(
 
 
 def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Opened:
-    """Put an adapter on the base that it names, with stock PEFT; refuse a tensor without a place or a place without."""
+    """Load an adapter onto the base that it names, with stock PEFT.
+
+    Raises:
+        UserError: the adapter names no base; the base cannot be loaded; or the tensors of the adapter are not exactly
+            those that PEFT expects.
+    """
     settings, tensors = read_adapter(path)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -162,7 +186,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
             f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
         ) from error
     with reading(f"the adapter in {what!r}"), time_limit(f"the patterns in {CONFIG_FILE}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT still asks transformers by an old name
+        warnings.simplefilter("ignore")  # PEFT calls transformers by a deprecated name
         adapted = PeftModel.from_pretrained(plain, str(path))
         places = get_peft_model_state_dict(adapted)
     refuse_misfit(
@@ -175,7 +199,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
 
 
 def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
-    """Load a checkpoint as transformers alone reads it, checked as one that is trained."""
+    """Load a checkpoint by transformers alone, after the same checks as for training."""
     settings = {"path": what, "dtype": dtype} | _attention(_source(what))
     model = resolve_model(ModelConfig.model_validate(settings), device)
     return load_stock(model, device).eval()

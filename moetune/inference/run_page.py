@@ -1,4 +1,4 @@
-"""A run folder as a page: curves, memory, expert load, what trained, the run file."""
+"""`moetune report`: the content of a run's HTML page: curves, memory, expert load, what trained, the run file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Metrics = Sequence[Mapping[str, Any]]
 
 
 def run_of(path: Path) -> ResolvedRun:
-    """Resolve the run of a run folder for this machine.
+    """Resolve the run file of a run folder for this machine, and print notes about changed model files.
 
     Raises:
-        UserError: it is no run folder, or its model is gone.
+        UserError: `path` is no run folder, or its model is missing or has changed.
     """
     run = resolve(config_of(path), this_device())
     for text in refuse_other_model(RunFolder(path), run.model):
@@ -41,7 +41,15 @@ def run_of(path: Path) -> ResolvedRun:
 
 
 def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
-    """Describe what a run folder holds now."""
+    """Return the content of a run's page, from what the run folder holds now: a view, and charts.
+
+    Args:
+        path: the run folder.
+        run: its resolved run.
+
+    Raises:
+        UserError: `memory.json` or `drift.json` is damaged.
+    """
     metrics = RunFolder(path).metrics()
     memory: Any = None
     if (path / MEMORY_FILE).is_file():
@@ -60,6 +68,12 @@ def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
 
 
 def _words(metrics: Metrics, steps: int) -> Iterator[str]:
+    """Yield the headline and the summary lines: steps, losses, speed, skipped steps.
+
+    Args:
+        metrics: the lines of `metrics.jsonl`.
+        steps: the number of steps of the whole run.
+    """
     evaluations = [line for line in metrics if "eval_loss" in line]
     losses = [line["loss"] for line in metrics if line.get("loss") is not None]
     done = f"{max((line['step'] for line in metrics), default=0):,} of {counted(steps, 'step')}"
@@ -77,6 +91,7 @@ def _words(metrics: Metrics, steps: int) -> Iterator[str]:
 
 
 def _sections(path: Path, run: ResolvedRun, memory: Any) -> Iterator[Section]:
+    """Yield the sections of the page: memory, trained parameters, package versions, run file."""
     if memory is None:
         yield Section("memory", "Nothing has been measured yet.")
     else:
@@ -90,6 +105,7 @@ def _sections(path: Path, run: ResolvedRun, memory: Any) -> Iterator[Section]:
 
 
 def _draw_curves(figure: Figure, metrics: Metrics) -> None:
+    """Draw loss, learning rate, tokens/s and gradient norm over the steps."""
     trained = [line for line in metrics if "lr" in line]
     keys = ("loss", "loss"), ("lr", "learning rate"), ("tokens_per_second", "tokens/s"), ("grad_norm", "gradient norm")
     for axes, (key, title) in zip(figure.subplots(2, 2).flatten(), keys, strict=True):
@@ -105,6 +121,8 @@ def _draw_curves(figure: Figure, metrics: Metrics) -> None:
 
 
 def _line(axes: Axes, lines: Metrics, key: str, label: str, colour: str) -> None:
+    """Draw one metric over the steps, leaving out lines that lack it; with markers if there are fewer than 30
+    points."""
     points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     marker = "." if len(points) < 30 else None
     axes.plot([x for x, _ in points], [y for _, y in points], color=colour, label=label, marker=marker)

@@ -1,1 +1,1 @@
-"""Searches for run files that fit: the largest value of a setting, changes that save memory, a whole plan."""
+"""Built on predictions: plans for a GPU, the largest value of a setting, remedies, comparisons, machine checks."""

@@ -1,4 +1,4 @@
-"""Several runs on several cards, one row each."""
+"""`moetune compare`: the predicted memory of several runs on several GPUs, a row for each run on each GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from moetune.planning.predictor import Predictor
 
 @dataclass(frozen=True)
 class Compared:
-    """One run on one card.
+    """The prediction of one run on one GPU.
 
     Attributes:
-        name: the run file's.
-        left_out: bytes of frozen experts that a token is not sent to, which an estimate by active parameters omits.
-        remedy: what would make it fit; None if it fits, or nothing is known.
+        name: the name of the run, which `compare` was given.
+        report: the predicted memory.
+        left_out: bytes of frozen weights that an estimate by active parameters leaves out, because a token is routed to
+            a few experts only: frozen weights × (1 - active / all parameters).
+        remedy: changes of the run file with which the run would fit; None if it fits, or if none are known.
     """
 
     name: str
@@ -43,14 +45,18 @@ class Compared:
 
 
 def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: str = "formula") -> list[Compared]:
-    """Predict each run on each card.
+    """Predict the memory of each run on each GPU.
 
     Args:
-        runs: names and run files.
-        gpus: names or sizes; none for `hardware.gpu` of each run.
+        runs: (name, run file) pairs.
+        gpus: names such as `l40s`, or memory sizes such as `44GiB`; if empty, each run's own `hardware.gpu`.
+        method: `formula` for closed forms, `trace` for traces.
+
+    Returns:
+        The rows, all runs on the first GPU first.
 
     Raises:
-        UserError: as `predict`; no card is named.
+        UserError: a run has no GPU to be compared on; or as `predict`.
     """
     rows = []
     for gpu in gpus or (None,):

@@ -1,4 +1,4 @@
-"""Checks of this machine, and of a run on it: what training needs, what was found, and the remedy."""
+"""`moetune doctor`: checks of this machine (packages, CUDA, GPUs, host memory) and of a run file on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ Outcome = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Check:
-    """One check. A run would fail at a problem; a note may be worth knowing."""
+    """The result of one check.
+
+    Attributes:
+        name: what was checked, such as `Python` or a package.
+        outcome: `ok`; `problem` if a run would fail; `note` if a run would work, but the finding is worth knowing.
+        found: what was found, such as a version or free memory.
+        remedy: what the user can do; empty if the outcome is `ok`.
+    """
 
     name: str
     outcome: Outcome
@@ -43,11 +50,12 @@ class Check:
 
 
 def _check(is_right: bool, name: str, found: str, remedy: str, otherwise: Outcome = "problem") -> Check:
+    """Return a check with the outcome `ok` if `is_right`, else with the outcome `otherwise` and the remedy."""
     return Check(name, "ok", found) if is_right else Check(name, otherwise, found, remedy)
 
 
 def examine_machine() -> Iterator[Check]:
-    """Check what every run on this machine needs."""
+    """Yield the checks of what every run on this machine needs: packages, CUDA, GPUs, kernels, memory and disk."""
     yield Check("Python", "ok", sys.version.split()[0])
     yield from _packages()
     from bitsandbytes.cextension import lib
@@ -69,7 +77,10 @@ def examine_machine() -> Iterator[Check]:
 
 
 def examine_run(config: RunConfig) -> Iterator[Check]:
-    """Check what one run needs of this machine."""
+    """Yield the checks of whether a run fits this machine: run file, number of GPUs, GPU memory and host memory.
+
+    A run file with an error yields one check with the outcome `problem`; no exception is raised.
+    """
     device = this_device()
     try:
         run = resolve(config, device)
@@ -87,7 +98,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
     host = report.fullest.host_bytes + (needs if device == "cpu" else 0)
     room = host_memory()
     if device == "cuda":
-        free = torch.cuda.mem_get_info()[0]  # the context of this process is not in it
+        free = torch.cuda.mem_get_info()[0]  # free memory: this process's CUDA context is already taken
         remedy = "moetune predict says what would save most; nvidia-smi shows who else is on the card"
         yield _check(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
     if host and room is not None:
@@ -96,7 +107,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
 
 
 def host_memory() -> int | None:
-    """Bytes of host memory that a program can still have; None if the system does not say."""
+    """Return the available bytes of host memory (`MemAvailable` in /proc/meminfo); None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -106,6 +117,7 @@ def host_memory() -> int | None:
 
 
 def _packages() -> Iterator[Check]:
+    """Yield a check for each package that moetune requires: whether it is installed in a version that fits."""
     try:
         wanted = [Requirement(line) for line in metadata.requires("moetune") or ()]
     except metadata.PackageNotFoundError:
@@ -123,6 +135,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _cuda() -> Iterator[Check]:
+    """Yield checks of torch's CUDA build and, for each GPU, of its capability, free memory and kernels; and of NCCL."""
     if torch.version.cuda is None:
         yield Check("CUDA", "note", "torch is a CPU build: runs train on the CPU", "pip install torch, of a CUDA build")
         return
@@ -149,7 +162,7 @@ def _cuda() -> Iterator[Check]:
 
 
 def _kernels(device: torch.device) -> Check:
-    """Compile the experts' kernels, which takes seconds the first time, and compare them with torch's operations."""
+    """Compare the experts' Triton kernels with torch's operations. Compiling them takes seconds the first time."""
     name, module = "kernels of the experts", kernels.on_gpu()
     if module is None:
         remedy = "install gcc and Python's headers: without them experts run slower and may take more memory"

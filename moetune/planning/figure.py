@@ -1,4 +1,4 @@
-"""A plan as a chart: memory against estimated speed, or else against the weights that train."""
+"""The chart of a plan: each candidate's GPU memory against its estimated speed or its trainable weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ _GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#00
 
 
 def plan_chart(plan: Plan) -> Chart:
+    """Return the chart of a plan: a numbered point for each candidate, their Pareto front, and the GPU's memory.
+
+    The vertical axis is the estimated speed, in tokens/s, if it is known for all candidates; else the bytes of
+    trainable weights on a GPU.
+    """
     return Chart(plan.model, (8, 4.6), partial(_draw, plan))
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front in order: less of the first coordinate, more of the second."""
+    """Return the Pareto front of (x, y) points where a smaller x and a larger y are better, sorted by x."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points), key=lambda point: (point[0], -point[1])):
         if not best or point[1] > best[-1][1]:
@@ -60,7 +65,7 @@ def _draw(plan: Plan, figure: Figure) -> None:
 
 
 def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
-    """Return the slow and the fast end of the speed, or the size of what trains."""
+    """Return the slowest and fastest estimated tokens/s of a candidate; without speed, its trainable bytes, twice."""
     if has_speed and one.report.time is not None:
         return one.report.time.tokens_per_second.slow, one.report.time.tokens_per_second.fast
     size = one.report.fullest.parts.trainable_weights

@@ -1,4 +1,4 @@
-"""A plan's candidates as commented run files, which `train` takes as they are."""
+"""Write the candidates of a plan as commented run files, which `moetune train` accepts unchanged."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ _ORDER = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware"
 
 
 def write_runs(plan: Plan, folder: Path) -> list[Path]:
-    """Write a run file for each candidate, all of them or none.
+    """Write a run file for each candidate of a plan; if one cannot be written, remove those that were.
+
+    Args:
+        plan: the plan.
+        folder: the folder to write into; created if it does not exist.
+
+    Returns:
+        The files, in the order of the candidates.
 
     Raises:
-        UserError: one of that name exists, or it cannot be written.
+        UserError: a file of that name exists, or a file cannot be written.
     """
     files = [folder / f"{number}-{_slug(one)}.yaml" for number, one in enumerate(plan.candidates, 1)]
     for file in files:
@@ -46,12 +53,18 @@ def write_runs(plan: Plan, folder: Path) -> list[Path]:
 
 
 def _slug(one: Candidate) -> str:
+    """Return a file name for a candidate, without suffix: goal, optimizer and storage of the base."""
     base = one.config.model.base
     return re.sub(r"[^a-z0-9]+", "-", f"{one.goal} {one.optimizer.split(',')[0]} {base}".lower()).strip("-")
 
 
 def run_text(one: Candidate, file: Path) -> str:
-    """Return a candidate as the run file of that name."""
+    """Return the text of a candidate's run file, under a header: command, predicted memory, what is given up.
+
+    Args:
+        one: the candidate.
+        file: the path that the file will have, for the command in the header and for `output:`.
+    """
     raw = one.config.model_dump(mode="json", exclude_unset=True)
     raw.setdefault("data", {"train": "data.jsonl"})
     raw["output"] = f"runs/{file.stem}"

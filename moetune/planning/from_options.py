@@ -1,4 +1,4 @@
-"""A run file from a model and a few options, as in `predict MODEL --lora 16`."""
+"""Build a run file from a model's name and options, as in `moetune predict MODEL --lora 16`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from moetune.errors import UserError
 
 
 def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Read a run file; or make one for a model, and return its mapping too.
+    """Read a run file; or build the run file that a model and command-line options stand for.
+
+    Args:
+        run: a path to a run file (.yaml, .yml), or a model: a catalog name, a folder or a hub id.
+        overrides: `KEY=VALUE` settings from `--set`.
+        options: `router`, `experts`, `lora` and `gpu`, as on the command line; None if not given.
+
+    Returns:
+        The run file, and the mapping that it was built from; None for a run file that was read.
 
     Raises:
-        UserError: the file cannot be read or does not validate; options beside a run file, or none beside a model.
+        UserError: the file cannot be read or does not validate; `router`, `experts` or `lora` is given beside a run
+            file, or none of them is given beside a model.
     """
     trained = {name: value for name, value in options.items() if name != "gpu" and value is not None}
     if Path(run).suffix in (".yaml", ".yml") or (Path(run).is_file() and not trained):
@@ -36,7 +45,18 @@ def _raw(
     lora: int | None = None,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    """Return the run file of a model; `experts` is LAYERS:EXPERTS."""
+    """Return the mapping of a run file for a model.
+
+    Args:
+        model: a catalog name, a folder or a hub id.
+        router: layers whose routers train, such as `all` or `0-5`.
+        experts: LAYERS:EXPERTS that train, such as `0-5:0,1`.
+        lora: the rank of LoRA; its alpha is twice the rank.
+        gpu: the value of `hardware.gpu`.
+
+    Raises:
+        UserError: nothing trains, or `experts` is not of the form LAYERS:EXPERTS.
+    """
     adapt: dict[str, Any] = {} if router is None else {"router": router}
     if experts is not None:
         layers, colon, ids = experts.partition(":")
@@ -54,5 +74,5 @@ def _raw(
 
 
 def as_yaml(raw: dict[str, Any]) -> str:
-    """Return a run file as one writes it by hand: short sections on one line each."""
+    """Return the mapping of a run file as YAML, with short sections on one line each."""
     return yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)

@@ -1,4 +1,4 @@
-"""A plan: the largest run of each strategy that fits a card, best first; where nothing fits, the nearest miss."""
+"""`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from moetune.run import validation
 
 @dataclass(frozen=True)
 class Miss:
-    """The run that needs least of all, by how much it does not fit, and what would make it fit.
+    """Where nothing fits: the smallest run of the strategy that needs the least memory by an estimate.
 
     Attributes:
-        remedy: changes of the run file; None if none are known.
-        cards: the smallest with enough memory; "2 × name" if two of the given card have it.
+        config: the run file.
+        report: its predicted memory, more than the GPU has.
+        remedy: changes of the run file with which it would fit; None if none are known.
+        cards: up to two of the smallest GPUs in the catalog with enough memory; also "2 × NAME" if it fits two of the
+            given GPU.
     """
 
     config: RunConfig
@@ -36,6 +39,7 @@ class Miss:
 
     @property
     def trains(self) -> str:
+        """What trains, in words."""
         return dict(self.report.about)["trains"]
 
     def to_json(self) -> dict[str, Any]:
@@ -58,11 +62,16 @@ class Miss:
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates, best first, or the nearest miss.
+    """The result of `plan`: candidates, best first, or the nearest miss if nothing fits.
 
     Attributes:
-        notes: what was left out, and why.
-        tokens: how many each candidate trains on; None if that is not known.
+        model: the model's name as given.
+        gpu: the GPU's name or size as given.
+        usable_bytes: bytes of the GPU that a process can use.
+        candidates: the largest run of each strategy that fits, best first.
+        miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
+        notes: messages for the user: what was left out, and why.
+        tokens: the number of tokens that each candidate trains on; None if it was not given.
     """
 
     model: str
@@ -100,19 +109,25 @@ def plan(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Search the strategies for each goal.
+    """Find the largest runs of a model that fit a GPU.
+
+    For each goal, strategies (settings of storage, optimizer and checkpointing) are tried in order; see strategies.py.
+    The largest run of each is found by closed form (search.py) and confirmed by a trace.
 
     Args:
-        count: number of cards.
+        model: a catalog name, a folder or a hub id.
+        gpu: the name of a GPU, or a memory size such as `44GiB`.
+        goals: what shall train: `router`, `experts` or `lora`.
+        count: the number of GPUs that a run is divided over.
         length: tokens of a sequence.
-        host: bytes of host memory that a run may take; None for any.
-        data: data set of the run files.
-        tokens: tokens to train on, which set `train.steps`.
-        processes: number of processes that search (workers.py).
-        say: called with what is searched next.
+        host: bytes of host memory that a run may take; None for no limit.
+        data: the value of `data.train` in the run files; None to leave it out.
+        tokens: the number of tokens to train on, from which `train.steps` follows; None to leave the steps alone.
+        processes: the number of processes that search at the same time, this one included.
+        say: called with a line of text that says what is searched next.
 
     Raises:
-        UserError: no such model or card.
+        UserError: the model or the GPU is not known; or the model is dense and the goal is not `lora`.
     """
     source = find_model_source(model)
     eager = {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
@@ -157,7 +172,15 @@ def _largest(
     refused: dict[tuple[Goal, str], list[str]],
     say: Callable[[str], None],
 ) -> Iterator[Candidate]:
-    """Yield the largest run of each strategy for a goal; of the slow strategies only where no other fits."""
+    """Yield the largest run of each strategy for a goal. Slow strategies are searched only if no other strategy fits.
+
+    Args:
+        workers: searches the strategies.
+        of_goal: the strategies, best first.
+        host: bytes of host memory that a run may take; None for no limit.
+        refused: receives the strategies that were left out, by goal and reason.
+        say: called with a line of text that says what is searched next.
+    """
     has_found, search = False, workers.search
     for is_slow in (False, True):
         some = [one for one in of_goal if one.is_slow is is_slow and search.may_fit(one)]
@@ -170,16 +193,18 @@ def _largest(
                 continue
             has_found = True
             yield one
-            if search.is_largest(one):  # all other strategies give up more, for nothing
+            if search.is_largest(one):  # all later strategies give up more and cannot train more
                 return
         if has_found:
             return
 
 
 def _ranked(found: list[Candidate]) -> list[Candidate]:
-    """Order by goal, then what stays on the card first, then by what trains, then by what is given up.
+    """Sort candidates, and leave out those that a better one beats.
 
-    A candidate that trains no more than one that gives up less, and on no more rows at once, is left out.
+    The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
+    micro-batch, most first. A candidate is beaten if another one for the same goal comes from an earlier strategy and
+    trains at least as much, on at least as many rows at once.
     """
 
     def place(one: Candidate) -> tuple[int, ...]:
@@ -199,13 +224,17 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
 
 
 def _training_on(one: Candidate, tokens: int) -> Candidate:
+    """Return the candidate with as many steps as it takes to train on at least `tokens` tokens."""
     train = one.config.train
     step = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(one.config.parallel)
     return replace(one, config=changed(one.config, {"train.steps": -(-tokens // step)}))
 
 
 def _nearest(search: Search, tried: list[Strategy]) -> Miss | None:
-    """Predict the smallest run of the strategy that has the lowest bound; None if none can be predicted."""
+    """Return the smallest run of the strategy with the lowest estimate of memory (`Search.bound`).
+
+    A strategy that cannot be predicted is skipped for the next; None if none can be predicted.
+    """
     for strategy in sorted(tried, key=lambda one: (search.bound(one, 0), one.order)):
         config = search.smallest(strategy)
         try:
@@ -221,7 +250,7 @@ def _nearest(search: Search, tried: list[Strategy]) -> Miss | None:
 
 
 def _fits_two(search: Search, config: RunConfig) -> bool:
-    """Whether a run for one card fits two of them together."""
+    """Return whether a run for one GPU would fit if it were divided over two of this GPU."""
     if config.parallel.ranks > 1 or search.context >= search.usable:
         return False
     try:

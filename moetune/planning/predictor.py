@@ -1,4 +1,8 @@
-"""Predictions of several runs of one model: by closed form where there is one, by trace before one is recommended."""
+"""`Predictor`: memory predictions for many runs of one model, which share the model and recorded closed forms.
+
+A trace runs the training step on fake tensors and records every storage, in seconds. A closed form is a recorded step
+whose bytes are formulas of the run's sizes, evaluated in milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,13 @@ from moetune.run.resolve import ResolvedRun, resolve
 
 @dataclass
 class Predictor:
-    """Predicts runs of one model, which share the model and the recorded closed forms.
+    """Predicts the memory of several runs of one model, faster than separate calls of `predict`.
 
     Attributes:
-        gpu: name or size of the card, or the card; None for `hardware.gpu` of each run.
-        device_type: the device that the runs are resolved for.
+        gpu: the GPU to predict for: a name, a memory size such as `44GiB`, or a `Gpu`; None for the `hardware.gpu` of
+            each run.
+        routing: how many tokens each expert is assumed to receive.
+        device_type: the device that the runs are resolved for, `cuda` or `cpu`.
     """
 
     gpu: str | Gpu | None = None
@@ -32,11 +38,12 @@ class Predictor:
     _like: ResolvedRun | None = None
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
+        """Resolve a run, reusing what the previous run of the model already loaded. Raises `UserError` as `resolve`."""
         self._like = resolve(config, self.device_type, like=self._like)
         return self._like
 
     def of(self, config: RunConfig) -> MemoryReport:
-        """Predict by closed form, or by trace if the run has none.
+        """Predict the memory of a run by closed form; by a trace if its model or settings have no closed form.
 
         Raises:
             UserError: as `predict`.
@@ -49,4 +56,5 @@ class Predictor:
             return predict(run, method="trace", **common)
 
     def traced(self, config: RunConfig) -> MemoryReport:
+        """Predict the memory of a run by a trace. Raises as `predict`."""
         return predict(self.resolve(config), method="trace", gpu=self.gpu, routing=self.routing, advise=False)

@@ -1,4 +1,4 @@
-"""Settings with which a run that ran out of memory would have fitted: savings, and the largest value of each size."""
+"""After a run ran out of memory: `remedies` finds settings with which the run would have fitted."""
 
 from __future__ import annotations
 
@@ -21,10 +21,20 @@ KEYS = (
 
 
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
-    """Return settings with which a run needs less by `lacking` bytes: up to three savings, then the largest sizes.
+    """Return changes of the run file with which a run that ran out of memory would have fitted.
 
-    The memory that was available is taken to be the run's own prediction less `lacking`: other programs may use some of
-    the card, and a run may need more than is predicted. What a saving moves to the host must find room there.
+    The memory that was available is taken to be the run's own prediction less `lacking` bytes, because other programs
+    may use part of the GPU, and a run may need more than is predicted. A change that moves data to host memory must fit
+    there.
+
+    Args:
+        run: the run that ran out of memory.
+        card: its GPU.
+        lacking: bytes that were missing.
+
+    Returns:
+        Up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. Each remedy
+        is enough by itself.
 
     Raises:
         UserError: the run cannot be predicted.
@@ -45,6 +55,7 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
 
 
 def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
+    """Yield the largest value of each setting in `KEYS` that fits; settings that the run does not have are left out."""
     for key in KEYS:
         try:
             solved = solve(config, key, predictor)
@@ -60,9 +71,10 @@ def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
 
 
 def _same_step(config: RunConfig, most: int) -> dict[str, object]:
-    """Divide the rows of a step into the largest micro-batches of at most `most` rows.
+    """Return settings that divide a step's rows into the largest equal micro-batches of at most `most` rows.
 
-    Where gradients are freed during backward, micro-batches are not accumulated, and the step becomes smaller.
+    With `fused_backward`, which frees gradients during backward, gradients cannot be accumulated over micro-batches:
+    the step itself becomes smaller.
     """
     if any(optimizer.fused_backward for optimizer in config.optimizers.values()):
         return {"train.micro_batch": most}

@@ -1,9 +1,9 @@
-"""The largest run of one strategy that fits: first the most that trains, then the most tokens at once.
+"""`Search`: the largest run of one strategy that fits a GPU: most experts or highest rank, then most rows at once.
 
-A kind of run is recorded in seconds and evaluated in milliseconds (closed_form/), so few kinds are evaluated. One
-record serves every number of layers. At a fixed number of experts a layer, memory grows linearly with the layers; it
-begins higher the more experts a layer has, whose gradients are added up together. So the line for one number of experts
-bounds all larger numbers.
+Recording the closed form of a kind of run takes seconds, evaluating it milliseconds (memory/closed_form/), so few kinds
+are evaluated. One record covers every number of layers. With a fixed number of trained experts in each layer, memory
+grows linearly with the number of layers. This line starts higher with more experts in each layer, because the gradients
+of one layer's experts are added up together. So the line for a number of experts bounds that for every larger number.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ from moetune.training.optim.saved import saved_bytes
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
 _UNSURE = 100 << 20
-"""Bytes by which a closed form may exceed a trace: it rounds reserved memory up to a page of each pool."""
+"""Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
 
 @dataclass(frozen=True)
 class NextLarger:
-    """The next larger run, which does not fit, and its size in words."""
+    """The next larger run of a strategy, which does not fit.
+
+    Attributes:
+        what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
+        config: its run file.
+        report: its predicted memory.
+    """
 
     what: str
     config: RunConfig
@@ -48,8 +55,12 @@ class Candidate:
     """The largest run of a strategy that fits.
 
     Attributes:
-        amount: experts, or LoRA rank, that train.
-        next_larger: None if there is nothing larger to train.
+        strategy: the strategy.
+        config: the run file.
+        report: its predicted memory.
+        amount: how much trains: experts in all layers together for the goal `experts`, the rank for `lora`, 0 for
+            `router`.
+        next_larger: the next larger run, which does not fit; None if there is nothing larger.
     """
 
     strategy: Strategy
@@ -64,13 +75,17 @@ class Candidate:
 
     @property
     def trains(self) -> str:
+        """What trains, in words."""
         return dict(self.report.about)["trains"]
 
     @property
     def optimizer(self) -> str:
+        """The optimizer, in words."""
         return dict(self.report.about)["optimizer"]
 
     def to_json(self, tokens: int | None = None) -> dict[str, Any]:
+        """Return the candidate as an object of `moetune plan --json`; with `tokens`, including the hours of
+        training."""
         report, larger = self.report, self.next_larger
         time = report.time
         return {
@@ -90,13 +105,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """A search for one model on one card.
+    """A search for the largest runs of one model on one GPU.
 
     Attributes:
-        start: model, card and length of a sequence.
-        usable: bytes of the card.
-        context: bytes that any process takes of it.
-        margin: bytes to leave, by which a trace exceeded the closed form.
+        start: a run file with the model, the GPU and the length of a sequence; a strategy's settings are added to it.
+        structure: the model's layers and parameters.
+        predictor: predicts the runs.
+        usable: bytes of the GPU's memory.
+        context: bytes that any process takes of it outside torch's allocator.
+        margin: bytes that a prediction by closed form must leave free, because a trace exceeded the closed form by
+            them.
     """
 
     start: RunConfig
@@ -108,24 +126,30 @@ class Search:
 
     @classmethod
     def of(cls, start: RunConfig) -> Search:
-        """Search for the model and the card of a run file."""
+        """Return a search for the model in `model.path` and the GPU in `hardware.gpu` of a run file."""
         assert start.hardware.gpu is not None
         card = find_gpu(start.hardware.gpu)
         return cls(start, resolve_model(start.model).structure, Predictor(), card.memory.value, card.context.value)
 
     @cached_property
     def layers(self) -> list[int]:
+        """Numbers of the MoE layers."""
         return [layer.index for layer in self.structure.moe_layers]
 
     @cached_property
     def experts(self) -> int:
-        """Experts of the layer that has the fewest."""
+        """The smallest number of experts of any MoE layer; 0 for a dense model."""
         return min((layer.shape.num_experts for layer in self.structure.moe_layers), default=0)
 
     def bound(self, strategy: Strategy, experts: int) -> int:
-        """Return a lower bound of the bytes that a run needs of a card: stored weights, and what experts keep to train.
+        """Return a lower bound, in bytes, of the GPU memory that a run needs, from parameter counts alone.
 
-        Arithmetic on the number of parameters (`saved_bytes`): a strategy that exceeds the card by it is not recorded.
+        The bound adds the stored weights, the context and, for each trained expert, its gradient and what the optimizer
+        keeps (`saved_bytes`). A strategy whose bound exceeds the GPU need not be recorded.
+
+        Args:
+            strategy: the strategy.
+            experts: the number of experts that train, in all layers together.
         """
         config = self.smallest(strategy)
         bits, optimizer = _BITS[config.model.base], config.optimizer
@@ -142,13 +166,17 @@ class Search:
         return self.context + needed // config.parallel.ranks
 
     def may_fit(self, strategy: Strategy) -> bool:
-        """Whether the lower bound of a strategy's smallest run fits."""
+        """Return whether the lower bound of a strategy's smallest run fits the GPU."""
         return self.bound(strategy, 1 if strategy.goal == "experts" else 0) <= self.usable
 
     def traced(self, found: Candidate) -> Candidate | None:
-        """Trace a candidate, and the next larger run where that could fit.
+        """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
 
-        A trace may need more than the closed form, or less. The search is then repeated with that margin.
+        Where the trace and the closed form disagree on what fits, the search is repeated with the difference as margin,
+        at most three times.
+
+        Returns:
+            The largest candidate that fits by trace; None if none was found.
         """
         sure: Candidate | None = None
         now: Candidate | None = found
@@ -173,7 +201,7 @@ class Search:
         return sure
 
     def largest(self, strategy: Strategy) -> Candidate | None:
-        """Return the largest run of a strategy by closed form; None if its smallest does not fit."""
+        """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit."""
         match strategy.goal:
             case "experts":
                 found = self._most_experts(strategy)
@@ -186,7 +214,7 @@ class Search:
         return None if found is None else self._most_rows(found)
 
     def smallest(self, strategy: Strategy) -> RunConfig:
-        """Return the smallest run of a strategy."""
+        """Return the smallest run of a strategy: one expert of one layer, LoRA of the lowest rank, or all routers."""
         match strategy.goal:
             case "experts":
                 return self.of_experts(strategy, 1, 1)
@@ -195,7 +223,7 @@ class Search:
         return self._with(strategy, {"adapt.router": "all"})
 
     def is_largest(self, found: Candidate) -> bool:
-        """Whether no strategy can train more, nor more rows at once."""
+        """Return whether a candidate trains the most that any strategy can train, with the largest micro-batch."""
         most = {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[found.goal]
         return found.amount >= most and found.config.train.micro_batch >= ROWS[-1]
 
@@ -205,15 +233,15 @@ class Search:
     # --- Experts ----------------------------------------------------------------------------------------------
 
     def of_experts(self, strategy: Strategy, layers: int, each: int) -> RunConfig:
-        """Return the run that trains the first `each` experts of the first `layers` layers."""
+        """Return the run that trains the first `each` experts of each of the first `layers` MoE layers."""
         chosen = {"layers": ranges(self.layers[:layers]), "ids": ranges(range(each))}
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
     def _most_experts(self, strategy: Strategy) -> Candidate | None:
-        """Find the most layers × experts; of equal ones that with fewest experts a layer."""
+        """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer."""
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
-        room: dict[int, int] = {}  # experts a layer -> experts in all that its line leaves room for
+        room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
 
         def report(layers: int, each: int) -> MemoryReport:
             if (layers, each) not in reports:
@@ -244,7 +272,11 @@ class Search:
         return replace(found, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
 
     def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:
-        """The most experts that a straight line through the two deepest runs with `each` a layer leaves room for."""
+        """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
+
+        The line runs through the two deepest runs in `reports` that train `each` experts in each layer; with fewer than
+        two such runs the result is `most`.
+        """
         points = sorted((layers * each, one.required) for (layers, e), one in reports.items() if e == each)
         if len(points) < 2:
             return most
@@ -255,22 +287,24 @@ class Search:
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 
     def _of_rank(self, strategy: Strategy, rank: int) -> RunConfig:
+        """Return the run with LoRA of the given rank on attention and experts (on the MLPs of a dense model)."""
         targets = ["attention", "experts" if self.layers else "dense_mlp"]
         lora = {"rank": rank, "alpha": 2 * rank, "targets": targets}
         return self._with(strategy, {f"adapt.lora.{key}": value for key, value in lora.items()})
 
     def _highest_rank(self, strategy: Strategy) -> Candidate | None:
+        """Find the highest rank in `RANKS` that fits; None if none fits."""
         configs = [self._of_rank(strategy, rank) for rank in RANKS]
         last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1)
         return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
-        """Give a run as many rows a micro-batch as fit, and fewer micro-batches a step."""
+        """Return the candidate with the largest micro-batch in `ROWS` that fits, and fewer micro-batches in a step."""
         configs = [found.config]
         for rows in ROWS[1:]:
             accumulate = max(1, found.config.train.accumulate // rows)
             configs.append(changed(found.config, {"train.micro_batch": rows, "train.accumulate": accumulate}))
-        # beside whole experts there is seldom room for many rows
+        # runs that train whole experts seldom have room for many rows
         start = 1 if found.goal == "experts" else len(ROWS) - 1
         last, report, larger = self._along("micro-batch", ROWS, configs, start, {0: found.report})
         assert report is not None
@@ -284,7 +318,18 @@ class Search:
         start: int,
         known: dict[int, MemoryReport] | None = None,
     ) -> tuple[int, MemoryReport | None, NextLarger | None]:
-        """Return the index of the last run that fits, its report, and the next larger run."""
+        """Search a list of runs, ordered by the memory that they need, for the last that fits.
+
+        Args:
+            what: the name of the size that grows, such as `rank`.
+            sizes: the sizes.
+            configs: the run file of each size.
+            start: the index to predict first.
+            known: the report of index 0, if it fits and was predicted before.
+
+        Returns:
+            The index of the last run that fits, or -1; its report, or None; and the next larger run, or None.
+        """
         last, reports = last_that_fits(
             len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known
         )
@@ -294,4 +339,5 @@ class Search:
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:
+    """Return a sort key: more experts in all first, then fewer experts in each layer."""
     return layers * each, -each

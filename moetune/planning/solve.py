@@ -1,7 +1,7 @@
-"""The largest value of one setting with which a run fits; for `hardware.gpu`, the smallest card.
+"""`moetune plan RUN.yaml --solve KEY`: the largest value of one setting that fits a GPU; or the smallest GPU.
 
-Memory grows along each axis, linearly in layers and experts that are alike and in LoRA ranks. The search evaluates
-next where a straight line through the known values crosses the card's size.
+Memory grows along each axis; in layers, equal experts and LoRA ranks it grows linearly. The search evaluates next the
+value where a straight line through known values crosses the GPU's size.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from moetune.planning.predictor import Predictor
 from moetune.run.resolve import ResolvedRun
 
 NOTCH = 64
-"""Step in tokens of a sequence's length, to which attention kernels are aligned."""
+"""Step of `train.sequence_length` between the values that are tried, in tokens: attention kernels are aligned to it."""
 _RANK = 8
 _MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The values of one setting, ordered by the memory that they take.
+    """The values that one setting may have, in the order of the memory that they take.
 
     Attributes:
-        start: index of the value to begin with.
+        key: the dotted key of the setting, such as `train.micro_batch`.
+        values: the values; those of `ids` and `layers` are tuples of numbers.
+        start: index of the value to predict first.
         name: formats a value for a reader.
     """
 
@@ -45,7 +47,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class Solved:
-    """The last value that fits and the first that does not, each with its report; None where there is none."""
+    """The result of `solve`.
+
+    Attributes:
+        axis: the setting and its values.
+        value: the last value that fits; None if none fits.
+        report: its predicted memory; None if no value fits.
+        next_value: the first value that does not fit; None if all fit.
+        next_report: its predicted memory; None if all fit.
+    """
 
     axis: Axis
     value: Any
@@ -55,12 +65,12 @@ class Solved:
 
     @property
     def written(self) -> str:
-        """The value as a run file has it."""
+        """The value as it is written in a run file."""
         return _written(self.value)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The setting in the form that `--set` takes."""
+        """The setting as `KEY=VALUE` for `--set`; empty if no value fits."""
         return () if self.report is None else (f"{self.axis.key}={self.written}",)
 
     def to_json(self) -> dict[str, Any]:
@@ -82,14 +92,15 @@ class Solved:
 
 
 def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None) -> Solved:
-    """Find the last value of `key` that fits, by closed form, and confirm it by trace.
+    """Find the largest value of a setting with which a run fits a GPU, by closed form, and confirm it by a trace.
 
     Args:
-        run: a run or its file.
-        predictor: has the card; by default that of `hardware.gpu`.
+        run: a run file, read or as a path.
+        key: the setting, one of `KEYS`. For `hardware.gpu`, the smallest GPU that the run fits is found.
+        predictor: predicts the runs, for the GPU in its `gpu`; by default for `hardware.gpu`.
 
     Raises:
-        UserError: the key cannot be solved for, the run has no such setting, or no GPU is named.
+        UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
     """
     config, predictor = run if isinstance(run, RunConfig) else load_run_config(run), predictor or Predictor()
     if key != "hardware.gpu" and (predictor.gpu or config.hardware.gpu) is None:
@@ -120,15 +131,17 @@ def last_that_fits(
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
 ) -> tuple[int, dict[int, MemoryReport]]:
-    """Find the last of the numbers from 0 on that fits, -1 if none; headroom falls from each number to the next.
+    """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
 
     Args:
-        start: the number that is predicted first.
-        margin: bytes that must be left.
-        known: 0 with its report, if that fits and was predicted.
+        count: how many numbers there are.
+        predict: predicts the memory for a number.
+        start: the number to predict first.
+        margin: bytes that must be left free.
+        known: the report of number 0, if it fits and was predicted before.
 
     Returns:
-        The number, and every report: that of the next number is among them.
+        The last number that fits, or -1; and all reports by number, among them those of this number and the next one.
     """
     reports = dict(known or {})
     fits, fails, at, tries = len(reports) - 1, count, min(start, count - 1), 0
@@ -142,13 +155,20 @@ def last_that_fits(
 
 
 def headroom(report: MemoryReport) -> int:
-    """Bytes that are left of the card; negative by what is lacking."""
+    """Return the bytes of the GPU that a run leaves free; negative if it needs more than there is."""
     assert report.headroom_bytes is not None
     return report.headroom_bytes
 
 
 def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int) -> int:
-    """The number at which a straight line through the two known headrooms nearest to zero crosses it."""
+    """Return the number to predict next: where a straight line through two known headrooms crosses zero.
+
+    Args:
+        left: known headrooms, in bytes, by number. The two nearest to zero define the line.
+        fits: the last number known to fit.
+        fails: the first number known not to fit.
+        count: how many numbers there are.
+    """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
     if len(near) < 2:
         guess = 2 * near[0] + 1 if fails == count else near[0] // 2
@@ -168,10 +188,10 @@ KEYS = (
 
 
 def axis_of(run: ResolvedRun, key: str) -> Axis:
-    """Return the values that a setting of a run may have.
+    """Return the values that a setting of a run may have, ordered by memory.
 
     Raises:
-        UserError: the key cannot be solved for, or the run has no such setting.
+        UserError: the key is not in `KEYS`, or the run file has no such setting.
     """
     if key not in KEYS:
         raise UserError(f"--solve {key!r} is no setting to solve for.{suggest(key, KEYS)} There are: {', '.join(KEYS)}")
@@ -205,7 +225,16 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
 
 
 def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
-    """The first one, two, … of layers or experts, those that the run file names before all others."""
+    """Return an axis of growing sets of layers or experts: the first number, the first two, and so on.
+
+    Args:
+        key: the dotted key of the setting.
+        there: all numbers that the model has.
+        chosen: the numbers in the run file, which come before all others.
+
+    Raises:
+        UserError: the model has none.
+    """
     named = [number for number in there if chosen == "all" or number in chosen]
     order = named + [number for number in there if number not in named]
     if not order:
@@ -215,4 +244,5 @@ def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
 
 
 def _written(value: Any) -> str:
+    """Return a value as it is written in a run file, such as `0-5` for a tuple."""
     return ranges(value) if isinstance(value, tuple) else str(value)

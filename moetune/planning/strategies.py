@@ -1,6 +1,7 @@
-"""The strategies for each goal: settings that decide which tensors a step makes, best first, with what each gives up.
+"""The strategies that a plan tries for each goal: settings of storage, optimizer and checkpointing, best first.
 
-How much trains, and how many tokens at once, is no part of a strategy: search.py finds the largest of each.
+A strategy does not say how many experts train, with what rank, or on how many rows: search.py finds the largest values
+that fit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ GOALS: tuple[Goal, ...] = get_args(Goal)
 
 @dataclass(frozen=True)
 class Strategy:
-    """Settings by dotted key, what they give up in words, and the place among the strategies for the goal."""
+    """A way to train: settings that decide which tensors a step needs, and what they cost in quality or speed.
+
+    Attributes:
+        goal: what trains: `router`, `experts` or `lora`.
+        settings: values of the run file by dotted key.
+        gives_up: what the settings cost, in words; empty if nothing.
+        order: its place among the strategies for the goal, 0 for the best.
+    """
 
     goal: Goal
     settings: dict[str, Any]
@@ -28,22 +36,24 @@ class Strategy:
 
     @property
     def words(self) -> str:
+        """The settings of model and optimizer, in words."""
         chosen = ((key, value) for key, value in self.settings.items() if key.startswith(("model", "optimizer")))
         return ", ".join(key.partition(".")[2] if value is True else str(value) for key, value in chosen)
 
     @property
     def on_host(self) -> bool:
+        """Whether a setting moves tensors to host memory."""
         return any(is_setting_of_host(key, value) for key, value in self.settings.items())
 
     @property
     def is_slow(self) -> bool:
-        """Whether it is searched only where nothing else fits: it moves more than the optimizer to the host."""
+        """Whether experts or layer inputs move to host memory; searched only if no other strategy fits."""
         return self.settings.get("model.experts_on") == "host" or self.settings["train.checkpointing"] == "offload"
 
 
 _MICRO_STEPS = 8
 _Choices = list[tuple[dict[str, Any], tuple[str, ...]]]
-"""Settings, and what they give up."""
+"""Alternatives: the settings of each, and what they give up."""
 
 
 def _updates(name: str, master_weights: str | None = None) -> dict[str, Any]:
@@ -66,7 +76,8 @@ _OVER_RANKS: _Choices = [
     (_updates("adamw8bit", "fp32"), (_STATES,)),
     (_updates("adamw8bit", "none"), (_STATES, "updates so small that 16-bit weights round them away")),
 ]
-"""Optimizers of experts on several cards: which update a shard of a weight (`run.validation.unsharable_optimizers`)."""
+"""Optimizers for experts on several GPUs: those that can update a shard of a weight
+(`run.validation.unsharable_optimizers`)."""
 _HOST, _SLOWER = {"model.experts_on": "host"}, "speed: experts come from the host"
 _BASES: _Choices = [
     ({"model.base": "bf16"}, ()),
@@ -75,7 +86,7 @@ _BASES: _Choices = [
     ({"model.base": "nf4", **_HOST}, ("the base in 4 bits", _SLOWER)),
 ]
 _AS_PUBLISHED: _Choices = [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))]
-"""Storages of a model that is published in MXFP4: more bits would hold the same weights."""
+"""Storage of a model that is published in MXFP4; more bits would hold the same weights."""
 _CHECKPOINTING: _Choices = [
     ({"train.checkpointing": "full"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
@@ -85,10 +96,14 @@ _CHECKPOINTING: _Choices = [
 def strategies(
     goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None
 ) -> Iterator[Strategy]:
-    """Yield the strategies for a goal on `count` cards, best first.
+    """Yield the strategies for a goal, best first.
 
     Args:
-        published: the storage that keeps the model's weights as they are published.
+        goal: what shall train.
+        structure: the model's layers and parameters.
+        count: the number of GPUs.
+        published: the storage type in which the model is published, if it is quantized; only `mxfp4` makes a
+            difference.
     """
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
@@ -102,7 +117,10 @@ def strategies(
 
 
 def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:
-    """Yield settings that divide a run over `count` cards: experts first, where they divide evenly; then FSDP alone."""
+    """Yield the settings that divide a run over `count` GPUs, best first.
+
+    Expert parallelism comes first, if the number of experts of every layer is divisible by `count`; then FSDP alone.
+    """
     if count == 1:
         yield {}
         return

@@ -1,4 +1,4 @@
-"""Plans and comparisons in words."""
+"""Plans and comparisons as tables and sentences, for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moetune.report.view import Section, Table, View
 
 
 def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
-    """Yield the table, and below it what would make those fit that do not."""
+    """Yield the table of a comparison; then a sentence for each run that does not fit, with what would make it fit."""
     cells = []
     for row in rows:
         report = row.report
@@ -37,7 +37,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
 
 
 def plan_view(plan: Plan) -> View:
-    """Describe the best candidate, all of them in a table, and as a detail what the next larger runs need."""
+    """Return a view of a plan: the best candidate, a table of all, and what the next larger runs would need."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [Section("notes", plan.notes)] * bool(plan.notes)
@@ -70,13 +70,13 @@ def plan_view(plan: Plan) -> View:
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
-    """Tokens a second, and hours for `tokens`; empty where the card's speed is not known."""
+    """Return the estimated tokens/s of a candidate, and the hours for `tokens`; empty if the speed is not known."""
     time = one.report.time
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
 def next_larger(one: Candidate) -> str:
-    """Say what the next larger run would need."""
+    """Return a sentence that says how much memory the next larger run of a candidate would need."""
     larger = one.next_larger
     if larger is None:
         return "there is no more of it to train"
@@ -86,7 +86,7 @@ def next_larger(one: Candidate) -> str:
 
 
 def missed(plan: Plan) -> Iterator[str]:
-    """Yield, where nothing fits, what is nearest, and what would make it fit."""
+    """Yield sentences for a plan in which nothing fits: the nearest miss, what would make it fit, and larger GPUs."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
     if miss is None:
         yield f"nothing fits {card}, and no way there is could be predicted"
@@ -109,10 +109,12 @@ def missed(plan: Plan) -> Iterator[str]:
 
 
 def _remedy(found: Remedy) -> str:
+    """Return the `--set` flags of a remedy, and the memory that the run then needs."""
     flags = " ".join(f"--set {flag}" for flag in found.flags)
     host = _host(found.report)
     return f"{flags}: {gib(found.report.required)}{host and f', {host} of host memory'}"
 
 
 def _host(report: MemoryReport) -> str:
+    """Return the host memory of a run; empty if it takes none."""
     return gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""

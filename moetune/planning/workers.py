@@ -1,4 +1,4 @@
-"""Strategies of a plan searched in several processes, which share recorded closed forms on disk."""
+"""`Workers`: run the search of a plan in several processes, which share recorded closed forms on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from moetune.errors import UserError
 from moetune.report.console import quieten
 
-if TYPE_CHECKING:  # a new process begins with `_begin`, before it imports what takes long
+if TYPE_CHECKING:  # a new process must run `_begin` before slow imports
     from moetune.planning.search import Candidate, Search
     from moetune.planning.strategies import Strategy
 
@@ -25,18 +25,19 @@ _Input = TypeVar("_Input", "Strategy", "Candidate")
 
 
 class Workers:
-    """Calls methods of a search, in this process and in others beside it.
+    """Calls methods of a `Search` in this process and in other processes beside it.
 
     Args:
-        processes: their number, this one included. `multiprocessing` spawns the others, so the program's main module
-            has to be importable.
+        search: the search.
+        processes: the number of processes, this one included. The others are started by `multiprocessing` with the
+            method spawn, so the program's main module must be importable.
     """
 
     def __init__(self, search: Search, processes: int = 1) -> None:
         self.search, self._start = search, search.start.model_dump_json(exclude_unset=True)
         self._pool: ProcessPoolExecutor | None = None
         if processes > 1:
-            context = get_context("spawn")  # a fork of a process that has initialized CUDA cannot compute
+            context = get_context("spawn")  # CUDA does not work in a fork of a process that has initialized it
             self._pool = ProcessPoolExecutor(processes - 1, context, _begin)
             self._pool.submit(_search, self._start)
 
@@ -50,19 +51,25 @@ class Workers:
     def answers(
         self, method: Literal["largest", "traced"], inputs: Sequence[_Input], say: Callable[[_Input], None]
     ) -> Iterator[tuple[_Input, Candidate | UserError | None]]:
-        """Yield each input with what the method of `Search` returns for it, in order.
+        """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
-        The other processes begin with the last input, and when the first is done: the caller may then need no more.
+        The other processes get work only once the first result is known, and begin with the last input: the caller
+        often needs only the first results.
 
         Args:
-            say: called with each input that this process takes.
+            method: `largest` or `traced`.
+            inputs: the method's argument for each call.
+            say: called with each input that this process works on.
+
+        Yields:
+            Each input with the method's result; a `UserError` that the method raised is yielded as the result.
         """
         futures: dict[int, Future[Any]] = {}
         try:
             for number, one in enumerate(inputs):
                 if number == 1 and self._pool is not None:
                     later = reversed(range(1, len(inputs)))
-                    with suppress(BrokenProcessPool):  # killed: this process does their work
+                    with suppress(BrokenProcessPool):  # the workers were killed: this process does their work
                         futures = {at: self._pool.submit(_answer, self._start, method, inputs[at]) for at in later}
                 there = futures.get(number)
                 if there is None or there.cancel() or isinstance(there.exception(), BrokenProcessPool):
@@ -76,7 +83,7 @@ class Workers:
 
 
 def _begin() -> None:
-    """Prepare a new process: Ctrl-C, which reaches all processes, ends it silently, and so does the parent's end."""
+    """Set up a new process so that Ctrl-C, which reaches all processes, and its parent's end make it exit silently."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quieten()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -91,17 +98,26 @@ def _end_with_parent() -> None:
 
 @cache
 def _search(start: str) -> Search:
+    """Return the search of a run file, given as JSON; built once in each process."""
     from moetune.config.schema import RunConfig
     from moetune.planning.search import Search
 
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported objects are never freed: the collector need not search them
     return Search.of(RunConfig.model_validate_json(start))
 
 
 def _answer(
     start: str, method: str, one: Strategy | Candidate, search: Search | None = None
 ) -> Candidate | UserError | None:
+    """Call a method of a search with one argument; return a `UserError` that it raises.
+
+    Args:
+        start: the search's run file as JSON, from which another process builds its own search.
+        method: the method's name.
+        one: the argument.
+        search: the search, in the process that has it.
+    """
     try:
         return getattr(search or _search(start), method)(one)
-    except UserError as error:  # not every model has every strategy
+    except UserError as error:  # some strategies are impossible for some models
         return error

@@ -1,1 +1,1 @@
-"""Routing on a data set: recorded and scored, experts chosen by it, compared before and after a run."""
+"""Expert routing on a data set: score experts, choose experts by score, compare routing before and after a run."""

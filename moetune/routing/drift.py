@@ -1,7 +1,7 @@
-"""The effect of training on routing: held-out tokens routed before and after, in the same precision.
+"""`moetune drift`: route held-out data before and after training, and compare which experts receive the tokens.
 
-Before is where training began, `adapt.start_from` included; after is the newest checkpoint. Over the tokens that carry
-loss, as in scores.
+Before is the model that training started from, with `adapt.start_from` if set; after is the newest checkpoint. Both
+compute in the same precision. Only tokens that carry loss are compared, as in scores.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from moetune.training.run_writer import RunWriter
 
 @dataclass(frozen=True)
 class LayerDrift:
-    """Drift of one layer with E experts.
+    """How the routing of one layer changed.
 
     Attributes:
-        before, after: tokens that each expert received.
-        distance: Jensen-Shannon distance of these loads, base 2: 0 is the same, 1 no expert in common (Endres and
-            Schindelin, "A new metric for probability distributions", 2003).
-        changed: share of the tokens whose set of K experts is another.
-        died, came: experts that had tokens and have none, and the other way round.
+        before: the number of tokens that each expert received before training.
+        after: the number of tokens that each expert received after training.
+        distance: Jensen-Shannon distance of the two loads, base 2: 0 if they are equal, 1 if they have no expert in
+            common (Endres and Schindelin, "A new metric for probability distributions", 2003).
+        changed: the share of tokens whose set of top-k experts is not the same, from 0 to 1.
+        died: experts that received tokens before training and none after.
+        came: experts that received tokens after training and none before.
     """
 
     before: tuple[int, ...]
@@ -53,7 +55,16 @@ class LayerDrift:
 
 @dataclass(frozen=True)
 class Drift:
-    """Drift of one run. `changed` is the share of tokens whose experts changed in any layer."""
+    """How the routing of a model changed in a run.
+
+    Attributes:
+        run: the run folder.
+        step: the step of the checkpoint.
+        data: the name of the data set.
+        tokens: the number of tokens that were compared.
+        changed: the share of tokens whose experts changed in at least one layer, from 0 to 1.
+        layers: the drift of each MoE layer, by its number.
+    """
 
     run: str
     step: int
@@ -74,21 +85,24 @@ def drift(
     device: torch.device | str | None = None,
     console: Console | None = None,
 ) -> Drift:
-    """Route held-out data before and after a run.
+    """Route held-out data through the model before and after a run, and compare the experts that are chosen.
 
     Args:
-        path: a run folder.
-        data: what is read, by default the run's held-out data.
-        tokens: of it, as in `score`.
+        path: the run folder.
+        data: the data set: a file or a name as under `data.train`; by default the run's held-out data.
+        tokens: the number of tokens to read, padding not counted; whole rows are read.
+        device: by default the GPU, or the CPU if there is none.
+        console: where progress and notes are printed; by default stderr.
 
     Raises:
-        UserError: the folder holds no run with a checkpoint; there is no held-out data; the base is another one now.
+        UserError: the folder is no run with a checkpoint; the model has no experts; there is no held-out data; or the
+            base has changed since the run.
     """
     console = console or terminal(stderr=True)
     finished = open_run(path)
     for note in finished.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
-    # of the other ranks nothing is left but what they trained
+    # one process routes the data, on however many ranks the run was trained
     alone = HardwareConfig(gpu=finished.config.hardware.gpu)
     config = to_score(finished.config).but(parallel=ParallelConfig(), hardware=alone)
     if data is None and (config.data is None or not config.data.evaluates):
@@ -111,6 +125,7 @@ def drift(
 
 
 def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Drift:
+    """Return the drift between two recorders: one that recorded before training, one after."""
     before, after = passes
     assert before.choices is not None
     assert after.choices is not None
@@ -134,7 +149,10 @@ def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Dr
 
 
 def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
-    """Return the distance of two expert loads of any scale: the root of the Jensen-Shannon divergence in bits."""
+    """Return the Jensen-Shannon distance of two expert loads: the square root of their divergence in bits, from 0 to 1.
+
+    The loads are token counts for each expert; each load is divided by its sum, which must not be 0.
+    """
     p, q = ([value / sum(load) for value in load] for load in (one, two))
     middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
 
@@ -145,10 +163,14 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
 
 
 def write_drift(found: Drift, run: Path) -> None:
-    """Write `drift.json` into the run folder, where its page (`moetune report`) finds it.
+    """Write a drift to `drift.json` in the run folder, where `moetune report` reads it.
+
+    Args:
+        found: the drift.
+        run: the run folder.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     RunWriter(run).own(DRIFT_FILE)
     write_output(run / DRIFT_FILE, json.dumps(found.to_json()) + "\n", replace=True)

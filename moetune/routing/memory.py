@@ -1,4 +1,4 @@
-"""Predicted memory of scoring: its own pass on fake tensors, as a trace of training runs the trainer's step."""
+"""`moetune score --predict`: predict the peak memory of scoring from a trace of its forward pass."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def predict_score(
     gpu: str | None = None,
     allocator: Allocator | None = None,
 ) -> MemoryReport:
-    """Predict the peak of `score`, without weights, data or a GPU.
+    """Predict the peak memory of `score`, without weights, data or a GPU.
 
     Args:
-        run: of `to_score`, resolved.
-        sources: data sets, each of which is added up by itself.
-        gpu, allocator: as in `predict`.
+        run: the resolved run; its config must come from `to_score`.
+        sources: the number of data sets. The statistics of each are added up separately, and take memory.
+        gpu: name or memory size of the GPU, as in `predict`.
+        allocator: `default` or `expandable`, as in `predict`.
 
     Raises:
-        UserError: the model is dense; or as `predict`.
+        UserError: the model has no experts; or as `predict`.
     """
     refuse_dense(run)
     tracing = partial(trace_score, sources=sources)
@@ -60,7 +61,16 @@ def trace_score(
     gpu: Gpu | None = None,
     shortened: bool = True,
 ) -> Trace:
-    """Trace scoring, as `trace` does training; its arguments are the same.
+    """Trace the memory of scoring on fake tensors, as `trace` does for training.
+
+    Args:
+        run: the resolved run.
+        routing: how many tokens each expert receives, or a function that counts them.
+        sources: the number of data sets.
+        rank: the number of the rank in `parallel:`.
+        gpu: the GPU whose kernels run; None for the CPU's kernels.
+        shortened: run only a few of the layers that are alike, which gives the same result sooner; ignored if `routing`
+            differs from layer to layer.
 
     Raises:
         UserError: as `trace`.
@@ -76,11 +86,16 @@ def trace_score(
 
 
 def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bool = True) -> Log:
-    """Score made-up tokens under a tracker, fake or real: a batch of each source, and of the last another one, whose
-    sums are added to others. All further ones are like it.
+    """Score random tokens under a tracker, and return its log.
+
+    One batch of each source is read, then a second batch of the last source, whose sums are added to existing ones. All
+    further batches would be like this one.
 
     Args:
-        tracking: as in `Watched.watching`.
+        watched: the adapted model, on fake tensors or on a real device.
+        tracker: records the births and deaths of storages.
+        sources: the number of data sets.
+        tracking: False to note only where layers and experts begin and end.
     """
     adapted = watched.adapted
     adapted.model.eval()

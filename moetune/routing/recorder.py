@@ -1,6 +1,7 @@
-"""Statistics of routing, recorded by hooks on every router and expert bank while a model reads.
+"""`Recorder`: sum up statistics of routers and experts over batches, by forward hooks.
 
-Shapes: T tokens of a batch, B·S of them; E experts, K a token; D documents; R bootstrap replicates.
+Shapes: T tokens of a batch (batch size B × sequence length S); E experts; K experts chosen for a token; D documents; R
+bootstrap replicates.
 """
 
 from __future__ import annotations
@@ -27,17 +28,26 @@ from moetune.training.step.loss import IGNORED
 REPLICATES = 200
 _DONE = "done"
 Sums = dict[str, Tensor]
-"""Sums by name: `<source>.<layer>.<scope>.<what>`, a scope's tokens as `<source>.<scope>.count`;
-`done`, the number of batches in all of them."""
+"""Sums by name: `<source>.<layer>.<scope>.<statistic>`; the tokens of a scope as `<source>.<scope>.count`; `done`,
+the number of batches that all sums contain. A scope is `loss`, tokens that carry loss, or `all`, all tokens but
+padding."""
 
 
 class Recorder:
-    """Add up what the routers of a model choose, inside `with recorder.batch(…):` only.
+    """Adds up which experts the routers of a model choose, while it computes inside `with recorder.batch(…):`.
 
-    Counts are integers and do not depend on how rows are batched, packed or padded. All else is added up in float64.
+    Counts are integers, and do not depend on how rows are batched, packed or padded. All other statistics are added up
+    in float64. The constructor registers hooks on the model; `remove` removes them.
+
+    Args:
+        adapted: the model.
+        sums: sums of an interrupted pass, to continue from; by default none.
 
     Attributes:
-        choices: if set, layer -> for each batch the experts of its tokens that carry loss, [T, K] in ascending order.
+        sums: the sums so far.
+        choices: None, or a dict to fill: layer number -> for each batch, the experts [T, K] of its tokens that carry
+            loss, in ascending order.
+        layers: the MoE layers by their number.
     """
 
     def __init__(self, adapted: Adapted, sums: Sums | None = None) -> None:
@@ -52,6 +62,8 @@ class Recorder:
         self._hooks = [hook for layer in self.layers.values() for hook in self._watch(adapted.model, layer)]
 
     def _watch(self, model: nn.Module, layer: MoeLayer) -> Iterator[Any]:
+        """Register the hooks of one layer: on the router's logits, and on the chosen experts and their weights."""
+
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
             logits = find_logits(output, layer.shape.num_experts)
             if self._batch is not None and logits is not None:
@@ -75,13 +87,17 @@ class Recorder:
     def batch(
         self, batch: Batch, documents: int, source: int = 0, number: int = 0, *, counts: bool = True
     ) -> Iterator[None]:
-        """Record what the model does with a batch inside.
+        """Record what the model computes on one batch inside this context.
+
+        If the body raises, the sums stay as they were before the batch.
 
         Args:
-            documents: that it has (`documents_of`).
-            source: of its rows.
-            number: of the batch, of all that are read one after the other; the bootstrap draws from it.
-            counts: False runs the batch and records nothing of it, for other ranks that need this one's part in it.
+            batch: the batch that the body runs.
+            documents: the number of documents in the batch (`documents_of`).
+            source: the number of the data set that the rows are from.
+            number: the number of the batch in the whole pass; with `source` it seeds the bootstrap.
+            counts: False to run the batch without recording it, on a rank that only takes part in the computation of
+                others.
         """
         if not counts:
             with self._expert_hooks.using(norms=self._saw_norms):
@@ -94,7 +110,7 @@ class Recorder:
             with self._expert_hooks.using(norms=self._saw_norms):
                 yield
             added = {name: self.sums[name] + x if name in self.sums else x for name, x in self._of_batch.items()}
-            # At once, so that an interruption finds a batch in all sums or in none.
+            # One assignment, so that after an interruption a batch is in all sums or in none.
             self.sums = {**self.sums, **added, _DONE: torch.tensor(number + 1)}
         finally:
             self._batch, self._of_batch = None, {}
@@ -102,7 +118,7 @@ class Recorder:
             self._chosen.clear()
 
     def total(self, ranks: Ranks) -> Sums:
-        """Return the sums of all ranks, on each of them. Ranks that see the same data count once."""
+        """Return the sums over all ranks; every rank gets them. Ranks that read the same data are counted once."""
         mine = {} if ranks.coordinates.tp else {name: value.cpu() for name, value in self.sums.items()}
         total: Sums = {}
         for one in ranks.gather(mine):
@@ -115,15 +131,30 @@ class Recorder:
 
     @property
     def done(self) -> int:
-        """The number of batches that are added up."""
+        """The number of batches that the sums contain."""
         return int(self.sums[_DONE]) if _DONE in self.sums else 0
 
     def _saw_norms(self, layer: int, norms_TK: Tensor) -> None:
+        """Add the statistics of a layer once its experts have run.
+
+        Args:
+            layer: the number of the layer.
+            norms_TK: the L2 norms of the experts' outputs.
+        """
         if self._batch is not None:
             self._add(self.layers[layer], self._batch, *self._chosen.pop(layer), norms_TK)
 
     @torch.no_grad()
     def _add(self, layer: MoeLayer, tokens: _Tokens, ids_TK: Tensor, weights_TK: Tensor, norms_TK: Tensor) -> None:
+        """Add the statistics of one layer on one batch to the sums of this batch.
+
+        Args:
+            layer: the layer.
+            tokens: which tokens belong to which scope and document.
+            ids_TK: the chosen experts of each token.
+            weights_TK: their gate weights.
+            norms_TK: the L2 norms of their outputs.
+        """
         experts = layer.shape.num_experts
         if self.choices is not None:
             chosen_TK = ids_TK[tokens.scopes["loss"]].sort(-1).values
@@ -132,7 +163,7 @@ class Recorder:
         weights_TK = weights_TK.double()
 
         def spread(values_TK: Tensor) -> Tensor:
-            """[T, K] by choice becomes [T, E] by expert."""
+            """Scatter values [T, K] of the chosen experts to [T, E], with 0 for experts that were not chosen."""
             return torch.zeros(len(ids_TK), experts, dtype=torch.double, device=ids_TK.device).scatter_add_(
                 1, ids_TK, values_TK.double()
             )
@@ -159,7 +190,7 @@ class Recorder:
                 add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
 
     def scores(self, sources: list[int]) -> dict[int, LayerScores]:
-        """Return the statistics of these sources together."""
+        """Return the statistics of each layer over the given sources together."""
         return {
             index: LayerScores(
                 num_experts=layer.shape.num_experts,
@@ -170,7 +201,7 @@ class Recorder:
         }
 
     def expert_load(self) -> dict[int, list[int]]:
-        """Return the tokens of all sources that each expert of each layer received."""
+        """Return the number of tokens that each expert received from all sources, padding left out, by layer."""
         found: dict[int, Tensor] = {}
         for name, value in self.sums.items():
             _, *where = name.split(".")
@@ -180,10 +211,16 @@ class Recorder:
         return {layer: tokens.tolist() for layer, tokens in sorted(found.items())}
 
     def count(self, source: int, scope: str) -> int:
-        """Return the number of a source's tokens in a scope."""
+        """Return the number of tokens of a source in a scope, `loss` or `all`."""
         return int(self.sums[f"{source}.{scope}.count"])
 
     def _statistics(self, layer: MoeLayer, scope: str, sources: list[int]) -> Statistics:
+        """Compute the statistics of a layer in a scope from the sums of the given sources.
+
+        Raises:
+            UserError: the experts' outputs are NaN or infinite.
+        """
+
         def total(what: str) -> Any:
             names = [f"{source}.{layer.index}.{scope}.{what}" for source in sources]
             found = [self.sums[name].cpu() for name in names if name in self.sums]
@@ -214,13 +251,14 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A batch's tokens.
+    """The tokens of a batch, for the statistics.
 
     Attributes:
-        scopes: scope -> whether each of T tokens is in it.
-        document_T: which of the batch's D documents each is of.
-        drawn_RD: how often each replicate has each document: Poisson(1), which is the bootstrap of a stream
-            (Chamandy et al., "Estimating uncertainty for massive data streams", 2012).
+        scopes: scope (`loss` or `all`) -> mask [T] of its tokens.
+        document_T: the number of each token's document in the batch.
+        drawn_RD: how often each replicate draws each document: Poisson(1), the bootstrap for streams (Chamandy et al.,
+            "Estimating uncertainty for massive data streams", 2012).
+        source: the number of the data set that the rows are from.
     """
 
     scopes: dict[str, Tensor]
@@ -245,12 +283,12 @@ class _Tokens:
 
 
 def documents_of(rows: Sequence[Row]) -> int:
-    """Return how many documents a batch of these rows has; padding behind packed ones is one more."""
+    """Return the number of documents in a batch of these rows; the padding of a packed row counts as one."""
     positions = [np.asarray(row["position_ids"]) if "position_ids" in row else np.zeros(1) for row in rows]
     return sum(1 + int((of_row[1:] == 0).sum()) for of_row in positions)
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a sum of that name is of; None if it is of the whole model."""
+    """Return the number of the layer in the name of a sum; None for sums that belong to no layer."""
     parts = name.split(".")
     return int(parts[1]) if len(parts) == 4 else None

@@ -1,9 +1,10 @@
-"""`moetune score`: one pass through a base over data, and what its routers did with it.
+"""`moetune score`: one forward pass over data sets that counts what each expert receives; it can be interrupted.
 
-The pass is that of training: the same base precision, the same way to make rows of documents, experts on the host if
-the run file says so. It runs the decoder stack alone, because no logits are needed. It can be interrupted: the sums so
-far lie beside the output, and the same command goes on from there. Of several ranks, each that sees data of its own
-reads every so many-th batch, and their sums are added.
+For each expert, tokens, gate weights, REAP score (mean of gate weight × norm of the expert's output, arXiv 2510.13999)
+and pairs of experts are recorded. The model computes as in training: the same precision of the base, the same rows made
+of documents, experts on the host if the run file says so. Only the decoder stack runs, because no logits are needed.
+The sums of an interrupted pass are saved beside the output, and the same command continues from them. With several
+ranks, each rank that reads data of its own reads every n-th batch, and the sums of all ranks are added.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ SAVE_SECONDS = 60.0
 
 
 def to_score(config: RunConfig) -> RunConfig:
-    """Return the run as it is scored: of `adapt:` what does not depend on the scores.
+    """Return the run file as scoring uses it: without choices of experts in `adapt:` that depend on scores.
 
-    Where that leaves nothing, the routers stand in; what trains changes no count. Ranks share the model as in FSDP2,
-    because DeepSpeed shares it with its optimizer, and scoring has none.
+    If nothing is left in `adapt:`, routers stand in, because a run file must train something; what trains changes no
+    count. The engine becomes FSDP2, because DeepSpeed shards a model through its optimizer, and scoring has none.
     """
     adapt, lora = config.adapt, config.adapt.lora
     if isinstance(adapt.experts, ChoiceConfig):
@@ -65,7 +66,7 @@ def to_score(config: RunConfig) -> RunConfig:
 
 
 def refuse_dense(run: ResolvedRun) -> None:
-    """Refuse a model without experts."""
+    """Raise `UserError` if the model of a run has no experts."""
     if not run.structure.moe_layers:
         raise UserError(f"{run.config.model.path!r} is a dense model: it has no experts to score")
 
@@ -83,20 +84,26 @@ def score(
     on_batch: Callable[[int], None] = lambda done: None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Scores:
-    """Score a base on data.
+    """Run a model over data sets and return, for each layer, which experts its routers choose.
 
     Args:
-        run: if it is resolved, that of `to_score`.
-        data: files or names as under `data.train`; each is one source.
-        tokens: of each source, padding left out; whole rows are read until there are as many, in an order that
-            `train.seed` draws.
-        out: where the scores are written, whole or not at all; the sums so far lie beside it until then.
-        on_batch: called after each batch, of all ranks, with the number of batches read.
+        run: a run file; or a resolved run, whose config must come from `to_score`.
+        data: data sets: files or names as under `data.train`. Their statistics are also kept apart.
+        tokens: the number of tokens to read from each data set, padding not counted. Whole rows are read, in a random
+            order seeded by `train.seed`.
+        out: the file to write the scores to, when they are complete; None to write nothing. Until then the sums are
+            saved in a file beside it.
+        overwrite: replace earlier scores in `out`.
+        device: by default the first device of the kind that the run is resolved for.
+        console: where progress is shown; by default stderr.
+        save_seconds: the time between two saves of the sums, in seconds.
+        on_batch: called after each batch with the number of batches that all ranks have read.
         ranks: the ranks of the run, of which this process is one.
 
     Raises:
-        UserError: the model is dense; the layout cannot be trained, or is not that of the ranks; data, base or
-            `adapt.start_from` cannot be read, or documents would see each other; the output exists.
+        UserError: the model has no experts; the settings cannot be trained, or `parallel:` does not match the ranks;
+            data, base or `adapt.start_from` cannot be read; with packing, the model's attention would mix documents; or
+            `out` exists.
     """
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     if not isinstance(run, ResolvedRun):
@@ -133,7 +140,7 @@ def score(
     try:
         record(recorder, adapted, sources, padding, console, save)
     except KeyboardInterrupt:
-        if ranks.is_single:  # others may be elsewhere; what was saved last stays
+        if ranks.is_single:  # other ranks may be at other batches; the sums saved last stay
             kept.write(recorder.sums)
         raise
     recorder.sums = recorder.total(ranks)
@@ -147,8 +154,14 @@ def score(
 def load_base(
     run: ResolvedRun, device: torch.device, console: Console, ranks: Ranks = SINGLE_RANK
 ) -> tuple[Adapted, Base | None]:
-    """Build a run's model with the weights that training begins with, and refuse one that would let packed documents
-    see each other."""
+    """Build the model of a run with the weights that training starts from, `adapt.start_from` included.
+
+    Returns:
+        The adapted model; and the name and fingerprint of its base, None for random weights.
+
+    Raises:
+        UserError: the weights cannot be read; or with packing, the model's attention would mix documents of a row.
+    """
     config = run.config
     start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
@@ -169,9 +182,18 @@ def record(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run the batches that the recorder has not counted yet, and remove its hooks.
+    """Run all batches that the recorder has not counted yet, and remove its hooks.
 
-    Ranks run each batch together: those that would have one less read the last one again, and count nothing of it.
+    All ranks run the same number of batches. A rank that has one batch fewer runs the last one again without recording
+    it.
+
+    Args:
+        recorder: records the batches.
+        adapted: the model; put into eval mode.
+        sources: the rows to read.
+        padding: the token id that pads rows.
+        console: where progress is shown.
+        on_batch: called after each batch with the number of batches that all ranks have read.
     """
     ranks, size = adapted.ranks, adapted.run.config.train.micro_batch
     done = max(ranks.gather(recorder.done))
@@ -205,12 +227,17 @@ def read(
     counts: bool = True,
     at_least: int = 0,
 ) -> None:
-    """Run one batch of rows through the decoder stack.
+    """Run one batch of rows through the decoder stack, and record it.
 
     Args:
-        source, number: as in `Recorder.batch`.
-        counts: whether it is recorded.
-        at_least: tokens that rows are padded to.
+        recorder: records the batch.
+        adapted: the model.
+        rows: the rows of the batch.
+        padding: the token id that pads rows.
+        source: the number of the data set that the rows are from.
+        number: the number of the batch in the whole pass.
+        counts: False to run the batch without recording it.
+        at_least: the length, in tokens, to which rows are padded at least.
     """
     model = adapted.model
     batch = collate(rows, padding, at_least=at_least, documents_by_cu_seqlens=wants_cu_seqlens(model))
@@ -223,6 +250,7 @@ def read(
 def _scores(
     recorder: Recorder, sources: Sequence[Source], model: str, base: str | None, settings: dict[str, Any]
 ) -> Scores:
+    """Return the content of `scores.json`."""
     numbers = list(range(len(sources)))
     data = [
         Scored(
@@ -251,7 +279,7 @@ def _scores(
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return what of a run file decides about the result."""
+    """Return the settings of a run file that influence the scores."""
     return {
         "model": config.model.model_dump(mode="json", exclude={"path", "experts_on"}),
         "start_from": config.adapt.start_from,
@@ -261,6 +289,10 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_output(out: Path, overwrite: bool) -> None:
+    """Raise `UserError` unless scores can be written to `out`.
+
+    The folder must exist. The file must not, unless `overwrite` is set and it holds scores and is no symbolic link.
+    """
     if os.path.lexists(out):
         if not overwrite:
             raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")
@@ -272,10 +304,11 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
 
 
 class _Kept:
-    """The sums of a pass that was interrupted, beside its output: safetensors, with what they are of as metadata.
+    """The file with the sums of an interrupted pass, beside the output: safetensors, with a description as metadata.
 
     Args:
-        of: the base, the data and the settings; sums of anything else are not gone on with.
+        out: the output file; None to keep nothing.
+        of: base, data and settings of the pass. A file with another description is not continued.
     """
 
     def __init__(self, out: Path | None, of: dict[str, Any]) -> None:
@@ -283,6 +316,11 @@ class _Kept:
         self._of = json.dumps(of, sort_keys=True)
 
     def read(self, device: torch.device) -> Sums:
+        """Return the saved sums; empty if there are none, or if they are of another pass.
+
+        Raises:
+            UserError: a file of this name exists and cannot be read.
+        """
         if self.file is None or not os.path.lexists(self.file):
             return {}
         try:

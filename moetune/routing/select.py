@@ -1,4 +1,4 @@
-"""A choice of experts as part of a run file: of options, and within a budget of memory."""
+"""`moetune select`: put a choice of experts into a run file; find how many experts fit a memory budget."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from moetune.report.units import gib
 
 Part = Literal["experts", "lora"]
 DEFAULT_LORA = LoraConfig(rank=16, alpha=32, targets=("experts",))
-"""For a choice of LoRA experts without a run file."""
+"""LoRA settings for a choice of experts without a run file."""
 
 
 def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
-    """Return a choice as a run file has it under `adapt.experts`. None is left out; `budget` may be a share as text.
+    """Return the choice of experts, as under `adapt.experts` in a run file, for command-line options.
+
+    Args:
+        settings: the keys of `ChoiceConfig`; None for keys that were not given. `budget` is a share as text, such as
+            "0.25", or a memory size.
 
     Raises:
-        UserError: it is none.
+        UserError: the settings do not validate.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    with suppress(KeyError, ValueError):  # there is none, or it is memory
+    with suppress(KeyError, ValueError):  # no budget, or a memory size
         given["budget"] = float(given["budget"])
     try:
         return ChoiceConfig.model_validate(given)
@@ -39,7 +43,14 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
 
 
 def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: Part) -> RunConfig:
-    """Return a run file that trains what is chosen; without one, of the model and this alone."""
+    """Return a run file that trains the chosen experts.
+
+    Args:
+        config: the run file to add the choice to; None to make one that trains nothing else.
+        model: the model of a new run file.
+        choice: the rule that chooses experts.
+        part: `experts` to train them whole, `lora` to train LoRA on them.
+    """
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
     if part == "experts":
         return config.but(adapt={"experts": choice})
@@ -49,17 +60,19 @@ def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part
 
 
 def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
-    """Return the run file with the largest `k` that fits in the place of a `budget` of memory; without one, as it is.
+    """Replace a memory `budget` for experts in a run file by the largest `k`, experts of each layer, that fits it.
 
-    As in planning/solve.py: found by closed form, judged by traces. The closed form takes the first k experts of each
-    layer, so that layers are alike; the trace takes those that are chosen, because a layer's peak depends on which of
-    its experts train: the others are worked on in groups of neighbours.
+    The largest k is found by closed form for the first k experts of each layer, so that layers are alike; then a trace
+    for the chosen experts decides, because the memory of a layer depends on which of its experts train: the frozen ones
+    compute in groups of neighbours.
 
     Args:
-        on_try: called with each number that was tried, and whether it fits.
+        run: a run file, read or as a path. Without a memory budget it is returned unchanged.
+        on_try: called with each k that was tried, and whether it fits.
 
     Raises:
-        UserError: not one expert a layer fits; or as `resolve` and `predict`.
+        UserError: there are budgets for both `adapt.experts` and `adapt.lora.ids`; not one expert of each layer fits;
+            or as `resolve` and `predict`.
     """
     config = run if isinstance(run, RunConfig) else load_run_config(run)
     lora = config.adapt.lora

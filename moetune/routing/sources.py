@@ -1,4 +1,4 @@
-"""The data that a pass over routing reads: rows as training makes them, in an order that the run's seed draws."""
+"""Read the data sets for `moetune score` and `moetune drift`: tokenized rows in a seeded random order."""
 
 from __future__ import annotations
 
@@ -17,30 +17,43 @@ from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_t
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one data set that are read, in their order."""
+    """The rows that are read of one data set.
+
+    Attributes:
+        name: the data set's name.
+        rows: the rows, in the order in which they are read.
+        digest: SHA-256 of the rows' contents, hexadecimal.
+    """
 
     name: str
     rows: datasets.Dataset
     digest: str
 
     def row(self, index: int) -> dict[str, np.ndarray]:
+        """Return one row as int64 arrays by column name."""
         return _row(self.rows, index)
 
 
 def names_of(config: RunConfig) -> list[str]:
-    """Return the data sets that a run trains on."""
+    """Return the files or names of the data sets that a run trains on; empty without `data:`."""
     train = () if config.data is None else config.data.train
     return [one if isinstance(one, str) else one.path for one in ((train,) if isinstance(train, str) else train)]
 
 
 def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[Source], int]:
-    """Read so many tokens, or all there are, of each data set; of the run's held-out data for None.
+    """Read data sets as training would make rows of them, each up to a number of tokens.
+
+    Args:
+        run: the resolved run, whose tokenizer, `data:` and `train:` settings make the rows.
+        data: data sets: files or names as under `data.train`; None for the run's held-out data.
+        tokens: the number of tokens to read from each data set, or fewer if it has fewer; whole rows are read.
 
     Returns:
-        The sources, and the token that pads them.
+        The sources, and the token id that pads rows.
 
     Raises:
-        UserError: all that is wrong with any of them.
+        UserError: a data set cannot be read, or has tokens that the model does not have. The problems of all data sets
+            are reported together.
     """
     config, model = run.config, run.model.source
     tokenizer = tokenizer_of(model.name, model.folder)
@@ -65,6 +78,7 @@ def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> t
 
 
 def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> Source:
+    """Draw rows in an order seeded by `train.seed` until they have at least `tokens` tokens, padding not counted."""
     order = np.random.default_rng(config.train.seed).permutation(len(rows))
     chosen, digest, count = [], hashlib.sha256(), 0
     for index in order.tolist():

@@ -1,1 +1,1 @@
-"""Training with its watchers: memory beside the prediction, pace, a report when memory runs out."""
+"""Training under observation: progress, memory measured beside its prediction, a report when memory runs out."""

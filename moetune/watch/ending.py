@@ -1,4 +1,4 @@
-"""The lines that are printed when a run has ended."""
+"""The lines that `moetune train` prints after a run: best loss, peak memory, files, next commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from moetune.training.run_folder import MEMORY_FILE, RunFolder
 
 
 def ending(path: Path) -> Iterator[str]:
-    """Yield the best evaluation, predicted and measured memory, where everything is, and what to do next."""
+    """Yield the lines that sum up a finished run: best held-out loss, peak memory, where the files are, next commands.
+
+    Args:
+        path: the run folder.
+    """
     folder = RunFolder(path)
     evaluations = [line for line in folder.metrics() if "eval_loss" in line]
     if len(evaluations) > 1:

@@ -1,4 +1,4 @@
-"""Predicted beside measured, for every run: `memory.json`."""
+"""`MemoryRecord`: measure the memory of a run's first steps, and write it beside the prediction to `memory.json`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,21 @@ from moetune.training.metrics import Pace
 from moetune.training.optim.values import generator_states, set_generator_states
 
 MEASURED_STEPS = 2
-"""Optimizer states appear in the first step; the second is like all that follow."""
+"""Number of steps that are measured: optimizer states appear in the first, and the second is like all later ones."""
 
 
 class MemoryRecord:
-    """Measures the first steps: on a CPU with the tracker that a trace uses, on CUDA with torch's counters."""
+    """Predicts the memory of a run, measures its first steps, and writes both to `memory.json`.
+
+    On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces also use.
+
+    Args:
+        loop: the training loop. It must not have begun its first step.
+        console: where a message appears if the run cannot be predicted.
+
+    Attributes:
+        predicted: the prediction for the current micro-batch, with balanced routing.
+    """
 
     def __init__(self, loop: Loop, console: Console) -> None:
         self.loop, self.console, self.device = loop, console, loop.device
@@ -41,18 +51,20 @@ class MemoryRecord:
         self._as_routed: int | None = None
         self._tracker = Tracker(named_modules(loop.adapted))
         self._tracking = ExitStack()
-        self._fullest: dict[int, list[int]] = {}  # by layer, the rows of the call in which an expert received most
+        self._fullest: dict[int, list[int]] = {}  # layer -> rows of each expert in the call with the fullest expert
         self._steps, self._rows = 0, 0
         self._measured: dict[str, int | None] | None = None
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
     def _predict(self, routing: Routing) -> Predicted:
-        """A prediction that cannot be made ends no training: it is noted. None changes what training draws: a trace
-        builds a model, which begins from the seed."""
+        """Predict the run; if that fails, print why and return an empty prediction, so that training goes on.
+
+        A prediction may draw random numbers, so the states of the random generators are restored.
+        """
         drawn = generator_states(self.device)
         try:
             return predicted(self.loop.smaller_run(), self.loop.ranks, self.card, routing)
-        except Exception as error:  # models have code of their own, which fails in its own ways
+        except Exception as error:  # a model's own code can raise anything
             self.console.print(
                 f"memory of this run cannot be predicted ({one_line(error)}); it trains without",
                 highlight=False,
@@ -63,7 +75,7 @@ class MemoryRecord:
             set_generator_states(drawn, self.device)
 
     def step_begins(self) -> None:
-        """Begin to measure; anew where the step restarts with a smaller micro-batch."""
+        """Start measuring at the first step; start again if a step is repeated with a smaller micro-batch."""
         if self._measured is None and self._rows != self.loop.micro_batch:
             if self._rows:
                 self._tracking.close()
@@ -74,11 +86,12 @@ class MemoryRecord:
             self._begin()
 
     def refused(self) -> Refused | None:
-        """End the measurement; return the state of the device at its last refused allocation, None if unknown."""
+        """Stop measuring, and return the device's state at the last refused allocation; None if there was none."""
         self._tracking.close()
         return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
 
     def _begin(self) -> None:
+        """Reset the counters of torch, or enter the tracker with all tensors of the model and the optimizer."""
         hooks = self.loop.adapted.expert_context.hooks
         self._tracking.enter_context(hooks.using(count_rows=self._count_rows))
         if self.device.type == "cuda":
@@ -87,22 +100,24 @@ class MemoryRecord:
         for tensor in tensors_of(self.loop.adapted.model):
             self._tracker.add(tensor)
         optimizer = self.loop.optimizer
-        for tensor in (*optimizer.masters(), *optimizer.states()):  # states are there if the run was resumed
+        for tensor in (*optimizer.masters(), *optimizer.states()):  # a resumed run already has optimizer states
             self._tracker.add(tensor)
         self._tracking.enter_context(self._tracker)
 
     def _count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
+        """Return the rows that each expert of a layer receives, and keep those of the call with the fullest expert."""
         rows = read_rows(layer, ids, num_experts)
         self._fullest[layer] = max(self._fullest.get(layer, rows), rows, key=max)
         return rows
 
     def step_ends(self) -> None:
+        """Count a step; after the last measured step, stop measuring and write the file."""
         self._steps += 1
         if self._steps == MEASURED_STEPS:
             self.finish()
 
     def finish(self) -> None:
-        """End the measurement and write it. Called again, write the tokens received since."""
+        """Stop measuring and write `memory.json`. Later calls only update the tokens that each expert has received."""
         self._tracking.close()
         if not self._steps:
             return
@@ -128,7 +143,12 @@ class MemoryRecord:
 
 
 class Predicted(NamedTuple):
-    """Bytes of the peak that this rank allocates, None if nobody knows; what a step computes."""
+    """A prediction for one rank.
+
+    Attributes:
+        peak: bytes allocated at the peak; None if it could not be predicted.
+        pace: the floating-point operations of a step, and the GPU's limit; empty for a CPU or a closed form.
+    """
 
     peak: int | None = None
     pace: Pace = Pace()
@@ -137,13 +157,17 @@ class Predicted(NamedTuple):
 def predicted(
     run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: Routing = BALANCED
 ) -> Predicted:
-    """Make one prediction: on a card by a trace, which counts operations too; else by closed form, or by a trace if
-    there is none. What was recorded for a closed form serves every routing. One of several ranks cannot record a step
-    while it runs: it reads what was recorded before (`record_ahead`).
+    """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
+
+    The operations need a trace. In all other cases the prediction uses a closed form; a single rank falls back to a
+    trace if the closed form fails. A rank of several cannot record a closed form while it runs: it reads what
+    `record_ahead` recorded before, and has no prediction if that is missing.
 
     Args:
-        card: whose kernels run, and whose workspaces are allocated; None for the CPU's.
-        routing: what the experts receive.
+        run: the run.
+        ranks: the ranks of the run, of which this process is one.
+        card: the GPU whose kernels run, and whose cuBLAS workspaces are added; None for a CPU.
+        routing: how many tokens each expert receives.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
     if not ranks.is_single or card is None or routing.load:

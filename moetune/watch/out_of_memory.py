@@ -1,4 +1,4 @@
-"""Out of memory: the memory at that moment beside the prediction, what holds it, and what would have fitted."""
+"""The report of a run that ran out of memory: actual beside predicted memory, largest tensors, remedies."""
 
 from __future__ import annotations
 
@@ -27,12 +27,25 @@ from moetune.training.step.observer import Where
 
 _LARGEST = 8
 _WORKING: tuple[PartName, ...] = ("saved_activations", "transient_peak")
-"""Parts that a tensor does not show: both are reported together."""
+"""Parts that cannot be told apart by looking at a tensor; both are reported as one."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What was found; bytes by part. `predicted` is of the fullest moment of the same phase."""
+    """The state of the memory when it ran out, and what would have fitted.
+
+    Attributes:
+        where: step, micro-step and phase of the run.
+        refused: the allocation that failed, and the state of the device.
+        actual: bytes of each part of the memory that was in use, and of all (`allocated`).
+        predicted: bytes of the same parts, as predicted for the fullest moment of this phase; None without a
+            prediction.
+        predicted_peak: predicted bytes at the peak of the whole run; None without a prediction.
+        largest: the largest groups of tensors.
+        others: other processes on the GPU.
+        remedies: changes of the run file, each of which would have been enough.
+        checkpoint: the folder of the last checkpoint; None if there is none.
+    """
 
     where: Where
     refused: Refused
@@ -65,10 +78,11 @@ class OutOfMemory:
         }
 
     def error(self) -> DoesNotFit:
-        """Return the error that ends the run."""
+        """Return the exception that ends the run, with the report as its message and as JSON."""
         return DoesNotFit("\n".join(self.lines()), self.to_json())
 
     def lines(self) -> Iterator[str]:
+        """Yield the lines of the report."""
         where, refused = self.where, self.refused
         micro_step = f"micro-step {where.micro_step}, " if where.phase in ("forward", "backward") else ""
         moment = f"in step {where.step}, {micro_step}{where.phase}"
@@ -108,11 +122,18 @@ def examine(
     optimizer: CombinedOptimizer | None = None,
     checkpoint: str | None = None,
 ) -> OutOfMemory:
-    """Describe the memory at the moment at which it ran out, and predict it.
+    """Describe the memory at the moment when it ran out, predict it, and look for remedies.
+
+    If the prediction fails, or the run has several ranks, the report has no prediction and no remedies.
 
     Args:
-        adapted, optimizer: as far as they were made.
-        checkpoint: the last one.
+        run: the run, with the micro-batch that it had at this moment.
+        refused: the allocation that failed.
+        where: step, micro-step and phase of the run.
+        device: the device that ran out of memory.
+        adapted: the model; None if it was not built yet.
+        optimizer: the optimizer; None if it was not built yet.
+        checkpoint: the folder of the last checkpoint; None if there is none.
     """
     card = find_gpu(catalog_name(device)) if device.type == "cuda" else None
     groups = owned(refused, adapted, optimizer)
@@ -120,12 +141,12 @@ def examine(
     for group in groups:
         of_part[group.part] += group.bytes
     predicted, peak, found = None, None, list[Remedy]()
-    if run.config.parallel.ranks == 1:  # one of several cannot record a step while it runs
-        with suppress(Exception):  # without a prediction the rest is reported
+    if run.config.parallel.ranks == 1:  # a rank of several cannot trace a step while it runs
+        with suppress(Exception):  # if the prediction fails, the rest is still reported
             traced = trace(run, gpu=card)
             beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
             predicted, peak = _by_name(parts_at(traced, where, beside)), traced.parts().total + beside
-            most = max(peak, predicted["allocated"])  # loading may need more than any step
+            most = max(peak, predicted["allocated"])  # loading the weights may need more than any step
             found = remedies(run, card or find_gpu("l40s"), refused.lacking + max(0, most - refused.reached))
     others = [one for one in processes_on(device) if one.pid != os.getpid()] if device.type == "cuda" else []
     actual = _by_name(Parts(**of_part))
@@ -133,10 +154,13 @@ def examine(
 
 
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
-    """Return the fullest moment of a traced phase. A micro-step that was not traced is like the last one that was.
+    """Return the predicted bytes of each part at the fullest moment of a phase.
 
     Args:
-        beside: further bytes, which the trace does not have.
+        traced: the trace of the run. It has at most two micro-steps of a step; a later one is taken to be like the last
+            one in the trace.
+        where: the phase and the micro-step.
+        beside: bytes that a trace does not contain, such as cuBLAS workspaces; they are added to `transient_peak`.
     """
     if where.phase == "load":
         assert traced.load is not None
@@ -153,6 +177,7 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
 
 
 def _by_name(parts: Parts) -> dict[str, int]:
+    """Return the bytes of each part by name, activations and temporaries as one, and the sum as `allocated`."""
     known: dict[str, int] = {name: size for name, size in parts.items() if name not in _WORKING}
     working = sum(getattr(parts, name) for name in _WORKING)
     return {**known, "activations_and_temporaries": working, "allocated": parts.total}

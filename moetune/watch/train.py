@@ -1,4 +1,4 @@
-"""`moetune.train`: training, and what watches it."""
+"""`moetune.train`, the Python API: call training/run.py with a `Watch` that shows progress and records memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from moetune.watch.out_of_memory import examine
 
 
 class Watch(Watcher):
-    """Shows a run on a console, measures its memory beside the prediction, and reports why it ran out."""
+    """Observes a run: shows progress on a console, records its memory, and reports why memory ran out.
+
+    Attributes:
+        progress: the progress bar.
+        memory: the memory record; None before the first step.
+    """
 
     def __init__(self, console: Console, device: torch.device) -> None:
         self.console, self.device = console, device
@@ -62,7 +67,7 @@ class Watch(Watcher):
         refused = self.memory.refused()
         if refused is None:
             return None
-        gc.collect()  # a checkpointed layer that failed keeps torch's hooks on, which a trace would run into
+        gc.collect()  # a checkpointed layer that failed keeps torch's hooks active, which would break a trace
         last = [str(checkpoint) for checkpoint in loop.folder.checkpoints()][-1:]
         return examine(
             loop.smaller_run(), refused, loop.where, self.device, loop.adapted, loop.optimizer, *last
@@ -84,17 +89,23 @@ def train(
     console: Console | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> TrainResult:
-    """Train as the run file says and leave the result in its run folder.
+    """Train as a run file says, and write the result into its run folder.
 
     Args:
-        run: resolved for the kind of `device`, or a run file; its problems are reported with those of data and output.
-        resume: `never`, `auto` or a checkpoint folder.
-        dry_run: check run file, data and output, count what would train, and stop.
-        device: by default the first of the kind that the run is resolved for.
-        ranks: the ranks of the run, of which this process is one; a dry run needs none.
+        run: a resolved run, or a run file; the problems of a run file, its data and its output are reported together.
+        resume: `never` for a new run; `auto` to continue from the newest checkpoint, if there is one; or the folder of
+            a checkpoint.
+        overwrite: replace an earlier run in the output folder.
+        dry_run: check run file, data and output, count what would train, and stop without writing a file.
+        device: by default the first device of the kind that the run is resolved for.
+        console: where progress is shown; by default stderr, and nothing on ranks other than the first.
+        ranks: the ranks of the run, of which this process is one. A dry run needs only one process.
+
+    Returns:
+        Steps, trained parameters, and held-out losses.
 
     Raises:
-        UserError: anything that the user can mend. No file has been written then.
+        UserError: the run file, its data or its output has an error; no file has been written then.
         DoesNotFit: memory ran out.
     """
     run = examine_run(run, kind_of(device))
