@@ -1,1 +1,1 @@
-"""The memory and time of a run, predicted: traced, by closed form, and reported."""
+"""Prediction of a run's memory and step time, by trace or by closed form, and the reports of both."""
