@@ -64,7 +64,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         if run.model.source.quantization.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if model.base != "mxfp4" or run.config.adapt.experts is not None:
-                # transformers dequantizes half of the weights at a time, by a lookup; torch widens its indices to 8 bytes
+                # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
                 on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, model, dtype))
         else:

@@ -146,7 +146,7 @@ class Steps(Watched):
     Attributes:
         feed: input of a step at the run's own sizes.
         trained: the parameters that train.
-        watch: counter of expert load; `run` removes its hooks, callers of the other methods do so themselves.
+        watch: hooks that count expert load; `run` removes them at its end, the other methods do not.
         phases: recorder of the forward and backward phases.
     """
 
