@@ -1,8 +1,8 @@
 """Scaled dot-product attention on fake CPU tensors by the operator that torch would choose on a given GPU.
 
 Torch chooses one of four operators for each call (cuDNN, flash, memory-efficient, math). They save and allocate
-different memory, and only math has tensors of S². The rules are those of torch 2.11 to 2.13 as its PyPI wheels are built
-(flash, memory-efficient and cuDNN kernels, cuDNN above 9.15.1), in `aten/src/ATen/native/transformers/`:
+different memory, and only math has tensors of S². The rules are those of torch 2.11 to 2.13, built as its PyPI wheels
+are (flash, memory-efficient and cuDNN kernels, cuDNN above 9.15.1), in `aten/src/ATen/native/transformers/`:
 
     cuda/sdp_utils.cpp      select_sdp_backend, priority_order, can_use_{cudnn,flash,mem_efficient}_attention
     sdp_utils_cpp.h         the checks that all devices share
@@ -193,7 +193,7 @@ def _flash_needs_much(head_size: int, dropout: float) -> bool:
 
 
 def _cudnn_head_size(capability: Capability, sizes: tuple[int, int]) -> int:
-    """Return the largest head size that cuDNN supports, given those of queries and values: check_cudnn_tensor_shapes."""
+    """Return cuDNN's largest head size, given (size of queries, size of values): check_cudnn_tensor_shapes."""
     return 256 if capability == (9, 0) else 192 if sizes == (192, 128) else 128
 
 
