@@ -1,7 +1,8 @@
-"""`Depths`: shares closed-form records between runs with the same shortened model, such as 6 or 12 trained layers.
+"""`Depths`: reuses one recorded step for runs that differ only in which decoder layers are identical.
 
 A record lists the storages of a shortened model, in which groups of layers stand for identical ones (trace/alike.py).
-Runs with the same shortened model differ only in the layers that each group stands for.
+Runs with the same shortened model, such as those that train the experts of the first 6 or of the first 12 layers, differ
+only in the layers that each group stands for.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Depths:
 
 
 def _kind_of_shortened(form: ClosedForm) -> Hashable:
-    """Return a key, equal for closed forms whose shortened models take the same step apart from sizes."""
+    """Return a key that is equal for closed forms whose shortened models have the same step apart from sizes."""
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
     starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}

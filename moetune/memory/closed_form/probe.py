@@ -48,7 +48,8 @@ class ProbeSizes:
             rows = next(free)
             held_out_rows = next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
         rows = 1 if shape.one_row else rows
-        # The length is `aligned` above a multiple of 128, so that rounding up to 8, 16, … 128 gives different numbers.
+        # The length is 128·k + aligned: rounding it up to 8, 16, … 128 then gives different numbers, where these are not
+        # the length itself.
         shortest = 2**16 // shape.aligned if shape.one_row else 53
         candidates = (shape.aligned * p for p in primes(shortest) if p % (2 * MOST_ALIGNED // shape.aligned) == 1)
         usable = (n for n in candidates if _is_probe_length(n, {rows, held_out_rows} - {1}))
@@ -107,11 +108,11 @@ def primes(start: int) -> Iterator[int]:
 
 
 def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
-    """Divide tokens for the loss so that the sizes of chunks and blocks have different large prime factors.
+    """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors.
 
     Args:
         tokens: tokens of a batch.
-        alone: divide into one chunk; otherwise into three with at least two blocks each, so that every place occurs.
+        alone: divide into one chunk; otherwise into three of two blocks each, so that every place occurs.
     """
     size = last = tokens
     if not alone:

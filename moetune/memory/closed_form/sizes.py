@@ -12,7 +12,8 @@ A monomial is a product of powers of sizes, such as B·S². The sizes have these
 | n | n | tokens received by the experts that are computed together |
 | r0, r1, … | q0, q1, … | tokens sent to the experts of each `ep` rank |
 | c, c′ | d, d′ | tokens of a chunk of the loss; of the last chunk |
-| b, b′, b″ | e, e′, e″ | tokens of a float32 block of the loss; of the last block in a chunk; of the last block in the last chunk |
+| b | e | tokens of a block of a chunk, whose logits are in float32 at once |
+| b′, b″ | e′, e″ | tokens of the last block in a chunk; of the last block in the last chunk |
 
 probe.py chooses values at which the bytes of a tensor show which sizes they are a product of.
 """
@@ -69,7 +70,7 @@ Place = tuple[str, str]
 """Position in the loops of the loss: (kind of chunk, kind of block in it), as in `PLACES`; "" outside of a loop."""
 
 PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), ("", "full", "rest")))
-"""All places: "middle" is any chunk between the first and the last; "full" any block of a chunk but the last, "rest"."""
+"""All places. "middle": any chunk between the first and the last; "rest": a chunk's last block; "full": any other."""
 
 
 def places(chunks: Chunks | None) -> np.ndarray:
@@ -147,7 +148,7 @@ HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
 
 
 def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
-    """Return the number of rows, under `name`, and of entries in cu_seqlens with two documents a row (`random_rows`)."""
+    """Return the rows, under `name`, and the entries of cu_seqlens with two documents a row, as in `random_rows`."""
     return {name: rows, f"2{name}+1": 2 * rows + 1}
 
 

@@ -228,8 +228,8 @@ def _gemm_4bit(
 ) -> Iterator[int]:
     """Product with a 4-bit weight: the dequantized weight; with double quantization also its scales in float32, twice.
 
-    From 512 rows on a weight of 4M elements is always dequantized (_gemm_4bit_use_custom_cuda); with fewer rows a kernel
-    without these workspaces may run. Source: bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback.
+    From 512 rows on a weight of 4M elements is always dequantized (_gemm_4bit_use_custom_cuda); with fewer rows another
+    kernel without these workspaces may run. Source: bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback.
 
     Args:
         rows: input [..., K].
