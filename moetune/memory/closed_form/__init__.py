@@ -1,1 +1,1 @@
-"""Memory of a run as a function of its sizes, derived from records of the trainer's own step."""
+"""The closed form: bytes of every storage of a step as products of sizes, fitted to recorded steps and evaluated."""

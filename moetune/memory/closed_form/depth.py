@@ -1,7 +1,8 @@
-"""Runs that differ in how many layers are alike: one record serves them all.
+"""`Depths`: reuses one recorded step for runs that differ only in which decoder layers are identical.
 
-A record lists the storages of a shortened model, in which groups of layers stand for others (trace/alike.py). Runs
-with the same shortened model differ in nothing but which layers each group stands for.
+A record lists the storages of a shortened model, in which groups of layers stand for identical ones (trace/alike.py).
+Runs with the same shortened model, such as those that train the experts of the first 6 or of the first 12 layers, differ
+only in the layers that each group stands for.
 """
 
 from __future__ import annotations
@@ -19,20 +20,29 @@ from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 
 _WHERE = ("targets", "layers", "ids")
-"""Keys of `adapt.lora` that the layers' kinds contain."""
+"""Keys of `adapt.lora` that say where LoRA is; the layers' kinds contain that already."""
 
 
 @dataclass
 class Depths:
-    """Closed forms that share what they have recorded."""
+    """Cache of closed forms that reuses a record for all runs with the same shortened model.
+
+    Lives in memory; the records themselves are also kept on disk (store.py).
+    """
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
 
     def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: Routing = BALANCED) -> Trace:
-        """Evaluate a run.
+        """Evaluate the closed form of a run; record a step first if no run with the same shortened model has one.
+
+        Args:
+            rank: number of the rank, from 0.
+            gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+            routing: assumed number of tokens of each expert.
 
         Raises:
             NoClosedForm: as `ClosedForm.at`.
+            UserError: as `ClosedForm.at`.
         """
         form = ClosedForm(run, rank, gpu)
         if can_be_shortened(run.config):
@@ -46,7 +56,7 @@ class Depths:
 
 
 def _kind_of_shortened(form: ClosedForm) -> Hashable:
-    """Everything that the step of the shortened model depends on, but sizes."""
+    """Return a key that is equal for closed forms whose shortened models have the same step apart from sizes."""
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
     starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}

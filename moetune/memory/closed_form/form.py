@@ -1,7 +1,7 @@
-"""Memory of runs of one kind at any size: records made once, kept on disk, and evaluated.
+"""`ClosedForm`: evaluates the memory of a run at any batch size and length from a step that was recorded once.
 
-Runs are of one kind if they differ in sizes alone: rows and tokens of a micro-batch, how the loss divides them, how
-many tokens each expert receives, and what no tensor depends on (steps, learning rates, files).
+One closed form serves all runs of a kind: runs that differ only in sizes (rows and tokens of a micro-batch, their
+division in the loss, tokens of each expert) and in settings that no tensor depends on (steps, learning rates, files).
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ from moetune.training.step.loss import Chunks
 
 @dataclass(frozen=True)
 class _Size:
-    """Arguments of an evaluation.
+    """Sizes at which a closed form is evaluated.
 
     Attributes:
-        rows: of each expert, by decoder layer.
-        batch, held_out: how the loss divides the tokens of a batch, and of a held-out one that counts.
+        shape: selects the record to evaluate.
+        sizes: values of the named sizes, without those of experts.
+        rows: decoder layer -> tokens of each of its experts.
+        batch: division of a micro-batch's tokens in the loss.
+        held_out: the same for an evaluation's batch; None if that has no more rows than a micro-batch.
     """
 
     shape: Shape
@@ -57,11 +60,13 @@ class _Size:
 
 @dataclass
 class ClosedForm:
-    """One rank of one kind of run.
+    """Memory of one rank, for all runs of one kind.
 
     Attributes:
-        gpu: the card whose kernels run; None for the CPU's.
-        recorded: None until something has been.
+        run: any run of the kind.
+        rank: number of the rank, from 0.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+        recorded: records that were read from disk or made; None before the first evaluation.
     """
 
     run: ResolvedRun
@@ -71,12 +76,15 @@ class ClosedForm:
 
     @cached_property
     def kinds(self) -> list[Hashable]:
-        """Properties of each decoder layer that its memory depends on."""
+        """For each decoder layer, all properties that its memory depends on; equal for identical layers."""
         return kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep)
 
     @cached_property
     def short(self) -> Shortened:
-        """The layers that are run, and what they stand for."""
+        """The decoder layers that are recorded, and the groups among them that stand for others.
+
+        Its `run` is the whole run, unlike that of `alike.shorten`.
+        """
         if not can_be_shortened(self.run.config):
             return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
         kept, units = groups(self.kinds)
@@ -84,13 +92,12 @@ class ClosedForm:
 
     @cached_property
     def limits(self) -> set[int]:
-        """Numbers of the model's configuration that a sequence's length is compared with, as with a window, a block, or
-        how many keys are chosen."""
+        """Lengths in the model's configuration, such as a window, to which its code may compare a sequence's length."""
         return _limits(self.run.model.settings.to_dict())
 
     @cached_property
     def key(self) -> str:
-        """Digest of the kind of run and of the versions that made its records."""
+        """Name of the records' file: a digest of kind, rank and compute capability, and of versions and source."""
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
@@ -100,14 +107,23 @@ class ClosedForm:
     def at(self, config: RunConfig, routing: Routing = ..., *, may_record: bool) -> Trace | None: ...
 
     def at(self, config: RunConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Trace | None:
-        """Evaluate a run of this kind: its last step, in which only bytes are by formula.
+        """Evaluate the closed form at the sizes of a run of this kind.
+
+        Reads records from disk; a step of a new shape is recorded, which takes seconds, and written to disk.
 
         Args:
-            may_record: whether to record a step that was not recorded before; else there may be no answer.
+            config: run of this kind, whose sizes are used.
+            routing: assumed number of tokens of each expert.
+            may_record: False to return None instead of recording a step.
+
+        Returns:
+            The trace of the whole model's last step, with bytes by formula and without collectives and work.
 
         Raises:
-            NoClosedForm: a storage of its step is no product of sizes, the model's code looks at values, or layers
-                differ in which of their experts receive no token.
+            NoClosedForm: a storage's bytes are no product of sizes; the number of storages depends on the length; the
+                model's code reads the values of tensors; the engine is DeepSpeed; layers differ in which of their
+                experts receive no token.
+            UserError: a recorded load in `routing` does not match the model's layers or experts.
         """
         known = self.recorded = self.recorded or store.read(self.key)
         if known is None or self._size(config, routing).shape not in known.records:
@@ -136,6 +152,7 @@ class ClosedForm:
         return replace(found, load=load_peaks(self.run, found))
 
     def _size(self, config: RunConfig, routing: Routing) -> _Size:
+        """Return the sizes of a run; raise `NoClosedForm` if layers differ in which experts receive no token."""
         assert self.recorded is not None
         head, train, length = self.recorded.head, config.train, config.train.sequence_length
         batch = Chunks.of(train.loss_bytes, head, train.micro_batch * length)
@@ -152,7 +169,12 @@ class ClosedForm:
         return _Size(shape, sizes_of(train.micro_batch, length, batch, more, held_out), rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, ExpertRows]:
-        """Rows of each expert, by layer, for these numbers of tokens."""
+        """Return decoder layer -> tokens of each of its experts.
+
+        Args:
+            trained: tokens of a micro-batch.
+            held_out: tokens of an evaluation's batch; 0 for none.
+        """
         tp, known = self.run.config.parallel.tp, dict[Hashable, ExpertRows]()
 
         def of(layer: MoeLayer) -> ExpertRows:
@@ -169,7 +191,11 @@ class ClosedForm:
 
     @contextmanager
     def _steps(self) -> Iterator[Steps]:
-        """A shortened model on fake tensors, its optimizer's states made."""
+        """Build the shortened model on fake tensors; yield its steps, with all optimizer states created.
+
+        Raises:
+            NoClosedForm: the engine is DeepSpeed, or code within the context reads the values of tensors.
+        """
         if self.run.config.parallel.engine == "deepspeed":
             raise NoClosedForm("DeepSpeed has no closed form: it joins all that trains; use --method trace")
         try:
@@ -184,10 +210,11 @@ class ClosedForm:
 
 
 _LIMITS = ("topk", "window", "block", "chunk", "budget")
-"""In their names."""
+"""Parts of the names under which a model's configuration has lengths that a sequence's length is compared with."""
 
 
 def _limits(settings: Any, name: str = "") -> set[int]:
+    """Return all integers, at any depth, whose nearest key contains a word of `_LIMITS`."""
     if isinstance(settings, Mapping):
         return set().union(*(_limits(value, str(key)) for key, value in settings.items()))
     if isinstance(settings, (list, tuple)):
@@ -197,10 +224,10 @@ def _limits(settings: Any, name: str = "") -> set[int]:
 
 
 def kind_of(run: ResolvedRun) -> dict[str, Any]:
-    """Everything that the storages of a step depend on, but sizes."""
+    """Return all settings of a run that the storages of its step depend on, except sizes, as JSON values."""
     config = run.config
     kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
-    # Those that are 0 do nothing.
+    # Of these only whether they are 0, that is off, matters.
     numbers = (
         "max_grad_norm",
         "max_grad_value",
@@ -224,25 +251,26 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Without what only scales an update; of the rest, numbers count by whether they are 0."""
+    """Return the settings of an optimizer that its tensors depend on; numbers are reduced to whether they are not 0."""
     settings = optimizer.model_dump(mode="json", exclude={"lr", "eps"})
     settings["betas"] = None if optimizer.betas is None else [bool(beta) for beta in optimizer.betas]
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
 
 
 _PROBED = (256, 768)
-"""Tokens, with the same alignment and no probe size among them."""
+"""Lengths in tokens, equally aligned, at which the number of a forward pass's tensors is compared."""
 
 
 def _head_of(steps: Steps) -> KnownHead:
-    """Run a forward pass; and a longer one, to see whether the model's code is as long.
+    """Return the sizes of the LM head, after forward passes at two lengths.
 
     Raises:
-        NoClosedForm: it loops over the sequence.
+        NoClosedForm: the passes allocate different numbers of tensors, so the model's code loops over the sequence.
     """
     adapted, lengths = steps.adapted, []
     trains = _head_trains(adapted.model)
-    for length in _PROBED if adapted.ranks.is_single else (_PROBED[0], *_PROBED):  # FSDP2's first pass makes what stays
+    # FSDP2's first forward pass creates buffers that stay, so it is not compared.
+    for length in _PROBED if adapted.ranks.is_single else (_PROBED[0], *_PROBED):
         batch = batches_of(adapted, length)(1)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
@@ -258,16 +286,20 @@ def _head_of(steps: Steps) -> KnownHead:
 
 
 def _head_trains(model: PreTrainedModel) -> bool:
-    """Whether anything outside of the decoder stack trains, or a head that is tied to what is inside."""
+    """Return whether any parameter outside of the decoder stack trains, tied LM heads included."""
     inside = f"{next(path for path, module in model.named_modules() if module is decoder_stack(model))}."
     named = model.named_parameters(remove_duplicate=False)
     return any(parameter.requires_grad for name, parameter in named if not name.startswith(inside))
 
 
 def record_ahead(run: ResolvedRun) -> None:
-    """Record the steps of all ranks of a run ahead: a rank cannot record while it runs."""
+    """Record the steps of all kinds of ranks of a run and write them to disk, before the ranks start.
+
+    A rank cannot record while it runs, because recording needs a process group of its own. A run without a closed form
+    is ignored: its `memory.json` has no prediction.
+    """
     card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
     try:
         by_kind(run, BALANCED, lambda rank: ClosedForm(run, rank, card).at(run.config))
     except UserError:
-        return  # without a closed form, memory.json has no prediction
+        return

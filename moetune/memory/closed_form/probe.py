@@ -1,6 +1,7 @@
-"""Probe sizes: large primes, times what alignment asks for.
+"""Choice of the sizes at which a closed form records a step: primes by which nothing else in a model is divisible.
 
-The bytes of a tensor then say which sizes they are a product of, because nothing else in a model is divisible by these.
+At such sizes the bytes of a tensor show which sizes they are a product of. Lengths are a large prime times the power of
+two that their alignment requires.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from moetune.training.step.loss import Chunks
 
 @dataclass(frozen=True)
 class ProbeSizes:
-    """The sizes of one recording: products of primes that are no size of the model's own.
+    """Sizes of one recorded step.
 
     Attributes:
-        batch, held_out: how the loss divides its tokens.
-        idle: the experts that receive no token, of a batch and of a held-out one.
+        rows: rows of a micro-batch.
+        sequence: tokens of a row.
+        held_out_rows: rows of an evaluation's batch, if there is one.
+        batch: division of a micro-batch's tokens in the loss.
+        held_out: the same for an evaluation's batch; None without an evaluation.
+        idle: ids of the experts that receive no token, in a micro-batch and in an evaluation's batch.
     """
 
     rows: int
@@ -31,17 +36,20 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> ProbeSizes:
-        """The probe sizes of that number.
+        """Choose probe sizes for a shape.
 
         Args:
-            own: sizes of the model's tensors.
+            shape: shape of the batches.
+            own: sizes of the dimensions of the model's weights; numbers of rows do not divide them.
+            number: which of several different choices to return, from 0.
         """
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
         for _ in range(number + 1):
             rows = next(free)
             held_out_rows = next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
         rows = 1 if shape.one_row else rows
-        # One above a multiple of 128 pieces: what it is rounded up to then differs, whatever it is rounded to.
+        # The length is 128·k + aligned: rounding it up to 8, 16, … 128 then gives different numbers, where these are not
+        # the length itself.
         shortest = 2**16 // shape.aligned if shape.one_row else 53
         candidates = (shape.aligned * p for p in primes(shortest) if p % (2 * MOST_ALIGNED // shape.aligned) == 1)
         usable = (n for n in candidates if _is_probe_length(n, {rows, held_out_rows} - {1}))
@@ -51,11 +59,18 @@ class ProbeSizes:
         return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle)
 
     def longer(self, limits: Collection[int]) -> tuple[int, ...]:
-        """The limits that its length is below."""
+        """Return the limits that are greater than the sequence length, ascending."""
         return tuple(sorted(limit for limit in limits if limit > self.sequence))
 
     def of_length(self, sequence: int, shape: Shape) -> ProbeSizes:
-        """The same with sequences of this length, which need be no probe: they are only compared."""
+        """Return the same sizes with another sequence length.
+
+        The length need not be a prime: a step of this size is compared with the monomials, and not factored.
+
+        Args:
+            sequence: tokens of a row.
+            shape: shape of the batches, which this length must have.
+        """
 
         def chunks(rows: int, *, alone: bool = False) -> Chunks:
             tokens = rows * sequence
@@ -66,17 +81,25 @@ class ProbeSizes:
         return replace(self, sequence=sequence, batch=chunks(self.rows, alone=shape.is_alone), held_out=held_out)
 
     def count(self, total: int, experts: int, top_k: int, tp: int) -> list[int]:
-        """The rows of each expert, of `total`."""
+        """Return the rows of each of `experts` experts, which sum to `total`; idle experts receive none.
+
+        Args:
+            total: rows of all experts; a total of a micro-batch's tokens × top_k / tp selects that batch's idle
+                experts, any other the evaluation's.
+            top_k: experts of each token.
+            tp: ranks that divide the tokens of a batch among them.
+        """
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
 
     def sizes(self) -> Sizes:
+        """Return all named sizes except those of experts; without B and 2B+1 if there is a single row."""
         sizes = sizes_of(self.rows, self.sequence, self.batch, self.held_out_rows, self.held_out)
-        # A single row is no factor, and what has its two documents is constant.
+        # A single row cannot be found as a factor, and the size of its cu_seqlens is constant.
         return sizes if self.rows > 1 else {name: size for name, size in sizes.items() if name not in ("B", "2B+1")}
 
 
 def primes(start: int) -> Iterator[int]:
-    """The primes from a number on."""
+    """Yield the odd primes from a number on, ascending; `start` must be greater than 1."""
     number = start | 1
     while True:
         if all(number % divisor for divisor in range(3, int(number**0.5) + 1, 2)):
@@ -85,7 +108,12 @@ def primes(start: int) -> Iterator[int]:
 
 
 def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
-    """A division of `tokens` with every place, or into one chunk, whose sizes can be told apart."""
+    """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors.
+
+    Args:
+        tokens: tokens of a batch.
+        alone: divide into one chunk; otherwise into three of two blocks each, so that every place occurs.
+    """
     size = last = tokens
     if not alone:
         size = next(p for p in primes(int(tokens * 0.36)) if _is_large_prime_or_twice(tokens - 2 * p))
@@ -96,8 +124,15 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
 
 
 def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
-    """Numbers of rows that sum to `total`: the same prime for all, the rest for the last; 0 for experts that are
-    idle."""
+    """Return the rows of each expert, which sum to `total`.
+
+    Idle experts receive none, the last busy expert the rest, and all other experts the same prime number, or an equal
+    share where that is less.
+
+    Args:
+        experts: number of experts.
+        idle: ids of the experts that receive none.
+    """
     busy = [expert for expert in range(experts) if expert not in idle]
     each = min(next(primes(total * 9 // (10 * len(busy)))), total // len(busy)) if len(busy) > 1 else 0
     rows = dict.fromkeys(idle, 0) | dict.fromkeys(busy, each)
@@ -107,24 +142,30 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
 
 
 def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
-    """Whether no size that follows from the length is a product of small primes, or shares one with the rows."""
+    """Return whether every size that follows from a length has a prime factor above 50 and shares none with the rows.
+
+    Args:
+        sequence: length in tokens.
+        rows: numbers of rows, all prime.
+    """
     return all(
         _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()
     )
 
 
 def _is_large_prime_or_twice(number: int) -> bool:
+    """Return whether a number is a prime above 1,000 times a power of two."""
     odd = _without_factors(number, 3)
     return odd > 1000 and next(primes(odd)) == odd
 
 
 def _is_rough(number: int) -> bool:
-    """Whether it has a prime factor above 50."""
+    """Return whether a number has a prime factor above 50."""
     return _without_factors(number, 50) > 50
 
 
 def _without_factors(number: int, below: int) -> int:
-    """A number divided by all its factors below another one."""
+    """Divide a number, as often as possible, by each integer from 2 up to but not including `below`."""
     for divisor in range(2, below):
         while number and number % divisor == 0:
             number //= divisor

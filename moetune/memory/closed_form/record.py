@@ -1,7 +1,7 @@
-"""One step of a shortened model, recorded at probe sizes: every storage, as a monomial of the sizes.
+"""`Record`: one recorded step of a shortened model, with the bytes of every storage as a monomial of sizes.
 
-A record is made twice, at different sizes. The first gives the monomials; the second, which was not used for them, must
-be what they say.
+A step is recorded at two different choices of probe sizes. The monomials are derived from the first; the second is used
+to check them.
 """
 
 from __future__ import annotations
@@ -40,24 +40,27 @@ Integers = Annotated[
     PlainValidator(lambda values: np.asarray(values, dtype=np.int64)),
     PlainSerializer(lambda values: values.tolist()),
 ]
+"""An int64 array, which pydantic writes as a list."""
 
 
 class NoClosedForm(UserError):
-    """A storage of the step is no product of sizes that are known."""
+    """Raised when a run has no closed form, for instance because a storage's bytes are no product of sizes."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step of a shortened model.
+    """One step of a shortened model. A block's bytes are coefficient × monomial × tokens of its experts.
 
     Attributes:
-        log: every storage and its order, at the first of the probe sizes.
-        coefficients: [blocks] bytes are this times the monomial, and times the rows of `experts`.
-        monomials: [blocks] numbers into `powers`.
-        experts: [blocks] numbers into `groups`, with whose rows the bytes grow; -1 for none.
-        layers: [blocks] the decoder layer, of those that are run, that was at work; -1 outside of layers.
-        places: [blocks] numbers into `sizes.PLACES`: where in the loops of the loss they are made.
-        groups: experts whose rows are computed together.
+        log: allocations and releases; the bytes in it are those at the first probe sizes.
+        coefficients: [blocks] constant factor of the bytes.
+        monomials: [blocks] index in `powers` of the product of sizes.
+        powers: the different monomials.
+        experts: [blocks] index in `groups` of the experts whose tokens are a factor of the bytes; -1 for none.
+        layers: [blocks] decoder layer in which the block is allocated, counted among the layers that ran, from 0; -1
+            outside of layers.
+        places: [blocks] index in `sizes.PLACES` of the loss's chunk and block in which the block is allocated.
+        groups: tuples of ids of experts that are computed together.
     """
 
     log: Log
@@ -71,15 +74,17 @@ class Record:
 
     @cached_property
     def held_out(self) -> np.ndarray:
-        """[blocks] whether their rows are those of a held-out batch."""
+        """[blocks] whether each is allocated in the evaluation, and so depends on the held-out batch."""
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
-        """[blocks] bytes at these sizes.
+        """Return [blocks] the bytes at given sizes; 0 for blocks in chunks of the loss that do not exist there.
 
         Args:
-            rows: of each expert.
-            batch, held_out: how the loss divides its tokens.
+            sizes: values of all sizes in `powers`.
+            rows: tokens of each expert.
+            batch: division of a micro-batch's tokens in the loss.
+            held_out: the same for an evaluation's batch; None if there is none.
         """
         values = self.coefficients * values_of(self.powers, sizes)[self.monomials]
         for counts, which in ((rows.trained, ~self.held_out), (rows.held_out, self.held_out)):
@@ -91,9 +96,16 @@ class Record:
         return values
 
     def repeated(self, short: Shortened) -> tuple[Events, np.ndarray]:
-        """The events of the layers that those of the shortened model stand for, and [storages] the decoder layer that
-        is at work when each storage is born; -1 outside of layers."""
-        place = {layer: number for number, layer in enumerate(short.kept)}  # as the record numbers layers
+        """Expand the record into the events of a whole model.
+
+        Args:
+            short: decoder layers that ran, numbered as in the whole model, and the groups that stand for others.
+
+        Returns:
+            The events, and [storages] the number of the decoder layer in which each storage is allocated; -1 outside of
+            layers.
+        """
+        place = {layer: number for number, layer in enumerate(short.kept)}  # layer -> its number in the record
         stands_for = {number: [layer] for layer, number in place.items()} | {OUTSIDE: [OUTSIDE]}
         units = []
         for unit in short.units:
@@ -107,7 +119,7 @@ class Record:
         return events, table[self.layers[events.like], events.copies]
 
     def formula(self, block: int) -> str:
-        """The bytes of a block in words, as in `2·B·S·n`."""
+        """Return the formula of a block's bytes as text, such as "2·B·S·n". The sizes' names are in sizes.py."""
         exponents = {1: "", 2: "²"}
         powers = self.powers[self.monomials[block]]
         factors = [f"{name}{exponents.get(exponent, f'^{exponent}')}" for name, exponent in powers]
@@ -115,20 +127,20 @@ class Record:
 
 
 def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()) -> Record:
-    """Record one step of a shortened model.
+    """Record one step of a shortened model at two choices of probe sizes, and derive the monomials of its storages.
 
     Args:
-        steps: of that model, its optimizer's states made.
-        shape: what the batches are to be like.
-        length: of a sequence of that shape.
-        limits: numbers that a length may be compared with. Where probe lengths are not on the same side of all of
-            them as this one, the record is compared with a step of this length too.
+        steps: steps of the model, on fake tensors and with all optimizer states created.
+        shape: shape of the batches.
+        length: tokens of a sequence of that shape, as in the run to predict.
+        limits: lengths to which the model's code may compare a sequence's length. If the probe lengths are not below
+            the same limits as `shape.longer`, the record is also compared with a step at `length`.
 
     Raises:
-        NoClosedForm: a storage is no product of sizes.
+        NoClosedForm: the steps allocate different storages, or a storage's bytes are no product of sizes.
     """
     if not steps.adapted.ranks.is_single:
-        _recorded(steps, ProbeSizes.of(shape, (), 2))  # FSDP2 makes in its first step what it keeps
+        _recorded(steps, ProbeSizes.of(shape, (), 2))  # FSDP2's first step creates buffers that stay
     own = {size for tensor in steps.adapted.model.parameters() for size in tensor.shape}
     probes = [ProbeSizes.of(shape, own, number) for number in (0, 1)]
     if any(one.longer(limits) != shape.longer for one in probes):
@@ -163,7 +175,7 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
 
 
 def _refuse_other_storages(log: Log, other: Log) -> None:
-    """Raise `NoClosedForm` if a step at other sizes makes other storages, or in another order."""
+    """Raise `NoClosedForm` if two logs differ in the order of their allocations and releases."""
     if log.entries != other.entries:
         pairs = enumerate(zip(log.entries, other.entries, strict=False))
         at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
@@ -174,11 +186,14 @@ def _refuse_other_storages(log: Log, other: Log) -> None:
 def _compare(
     log: Log, other: Log, found: Sequence[tuple[int, bool, Powers]], values: Mapping[Powers, int], rows: ExpertRows
 ) -> None:
-    """Refuse a record that is not what a step at other sizes is.
+    """Raise `NoClosedForm` if the bytes of a step at other sizes differ from those of the monomials.
 
     Args:
-        found: of each block its coefficient, whether it grows with rows, and its monomial.
-        values: the monomials at the other sizes.
+        log: log from which the monomials were derived.
+        other: log at the other sizes.
+        found: for each block its coefficient, whether it is multiplied by its experts' tokens, and its monomial.
+        values: monomial -> its value at the other sizes.
+        rows: tokens of each expert at the other sizes.
     """
     for block, is_, (coefficient, grows, power) in zip(log.blocks, other.blocks, found, strict=True):
         if is_.bytes != coefficient * values[power] * (rows.of(is_) if grows else 1):
@@ -189,7 +204,11 @@ def _compare(
 
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
-    """The log of a step, its sizes, what experts received, and the places of its blocks."""
+    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and [blocks] their places.
+
+    Raises:
+        NoClosedForm: as `_places_of`.
+    """
     config, adapted = steps.config, steps.adapted
     tp, moe = config.parallel.tp, adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
@@ -205,10 +224,10 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
     held_out_rows = probe.held_out_rows if probe.held_out is not None else 0
     feed = Feed(batches_of(adapted, probe.sequence), probe.rows, held_out_rows, batch, held_out)
     with steps.counting(count):
-        if adapted.ranks.is_single:  # the last one, which adds to the gradients of those before it
+        if adapted.ranks.is_single:  # the last micro-step, which adds to existing gradients
             micro_steps = min(2, config.train.accumulate)
             log = steps.record(tracker, feed, micro_steps, begun=micro_steps - 1)
-        else:  # the first one and the last send other things than those between
+        else:  # the first, the last and those between send different things
             log = steps.record(tracker, feed, min(3, config.train.accumulate))
     rows = ExpertRows(
         *(
@@ -220,10 +239,12 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
 
 
 def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarray:
-    """Where each block is made. A place that a division of the loss leaves out takes its blocks with it.
+    """Return [blocks] the index in `PLACES` at which each block is allocated.
+
+    Where a division of the loss has no such place, `Record.bytes_at` sets its blocks to 0 bytes.
 
     Raises:
-        NoClosedForm: a block that is made elsewhere dies in such a place.
+        NoClosedForm: a block is freed in another chunk or block of the loss than it is allocated in.
     """
     chunks = [held_out if block.phase == "evaluation" else batch for block in log.blocks]
     made = [of.place(block.born) for of, block in zip(chunks, log.blocks, strict=True)]

@@ -1,16 +1,21 @@
-"""The sizes that a step's tensors grow with, and the monomials in them that each tensor's bytes are.
+"""Sizes on which a step's memory depends (rows, length, chunks of the loss, tokens of experts), and monomials in them.
 
-| name | what |
-|---|---|
-| B, S | rows of a micro-batch, and their tokens |
-| 2B+1 | cu_seqlens of packed documents, two a row; in an evaluation 2E+1 |
-| S↑n, S+256 | S rounded up to a multiple of n, and with 128 rows for each document, as attention kernels pad |
-| n | tokens that the experts at work receive; in an evaluation E rows, and m |
-| r0, r1, … | tokens that go to the experts of each `ep` rank; in an evaluation q0, q1, … |
-| c, c′ | tokens of a chunk of the loss, and of the last one; of an evaluation d, d′ |
-| b′, b″ | tokens of the last float32 block of a chunk, and of the last chunk; b of the others |
+A monomial is a product of powers of sizes, such as B·S². The sizes have these names in formulas:
 
-A record is made at sizes that can be told apart in numbers of bytes (probe.py).
+| name | in an evaluation | meaning |
+|---|---|---|
+| B | E | rows of a micro-batch |
+| 2B+1 | 2E+1 | entries of cu_seqlens for packed documents, two a row |
+| S | S | tokens of a row |
+| S-1, S+1 | | S less and plus one token |
+| S↑n, S+256 | | S rounded up to a multiple of n; S plus 128 rows for each of two documents, as attention kernels pad |
+| n | n | tokens received by the experts that are computed together |
+| r0, r1, … | q0, q1, … | tokens sent to the experts of each `ep` rank |
+| c, c′ | d, d′ | tokens of a chunk of the loss; of the last chunk |
+| b | e | tokens of a block of a chunk, whose logits are in float32 at once |
+| b′, b″ | e′, e″ | tokens of the last block in a chunk; of the last block in the last chunk |
+
+probe.py chooses values at which the bytes of a tensor show which sizes they are a product of.
 """
 
 from __future__ import annotations
@@ -29,26 +34,28 @@ from moetune.run.resolve import ResolvedRun
 from moetune.training.step.loss import Chunks
 
 Sizes = dict[str, int]
+"""Name of a size -> its value."""
 Powers = tuple[tuple[str, int], ...]
-"""A monomial: each size and its exponent, sorted."""
+"""A monomial: pairs of a size's name and its exponent, sorted; empty for a constant."""
 
 MOST_ALIGNED = 64
-"""Largest alignment of a length."""
+"""Largest power of two by which alignments of a length are distinguished."""
 _ROUNDED = (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Properties of a batch that decide which tensors exist: a record of one shape serves all its sizes.
+    """Properties of a batch that decide which tensors a step allocates. One record serves all sizes of a shape.
 
     Attributes:
-        aligned: the largest power of two up to 64 that divides the length.
-        one_row: whether a batch has one row, and attention is computed by plain operations: some copy rows that are
-            beside others, and not a single one.
-        is_alone: whether a batch is one chunk of the loss, of a tail that trains: then no gradients are summed up.
-        held_out: whether there are held-out batches that count.
-        idle: the numbers of the experts that receive no token, of a batch and of a held-out one.
-        longer: numbers of the model's configuration, such as a window, that a sequence is shorter than.
+        aligned: largest power of two, up to 64, that divides the sequence length.
+        one_row: whether a batch has a single row and attention consists of plain operations, some of which copy a row
+            only if there are others.
+        is_alone: whether a batch is a single chunk of the loss and the LM head trains, so that no gradients of chunks
+            are summed.
+        held_out: whether an evaluation's batch has more rows than a micro-batch, and so is recorded.
+        idle: ids of the experts that receive no token, in a micro-batch and in an evaluation's batch.
+        longer: lengths in the model's configuration, such as a window, that are greater than the sequence length.
     """
 
     aligned: int
@@ -60,14 +67,14 @@ class Shape:
 
 
 Place = tuple[str, str]
-"""Position in the loops of the loss: the chunk, and the block of it; "" outside of them."""
+"""Position in the loops of the loss: (kind of chunk, kind of block in it), as in `PLACES`; "" outside of a loop."""
 
 PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), ("", "full", "rest")))
-"""One chunk between the first and the last stands for all such, and one full block for all but the last of a chunk."""
+"""All places. "middle": any chunk between the first and the last; "rest": a chunk's last block; "full": any other."""
 
 
 def places(chunks: Chunks | None) -> np.ndarray:
-    """[places] whether a step has them whose loss is divided so; None: it has no loss."""
+    """Return [places] whether each of `PLACES` occurs in a loss that is divided into these chunks; None for no loss."""
     there: set[Place] = {("", "")}
     if chunks is not None:
         count = -(-chunks.tokens // chunks.size)
@@ -80,23 +87,25 @@ def places(chunks: Chunks | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NotedChunks(Chunks):
-    """Chunks that note where a step is in the loops of the loss.
+    """Chunks of the loss that record, while the loss iterates over them, at which place the step is.
 
     Attributes:
-        length: of the step's log.
-        noted: from which length of the log on the step is at which place.
+        length: returns the number of entries in the step's log so far.
+        noted: (number of entries in the log, place from there on), in order of time.
     """
 
     length: Callable[[], int]
     noted: list[tuple[int, Place]] = field(default_factory=lambda: [(0, ("", ""))])
 
     def slices(self) -> Iterator[slice]:
+        """Yield the tokens of each chunk, and record which chunk it is."""
         for rows in super().slices():
             self._at("first" if rows.start == 0 else "last" if rows.stop >= self.tokens else "middle")
             yield rows
             self._at("")
 
     def blocks(self, tokens: int) -> Iterator[slice]:
+        """Yield the tokens of each block in a chunk of `tokens` tokens, and record which block it is."""
         chunk = self.noted[-1][1][0]
         for rows in super().blocks(tokens):
             self._at(chunk, "full" if rows.stop < tokens else "rest")
@@ -107,16 +116,22 @@ class NotedChunks(Chunks):
         self.noted.append((self.length(), (chunk, block)))
 
     def place(self, at: int) -> int:
-        """The number of the place at which something was noted in the log."""
+        """Return the index in `PLACES` of the place at which entry `at` of the log was recorded."""
         return PLACES.index(self.noted[bisect_right(self.noted, at, key=itemgetter(0)) - 1][1])
 
 
 def alignment(length: int) -> int:
+    """Return the largest power of two, up to `MOST_ALIGNED`, that divides a length."""
     return gcd(length, MOST_ALIGNED)
 
 
 def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
-    """The sizes of chunks and blocks, under these names: chunk, last chunk, block, last block of each."""
+    """Return the sizes, in tokens, of a division of the loss.
+
+    Args:
+        names: names for a chunk, the last chunk, a block, the last block of a chunk, and the last block of the last
+            chunk: `CHUNK_NAMES` or `HELD_OUT_NAMES`.
+    """
     count = -(-chunks.tokens // chunks.size)
     last = chunks.tokens - (count - 1) * chunks.size
     values = (chunks.size, last, chunks.block, _rest(chunks.size, chunks.block), _rest(last, chunks.block))
@@ -124,6 +139,7 @@ def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
 
 
 def _rest(tokens: int, block: int) -> int:
+    """Return the tokens of the last block in a chunk."""
     return tokens - (-(-tokens // block) - 1) * block
 
 
@@ -132,21 +148,25 @@ HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
 
 
 def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
-    """Rows of a batch, and the cu_seqlens of their documents (`training/step/batch.py: random_rows` has two a row)."""
+    """Return the rows, under `name`, and the entries of cu_seqlens with two documents a row, as in `random_rows`."""
     return {name: rows, f"2{name}+1": 2 * rows + 1}
 
 
 def lengths(sequence: int) -> Sizes:
-    """S, its neighbours and what it is rounded up to."""
+    """Return all sizes that follow from the sequence length: S, S-1, S+1, S+256, and S rounded up to multiples."""
     near = {f"S{n:+}": sequence + n for n in (-1, 1, 256)}
     return {"S": sequence, **near, **{f"S↑{n}": -(-sequence // n) * n for n in _ROUNDED}}
 
 
 def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out: Chunks | None) -> Sizes:
-    """All sizes of a step.
+    """Return all sizes of a step except those of experts.
 
     Args:
-        batch, held_out: how the loss divides the tokens of a batch, and of a held-out one that counts.
+        rows: rows of a micro-batch.
+        length: tokens of a row.
+        batch: division of a micro-batch's tokens in the loss.
+        held_out_rows: rows of an evaluation's batch; ignored if `held_out` is None.
+        held_out: division of that batch's tokens in the loss; None without an evaluation.
     """
     sizes = {**lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES), **rows_and_cu_seqlens(rows, "B")}
     if held_out is not None:
@@ -156,14 +176,19 @@ def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows of each expert, of a batch and of a held-out one."""
+    """Tokens that each expert of a layer receives.
+
+    Attributes:
+        trained: [experts] tokens of a micro-batch.
+        held_out: [experts] tokens of an evaluation's batch; empty without an evaluation.
+    """
 
     trained: tuple[int, ...]
     held_out: tuple[int, ...] = ()
 
     @property
     def idle(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The experts that receive none, of each."""
+        """The ids of the experts that receive no token, in a micro-batch and in an evaluation's batch."""
         of_batch, of_held_out = (
             tuple(expert for expert, count in enumerate(counts) if not count)
             for counts in (self.trained, self.held_out)
@@ -171,13 +196,13 @@ class ExpertRows:
         return of_batch, of_held_out
 
     def of(self, block: Block) -> int:
-        """The rows of the experts that a block was made for; 0 if it was for none."""
+        """Return the tokens of the experts that were computed when a block was allocated; 0 if there were none."""
         counts = self.held_out if block.phase == "evaluation" else self.trained
         return sum(counts[expert] for expert in block.experts)
 
 
 def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
-    """The rows that go to each of the ranks which share the experts."""
+    """Return the tokens sent to the experts of each `ep` rank, named r0, r1, … and q0, q1, …; empty without `ep`."""
     if not run.placement:
         return {}
     placed = next(iter(run.placement.values()))
@@ -190,10 +215,13 @@ def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
 
 
 class Monomials:
-    """Factors numbers of bytes into products of sizes.
+    """Factors numbers of bytes into monomials of sizes.
 
     Args:
-        sizes: probe sizes.
+        sizes: probe sizes (probe.py). Of names with the same value the first is used; values up to 1 are ignored.
+
+    Attributes:
+        values: (value, name) of each size, largest first, which is the order of the divisions.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -204,10 +232,14 @@ class Monomials:
         self.values = sorted(((value, name) for value, name in first.items()), reverse=True)
 
     def of(self, nbytes: int, rows: int = 0) -> tuple[int, bool, Powers]:
-        """(coefficient, whether it grows with the rows of experts, monomial of all else).
+        """Factor a number of bytes, by dividing it by each size as often as possible.
 
         Args:
-            rows: of the experts at work; 0 if there are none.
+            nbytes: bytes of a storage.
+            rows: tokens of the experts that were computed when it was allocated; 0 if there were none.
+
+        Returns:
+            The constant coefficient, whether the bytes are also a multiple of `rows`, and the monomial.
         """
         powers: dict[str, int] = {}
         rest, grows = nbytes, bool(rows and nbytes and nbytes % rows == 0)
@@ -223,6 +255,7 @@ class Monomials:
 
 
 def value_of(powers: Powers, sizes: Mapping[str, int]) -> int:
+    """Evaluate a monomial; raise `KeyError` if one of its sizes has no value."""
     product = 1
     for name, exponent in powers:
         product *= sizes[name] ** exponent
@@ -230,4 +263,5 @@ def value_of(powers: Powers, sizes: Mapping[str, int]) -> int:
 
 
 def values_of(monomials: Sequence[Powers], sizes: Mapping[str, int]) -> np.ndarray:
+    """Evaluate monomials; return [monomials] int64."""
     return np.array([value_of(powers, sizes) for powers in monomials], dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Records of a kind of run, in memory and on disk, as compressed JSON. Nothing in a file executes.
+"""Storage of closed-form records on disk: one compressed JSON file for each kind of run and rank.
 
-Files are in `$MOETUNE_CACHE`, or `$XDG_CACHE_HOME/moetune`, or `~/.cache/moetune`; one that cannot be read or written
-is as if there were none. Names carry a digest of the run's kind, of the versions of what made the record, and of
-moetune's own source, so that an old one is never found.
+Files are in `$MOETUNE_CACHE`, or else in `moetune/closed_form` under `$XDG_CACHE_HOME` or `~/.cache`. Reading executes
+nothing from a file. A file that cannot be read or written is treated as missing. File names are digests of the run's
+kind, the rank, the versions of libraries and moetune's source, so that outdated records are never found.
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.repeat import Events
 
 _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+"""Libraries whose versions a record depends on."""
 
 
 @dataclass(frozen=True)
 class KnownHead:
-    """Properties of an LM head that decide how the loss divides its tokens, and whether it trains."""
+    """Properties of an LM head that decide how the loss divides its tokens.
+
+    Attributes:
+        vocabulary: number of logits of a token.
+        width: bytes of a logit.
+        row_bytes: bytes, for one token, of all tensors of logits that the head allocates.
+        trains: whether any parameter outside of the decoder stack trains.
+    """
 
     vocabulary: int
     width: int
@@ -43,15 +51,31 @@ class KnownHead:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Records of one rank of a kind of run: the model's LM head, and steps by their shapes."""
+    """All records of one rank of a kind of run.
+
+    Attributes:
+        head: sizes of the model's LM head.
+        records: shape of the batches -> recorded step. `ClosedForm` adds to it.
+    """
 
     head: KnownHead
     records: dict[Shape, Record] = field(default_factory=dict)
     _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
     def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Of the record of that shape the events of these layers, and [storages] the decoder layer at work when each
-        storage is born; -1 outside of layers."""
+        """Return `Record.repeated` of the record with a shape; cached.
+
+        Args:
+            shape: shape of the batches.
+            short: decoder layers that ran, and the groups that stand for others.
+
+        Returns:
+            The events of the whole model, and [storages] the number of the decoder layer in which each storage is
+            allocated; -1 outside of layers.
+
+        Raises:
+            KeyError: there is no record with this shape.
+        """
         key = shape, short.kept, short.units
         if key not in self._events:
             self._events[key] = self.records[shape].repeated(short)
@@ -59,13 +83,19 @@ class Recorded:
 
 
 def key_of(kind: dict[str, Any], rank: int) -> str:
-    """The name of the records of one rank of a kind of run."""
+    """Return the digest that names the file of a kind of run's records for one rank: 32 hexadecimal digits.
+
+    Args:
+        kind: settings that the step's storages depend on, as JSON values.
+        rank: number of the rank, from 0.
+    """
     whole = {"kind": kind, "rank": rank, "versions": {name: version(name) for name in _MADE_BY}, "source": _source()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @cache
 def _source() -> str:
+    """Return a digest of all of moetune's Python files."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
@@ -74,7 +104,11 @@ def _source() -> str:
 
 
 def folder() -> Path:
-    """The folder of all records."""
+    """Return the folder of all records, which need not exist.
+
+    Raises:
+        UserError: `MOETUNE_CACHE` is set to something that cannot be a path, or there is no home folder.
+    """
     own = os.environ.get("MOETUNE_CACHE")
     try:
         if own:
@@ -86,29 +120,40 @@ def folder() -> Path:
 
 @cache
 def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]:
-    """A file's content: its key, the LM head, the records."""
+    """Return the type of a file's content: (key, sizes of the LM head, shapes and records)."""
     return TypeAdapter(tuple[str, KnownHead, list[tuple[Shape, Record]]])
 
 
 def read(key: str) -> Recorded | None:
-    """Read a file; None if there is none that is whole."""
+    """Read the records with a key; return None if their file is missing, damaged, or has another key inside.
+
+    Raises:
+        UserError: as `folder`.
+    """
     try:
         own, head, records = _content().validate_json(gzip.decompress(_file(key).read_bytes()))
     except UserError:
         raise
-    except Exception:  # whatever is wrong with it: it is made again
+    except Exception:  # whatever is wrong with the file: a new one is recorded
         return None
-    return Recorded(head, dict(records)) if own == key else None  # else it is another's, under this name
+    return Recorded(head, dict(records)) if own == key else None  # a renamed file is not used
 
 
 def write(key: str, recorded: Recorded) -> None:
-    """Keep it all under that name, whole or not at all."""
+    """Write the records' file, replacing an older one, whole or not at all; ignore errors of the file system.
+
+    Args:
+        key: digest that names the file, as `key_of`.
+
+    Raises:
+        UserError: as `folder`.
+    """
     content = _content().dump_json((key, recorded.head, list(recorded.records.items())))
     try:
         folder().mkdir(parents=True, exist_ok=True)
         write_whole(_file(key), gzip.compress(content, 1))
     except OSError:
-        return  # it is made again next time
+        return  # recorded again next time
 
 
 def _file(key: str) -> Path:

@@ -1,1 +1,1 @@
-"""The kernels of a GPU, in a trace on fake CPU tensors: its attention, and workspaces inside kernels."""
+"""Memory of CUDA kernels for traces on fake CPU tensors: choice of the attention kernel, and workspaces."""

@@ -1,16 +1,17 @@
-"""Scaled dot-product attention as torch runs it on a GPU.
+"""Scaled dot-product attention on fake CPU tensors by the operator that torch would choose on a given GPU.
 
-Torch chooses one of four operators for each call; they keep and take different memory, and only the last has tensors
-of S². The rules are those of torch 2.11 to 2.13 as its PyPI wheels are built (flash, memory-efficient and cuDNN
-kernels, cuDNN above 9.15.1), in `aten/src/ATen/native/transformers/`:
+Torch chooses one of four operators for each call (cuDNN, flash, memory-efficient, math). They save and allocate
+different memory, and only math has tensors of S². The rules are those of torch 2.11 to 2.13, built as its PyPI wheels
+are (flash, memory-efficient and cuDNN kernels, cuDNN above 9.15.1), in `aten/src/ATen/native/transformers/`:
 
     cuda/sdp_utils.cpp      select_sdp_backend, priority_order, can_use_{cudnn,flash,mem_efficient}_attention
     sdp_utils_cpp.h         the checks that all devices share
     attention.cpp           scaled_dot_product_attention: what is done to masks and head sizes before the operator
 
-The operators have shapes and derivatives on fake CPU tensors, so they run there in a GPU's stead.
+All four operators compute shapes and derivatives on fake CPU tensors, so they run without a GPU.
 
-Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v], mask [B or 1, h or 1, S, S_k].
+Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v], mask [B or 1, h or 1, S, S_k] for batch
+B, heads h, key-value heads h_kv, lengths S and S_k, head sizes d and d_v. Comments name torch's functions.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def attention_of(capability: Capability) -> Iterator[None]:
-    """Replace `scaled_dot_product_attention` by that of a GPU of this compute capability.
+    """Replace `torch.nn.functional.scaled_dot_product_attention` by `attention` within the `with` block.
 
-    The function itself is replaced: a TorchFunctionMode is off while `Tensor.backward` runs, recomputation included.
+    The function itself is replaced, because torch disables a TorchFunctionMode during `Tensor.backward`, and so in
+    recomputation under activation checkpointing.
+
+    Args:
+        capability: compute capability of the GPU, as (major, minor).
     """
     functional: Any = torch.nn.functional
     own = functional.scaled_dot_product_attention
@@ -58,10 +63,15 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by the operator that a GPU would run.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by the operator that torch would choose on a GPU.
+
+    All arguments but the first are those of torch's function.
+
+    Args:
+        capability: compute capability of the GPU, as (major, minor).
 
     Returns:
-        [B, h, S, d_v], laid out as that operator does.
+        The output [B, h, S, d_v], with the strides that the operator gives it.
     """
     kernel = choose(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     mask = attn_mask
@@ -94,7 +104,7 @@ def attention(
     )[0]
 
 
-# --- Which one ----------------------------------------------------------------------------------------------------
+# --- Choice of the operator ---------------------------------------------------------------------------------------
 
 
 def choose(
@@ -107,9 +117,10 @@ def choose(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Kernel:
-    """The operator that torch chooses on a GPU of this compute capability: `select_sdp_backend`.
+    """Return the attention operator that torch would choose on a GPU, as its `select_sdp_backend` does.
 
-    Operators that the process has turned off (`torch.backends.cuda.enable_cudnn_sdp(False)` and so on) are not chosen.
+    Operators that are disabled in this process (`torch.backends.cuda.enable_cudnn_sdp(False)` and the like) are not
+    chosen. Arguments are those of `attention`.
     """
     tensors = (query, key, value)
     if any(tensor.dim() != 4 for tensor in tensors):  # check_tensor_shapes
@@ -155,7 +166,7 @@ def choose(
         aligned = 128 // (8 * query.element_size()) if major >= 8 or query.dtype in _HALF else 1
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
-            and same_heads  # it has no grouped heads
+            and same_heads  # the efficient kernel has no grouped heads
             and mask_is_dense
             and all(stride == 1 for stride in strides)
             and q[3] == k[3]
@@ -163,27 +174,31 @@ def choose(
             and query.dtype in ((*_HALF, torch.float32) if major >= 8 else (torch.float16, torch.float32))
         )
 
-    if capability[0] in (9, 10) and cudnn():  # check_prefer_cudnn_attention; elsewhere it stands behind math
+    if capability[0] in (9, 10) and cudnn():  # check_prefer_cudnn_attention; elsewhere ranked after math
         return "cudnn"
     return "flash" if flash() else "efficient" if efficient() else "math"
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
+    """Return whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _flash_needs_much(head_size: int, dropout: float) -> bool:
-    """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120."""
+    """Return whether flash's backward needs more shared memory than cards with 99 KiB a block have.
+
+    Source: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
+    """
     return 192 < head_size <= 224 or (head_size > 224 and dropout > 0)
 
 
 def _cudnn_head_size(capability: Capability, sizes: tuple[int, int]) -> int:
-    """check_cudnn_tensor_shapes: the largest head, for queries and values of these sizes."""
+    """Return cuDNN's largest head size, given (size of queries, size of values): check_cudnn_tensor_shapes."""
     return 256 if capability == (9, 0) else 192 if sizes == (192, 128) else 128
 
 
 def _cudnn_takes(mask: Tensor, q: torch.Size, k: torch.Size) -> bool:
-    """check_attn_mask_shape."""
+    """Return whether cuDNN supports a mask, for a query of shape `q` and a key of shape `k`: check_attn_mask_shape."""
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
     full = (q[0], q[1], q[2], k[2])[-mask.dim() :]

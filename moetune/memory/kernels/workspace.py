@@ -1,9 +1,11 @@
-"""Workspaces that CUDA kernels allocate and free inside themselves, by operation.
+"""Table of the workspaces that CUDA kernels allocate and free within one operation, in bytes.
 
-Sizes are requested bytes; all of an operation's are alive at once, beside its outputs, and gone when it returns. The
-sources are torch's, 2.11 to 2.13; each function names the file and the function that allocates.
+Sizes are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
+outputs, and freed when it returns. Each private function yields the workspaces of one operation from its arguments and
+names its source: the file and function of torch 2.11 to 2.13 that allocates.
 
-Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v].
+Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v] for batch B, heads h, key-value heads h_kv,
+lengths S and S_k, head sizes d and d_v; gradients are those of the output, [B, h, S, d_v].
 """
 
 from __future__ import annotations
@@ -22,33 +24,47 @@ from moetune.experts.kernels.grouped import runs_as_one
 
 aten = torch.ops.aten
 FLOAT = 4
+"""Bytes of a float32."""
 
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
-    """Bytes that an operation takes before its outputs."""
+    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes.
+
+    Args:
+        func: overload of an operator, as a dispatch mode receives it.
+        capability: compute capability of the GPU, as (major, minor).
+        args, kwargs: arguments of the call.
+    """
     return _FIRST[func](capability, *args, **kwargs) if func in _FIRST else ()
 
 
 def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
-    """Bytes that an operation takes once its outputs are there."""
+    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes.
+
+    Args:
+        func: overload of an operator, as a dispatch mode receives it.
+        capability: compute capability of the GPU, as (major, minor).
+        args: positional arguments of the call.
+    """
     return _TAKEN[func](capability, *args) if func in _TAKEN else ()
 
 
 def _ceil(number: int, multiple: int) -> int:
+    """Round up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def _copy_unless_dense(tensor: Tensor) -> int:
-    """Bytes of the copy that a kernel makes of a [B, h, S, d] tensor whose heads do not lie inside its tokens."""
+    """Return the bytes of a kernel's copy of a [B, h, S, d] tensor; 0 if its memory is in the order [B, S, h, d]."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.numel() * tensor.element_size()
 
 
 def _flash_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: Any
 ) -> Iterator[int]:
-    """cuda/attention_backward.cu: _flash_attention_backward; cuda/flash_attn/flash_api.cpp: mha_bwd.
+    """Backward of flash attention: row sums and dQ in float32; with grouped heads, dK and dV of all query heads.
 
-    Row sums and dQ in float32, with grouped heads dK and dV of all query heads.
+    Source: cuda/attention_backward.cu: _flash_attention_backward; cuda/flash_attn/flash_api.cpp: mha_bwd.
     """
     batch, heads, length, size = query.shape
     rounded = _ceil(length, 128)
@@ -71,9 +87,13 @@ def _flash_varlen_backward(
     starts: Tensor,
     *_: Any,
 ) -> Iterator[int]:
-    """cuda/flash_attn/flash_api.cpp: mha_varlen_bwd. Query [T, h, d], `starts` of the documents and their end [n + 1].
+    """Backward of flash attention on packed documents: as `_flash_backward`, with 128 rows more for each document.
 
-    128 rows beside each document's own, so that no two touch.
+    Source: cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
+
+    Args:
+        query: [T, h, d] for T tokens of all documents; key and value likewise.
+        starts: [n + 1] first token of each of the n documents, and T.
     """
     tokens, heads, size = query.shape
     rows = tokens + 128 * (starts.shape[0] - 1)
@@ -86,13 +106,16 @@ def _flash_varlen_backward(
 
 
 def _flash_size(head_size: int) -> int:
-    """head_size_rounded."""
+    """Return the head size to which flash attention pads: head_size_rounded in flash_api.cpp."""
     return _ceil(head_size, 32 if head_size <= 128 else 64)
 
 
 def _efficient_forward(capability: Capability, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Iterator[int]:
-    """cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
-    kNeedsOutputAccumulatorBuffer. A head that does not fit one block of keys is added up in float32."""
+    """Memory-efficient attention: for 16-bit heads larger than 128, an accumulator of the output in float32.
+
+    Source: cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
+    kNeedsOutputAccumulatorBuffer.
+    """
     if max(query.shape[-1], value.shape[-1]) > 128 and query.element_size() < FLOAT:
         yield query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * FLOAT
 
@@ -100,9 +123,10 @@ def _efficient_forward(capability: Capability, query: Tensor, key: Tensor, value
 def _efficient_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *_: Any
 ) -> Iterator[int]:
-    """cuda/attention_backward.cu: _efficient_attention_backward; mem_eff_attention/kernel_backward.h:
-    Params::workspace_size. Row sums in float32; dQ in float32, in tiles; dK and dV too where a tile is narrower than a
-    head.
+    """Backward of memory-efficient attention: row sums in float32, and dQ in float32 by tiles.
+
+    Where a tile is narrower than a head, dK and dV in float32 too. Source: cuda/attention_backward.cu:
+    _efficient_attention_backward; mem_eff_attention/kernel_backward.h: Params::workspace_size.
     """
     batch, heads, length, size = query.shape
     keys, size_v = key.shape[2], value.shape[-1]
@@ -110,11 +134,11 @@ def _efficient_backward(
     block_i, block_j, most = _tile(capability, max(size, size_v), is_half)
     row_sums = batch * heads * length * FLOAT
     blocks, columns = -(-length // block_i), -(-size // block_j)
-    # GradQTempStorage: a lock and a counter, a tile
+    # GradQTempStorage: 16 bytes for a lock and a counter, and a tile
     workspace = batch * heads * blocks * columns * (16 + block_i * block_j * FLOAT)
     yield _copy_unless_dense(gradient)
     yield row_sums
-    if not is_half:  # the row sums are a product and its sum, gone before the workspace comes
+    if not is_half:  # row sums need a float32 product, freed before the workspace is allocated
         yield max(workspace, gradient.numel() * FLOAT + row_sums)
         return
     yield workspace
@@ -124,11 +148,18 @@ def _efficient_backward(
 
 
 _EVERY_SIZE = 65536
+"""Limit of the head size in kernels without a limit."""
 
 
 def _tile(capability: Capability, head_size: int, is_half: bool) -> tuple[int, int, int]:
-    """(queries, keys, largest head) of the first kernel that takes this head on this card: dispatch_cutlassB_*_sm80 in
-    mem_eff_attention/kernels/cutlassB.h, less those that need more shared memory than it has."""
+    """Return (rows of queries, rows of keys, largest head size) of the kernel that torch chooses for a head size.
+
+    Source: dispatch_cutlassB_*_sm80 in mem_eff_attention/kernels/cutlassB.h, without the kernels that need more shared
+    memory than the card has.
+
+    Args:
+        is_half: whether the dtype has 16 bits.
+    """
     little = has_little_shared_memory(capability)
     if capability < (8, 0):
         kernels = [(64, 64, 32), (64, 64, 64), (64, 64, 128), (64, 64, _EVERY_SIZE)]
@@ -145,9 +176,11 @@ def _tile(capability: Capability, head_size: int, is_half: bool) -> tuple[int, i
 def _cudnn_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> Iterator[int]:
-    """cudnn/MHA.cpp: run_cudnn_SDP_bprop takes what the plan asks for. Not seen on a card: row sums and dQ in float32,
-    with grouped heads dK and dV of all query heads, as cudnn-frontend's CompositeSDPABackwardNode names them
-    (scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum, dK_fullhead, dV_fullhead).
+    """Backward of cuDNN attention: row sums and dQ in float32; with grouped heads, dK and dV of all query heads.
+
+    Not verified on a card: cudnn/MHA.cpp: run_cudnn_SDP_bprop allocates what cuDNN's plan requests. These tensors are
+    those of cudnn-frontend's CompositeSDPABackwardNode (scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum,
+    dK_fullhead, dV_fullhead).
     """
     batch, heads, length, size = query.shape
     yield batch * heads * length * FLOAT
@@ -157,20 +190,23 @@ def _cudnn_backward(
 
 
 def _softmax_backward(capability: Capability, gradient: Tensor, output: Tensor, *_: Any) -> Iterator[int]:
-    """cuda/SoftMax.cu: softmax_backward_cuda_out multiplies gradient and output first."""
+    """Backward of softmax: the product of gradient and output. Source: cuda/SoftMax.cu: softmax_backward_cuda_out."""
     yield gradient.numel() * gradient.element_size()
 
 
 def _safe_softmax(capability: Capability, scores: Tensor, *_: Any) -> Iterator[int]:
-    """SoftMax.cpp: _safe_softmax keeps the plain softmax and what is masked until rows without any key are zero."""
+    """Safe softmax: the plain softmax and a mask of one byte an element, until fully masked rows are set to zero.
+
+    Source: SoftMax.cpp: _safe_softmax.
+    """
     yield scores.numel() * (scores.element_size() + 1)
 
 
 def _embedding_backward(capability: Capability, gradient: Tensor, indices: Tensor, *_: Any) -> Iterator[int]:
-    """cuda/Embedding.cu: embedding_dense_backward_cuda; cuda/EmbeddingBackwardKernel.cu.
+    """Backward of an embedding, above 3,072 tokens: sorted indices, and partial sums of gradients in float32.
 
-    Of more than 3,072 tokens: sorted and original places, and sums in float32 of up to ten equal tokens, here taken to
-    be as many as tokens, which is the most.
+    One partial sum is of up to ten equal tokens; as many partial sums as tokens are assumed, which is an upper bound.
+    Source: cuda/Embedding.cu: embedding_dense_backward_cuda; cuda/EmbeddingBackwardKernel.cu.
     """
     if (tokens := indices.numel()) > 3072:
         yield 4 * tokens * indices.element_size()
@@ -190,10 +226,16 @@ def _gemm_4bit(
     *_: Any,
     **__: Any,
 ) -> Iterator[int]:
-    """bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback; rows [.., K], a weight of `shape` [N, K].
+    """Product with a 4-bit weight: the dequantized weight; with double quantization also its scales in float32, twice.
 
-    The weight as it is multiplied, and its scales in float32, before and after their mean is added. From 512 rows on a
-    weight of 4M is always unpacked so (_gemm_4bit_use_custom_cuda); below, what is noted here may not be taken.
+    From 512 rows on a weight of 4M elements is always dequantized (_gemm_4bit_use_custom_cuda); with fewer rows another
+    kernel without these workspaces may run. Source: bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback.
+
+    Args:
+        rows: input [..., K].
+        packed: the quantized weight.
+        shape: (N, K), the shape of the weight.
+        absmax_8bit: scales under double quantization; None without.
     """
     if absmax_8bit is not None:
         yield from [absmax_8bit.numel() * FLOAT] * 2
@@ -201,11 +243,11 @@ def _gemm_4bit(
 
 
 def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
-    """cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel, of whole numbers [n].
+    """Stable sort of integers [n]: the indices 0 to n - 1 and, above 4,096 elements, the memory of cub's radix sort.
 
-    The numbers 0 to n - 1; above 4,096 what cub's radix sort asks for, in one piece: counts of 256 digits in a pass for
-    each byte of a number, if there are several both arrays once more, and 1 KiB for each few thousand numbers, which is
-    left out here: it is no product of sizes.
+    cub makes one pass for each byte of an element, with 256 counts each. With more than one pass it allocates keys and
+    indices once more. It also takes 1 KiB for every few thousand elements, which is left out because it is no product
+    of sizes. Source: cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel.
     """
     if keys.dim() == 1 and not keys.is_floating_point():
         n, passes = keys.numel(), keys.element_size()
@@ -215,18 +257,21 @@ def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
 
 
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:
-    """cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100: of each of C products three sizes, addresses and strides;
-    CUTLASS's four descriptors for each of 132 multiprocessors. Seen on 9.0 alone."""
+    """Grouped product on compute capability 9.x: arguments of each product, and CUTLASS's tensor descriptors.
+
+    For each product three sizes, addresses and strides; four descriptors of 128 bytes for each of 132 multiprocessors.
+    Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
+    """
     if capability[0] == 9 and runs_as_one(capability, a, b):
         yield len(counts) * (3 * 4 + 3 * 8 + 3 * 8)
         yield 132 * 4 * 128
 
 
 HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
-"""By operation, its outputs on the host: the seed and the offset of dropout (cuda/attention.cu:
+"""Operator -> indices of its outputs in host memory: the seed and the offset of dropout (cuda/attention.cu:
 _efficient_attention_forward)."""
 _FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
-"""By operation, workspaces allocated before its output."""
+"""Operator -> function that yields the workspaces allocated before its output."""
 _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
     aten.sort.stable: _sort,
     torch.ops.moetune.grouped_mm.default: _grouped_mm,
@@ -239,4 +284,4 @@ _TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
-"""By operation, workspaces allocated after its outputs."""
+"""Operator -> function that yields the workspaces allocated after its outputs."""

@@ -1,4 +1,4 @@
-"""The trainer's own steps, watched: births and deaths of storages, on fake tensors or on real ones."""
+"""The trace: run the trainer's own steps on fake or real tensors and record every storage."""
 
 from moetune.memory.trace.steps import Steps, batches_of, vocabulary_of
 from moetune.memory.trace.tracing import NotTraceable, trace

@@ -1,8 +1,10 @@
-"""Layers that are alike take the same memory in the same order: a few of them stand for all.
+"""Choice of the decoder layers that a trace runs, where a few of many identical layers stand for the others.
 
-A stack of decoder layers is groups that repeat: one layer, or a few that take turns (attention with a window and
-without). Of a group that repeats often the first, the second and the last are run; the second, which has neighbours of
-its own kind on both sides, stands for all that are left out (repeat.py).
+Identical layers allocate the same memory in the same order. A stack of decoder layers consists of groups that repeat: a
+group is one layer, or a few layers that alternate, such as attention with a window and without. Of a group that repeats
+at least four times only the first, the second and the last repetition are run: the shortened model. The second has
+neighbours of its own kind on both sides and stands for all repetitions that are left out; repeat.py writes out their
+part of the log.
 """
 
 from __future__ import annotations
@@ -17,32 +19,34 @@ from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun
 
 _LONGEST = 8
-"""Layers of a group: the longest turn that a known architecture takes."""
+"""Most layers of a group: the longest pattern of alternating layers in a known architecture."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A group of layers that is run, and the groups that it stands for, itself the first of them.
+    """A group of consecutive decoder layers that is run, and the identical groups that it stands for.
 
     Attributes:
-        copies: the layer numbers of each group, in order.
+        copies: for each group its layer numbers, in order of the model. `copies[0]` is the group that is run; the
+            others are left out.
     """
 
     copies: tuple[tuple[int, ...], ...]
 
     @property
     def layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that are run."""
         return self.copies[0]
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A run with fewer decoder layers.
+    """A run of whose decoder layers only some are run.
 
     Attributes:
-        run: the same but for the layers that are left out.
-        kept: the numbers of those that are run, in order.
-        units: what some of them stand for.
+        run: the run; `shorten` returns one whose model skips the layers that are left out.
+        kept: numbers of the layers that are run, ascending.
+        units: groups among the kept layers that stand for layers that are left out.
     """
 
     run: ResolvedRun
@@ -51,14 +55,26 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Leave out layers that others can stand for."""
+    """Return a run with only the decoder layers that a trace has to run.
+
+    Args:
+        ranks: the traced rank; only its position on the `ep` axis matters, by which it holds experts.
+    """
     kinds = kinds_of(run, ranks.coordinates.ep)
     kept, units = groups(kinds)
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
 
 
 def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
-    """Choose the layers to run, by the kind of each, and what they stand for."""
+    """Choose the layers to run.
+
+    Args:
+        kinds: for each decoder layer a value that is equal for identical layers.
+
+    Returns:
+        The numbers of the layers to run, ascending, and the groups among them that stand for others. Without a group
+        that repeats four times, all layers and no groups.
+    """
     kept: list[int] = []
     units: list[Unit] = []
     at = 0
@@ -79,7 +95,7 @@ def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
 
 
 def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
-    """Number of consecutive repetitions of the group of `size` kinds at this place."""
+    """Count how often the group of `size` kinds that starts at index `at` occurs in a row; 0 past the end."""
     times, group = 1, kinds[at : at + size]
     while kinds[at + times * size : at + (times + 1) * size] == group:
         times += 1
@@ -87,11 +103,16 @@ def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
 
 
 def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
-    """Properties that a decoder layer's memory depends on, by layer, on one of the `ep` ranks."""
+    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers.
+
+    Args:
+        ep: position of the rank on the `ep` axis, which decides the experts that it holds.
+    """
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     checkpointing = run.config.train.checkpointing
-    # Whether gradients have to go through the layer, whatever trains in it; under checkpointing they always do.
+    # Whether gradients pass through the layer whatever trains in it: always under checkpointing, else if an earlier
+    # layer or a weight outside of the layers trains.
     arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)
     kinds: list[Hashable] = []
     for number, (path, layer) in enumerate(decoder_layers(run.model.plain).items()):
@@ -101,17 +122,21 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
         )
-        stays = checkpointing == "offload" and number == 0  # its input, if it is that of a frozen embedding
+        stays = checkpointing == "offload" and number == 0  # its input, a frozen embedding's output, stays on the GPU
         kinds.append((arrive, stays, trains, held.get(number, ()), *_make(layer)))
         arrive = arrive or any(trains)
     return kinds
 
 
 _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number", "depth")
+"""Attributes in which modules keep the number of their layer, which differs between identical layers."""
 
 
 def _make(layer: nn.Module) -> Iterator[Hashable]:
-    """Classes, tensors and plain settings of a layer and everything in it, its number left out."""
+    """Yield, for a layer and each module in it, path, class, plain attributes, and names, shapes and dtypes of tensors.
+
+    Attributes that hold the layer's number are left out.
+    """
     for path, module in layer.named_modules():
         settings = tuple(
             (name, value)

@@ -1,6 +1,7 @@
-"""The peaks before the first step: what loading takes on the GPU and on the host, beside what stays there.
+"""Peaks of GPU and host memory while weights are loaded, before the first step.
 
-What quantizing a matrix takes is traced; what arrives at once follows from how checkpoints hold experts.
+Quantization of one matrix is traced on fake tensors. How much of a checkpoint is in memory at once is computed from how
+checkpoints of the model type store experts (`expert_layout`).
 """
 
 from __future__ import annotations
@@ -23,23 +24,29 @@ from moetune.run.resolve import ResolvedRun
 
 
 def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
-    """The most that loading takes.
+    """Compute the peaks of GPU and host memory, in bytes, while the weights of a run are loaded.
 
-    A checkpoint: the banks are there from the start, the experts are read one by one, and then all else. Where it holds
-    an expert's gate and up apart, they are read and joined: twice the matrix. Where a layer's experts are rows of one
-    tensor, a row is read at a time; a tensor that has to be converted is read whole. MXFP4 stays as it is. The host
-    holds what is being read, or the embedding.
+    Weights from a checkpoint: the expert banks are allocated first, then experts are read one by one, then all other
+    weights. The GPU's peak is the larger of all loaded weights, and the banks plus one expert's gate_up matrix while it
+    is read and quantized:
 
-    Random weights: the banks are there, and one after the other is filled. Weights are drawn a layer's experts at a
-    time, with a mask of one byte a weight that checks the draw; the embedding and the head come last. A linear layer on
-    its way is taken to be no larger than they are.
+    - A checkpoint with separate gate and up tensors: both are read and joined, which takes the matrix twice.
+    - A checkpoint with all experts of a layer in one tensor: one expert is read at a time, unless the tensor has to be
+      converted (`expert_layout`), which reads it whole.
+    - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
+
+    The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
+
+    Random weights: banks are allocated, then filled one after the other. All experts of a layer are drawn at once, with
+    a mask of one byte a weight that checks the draw. The embedding and the LM head are drawn last; no linear layer is
+    assumed to be larger than these.
 
     Args:
-        traced: a step of the run, which begins with what stays after loading.
+        traced: prediction of the same run, by trace or closed form; only the bytes of its loaded weights are read.
     """
     structure, model = run.structure, run.config.model
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))
-    dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16  # auto is that of a GPU
+    dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16  # `auto` is bf16 on a GPU
     outside = max(part.numel for part in structure.parameters if part.layer is None)
     shapes = list(dict.fromkeys(layer.shape for layer in structure.moe_layers))
     if model.weights == "random":
@@ -54,10 +61,10 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     if shapes:
         shape = shapes[0]
         matrix = _gate_up(shape)
-        if run.model.source.quantization.method == "mxfp4":  # as it is, unless it is quantized otherwise, or trains
+        if run.model.source.quantization.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if model.base != "mxfp4" or run.config.adapt.experts is not None:
-                # transformers looks half of the weights up at a time, by indices that torch widens to 8 bytes
+                # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
                 on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, model, dtype))
         else:
@@ -70,11 +77,12 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
 
 
 def _gate_up(shape: ExpertShape) -> int:
-    """Weights of an expert's larger matrix."""
+    """Return the number of weights in an expert's gate_up matrix, the larger of its two."""
     return shape.hidden * shape.intermediate * (2 if shape.has_gate else 1)
 
 
 def _quantizing(shape: ExpertShape, model: ResolvedModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes that quantizing an expert's gate_up matrix takes, as `quantizing`."""
     rows = _gate_up(shape) // shape.hidden
     return quantizing((rows, shape.hidden), model.base, model.double_quant, dtype, shape.is_transposed)
 
@@ -83,13 +91,19 @@ def _quantizing(shape: ExpertShape, model: ResolvedModelConfig, dtype: torch.dty
 def quantizing(
     shape: tuple[int, int], storage: Storage, double_quant: bool, dtype: torch.dtype, is_transposed: bool
 ) -> int:
-    """Bytes that quantizing a matrix takes at most, beside the matrix and its place in a bank: traced.
+    """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors.
+
+    The matrix itself and its place in the expert bank are not counted. Results are cached.
 
     Args:
-        is_transposed: it lies the other way round, and is copied.
+        shape: (rows, columns) of the matrix.
+        storage: format of the quantized weights.
+        double_quant: whether the quantization constants are quantized too.
+        dtype: dtype of the matrix.
+        is_transposed: whether the matrix is a transposed view, which quantization has to copy first.
     """
     tiny = QuantizedExperts(1, (BLOCK, BLOCK), storage, double_quant=double_quant)
-    tiny.quantize_(0, torch.zeros(BLOCK, BLOCK, dtype=dtype))  # bitsandbytes keeps a table that is no fake one
+    tiny.quantize_(0, torch.zeros(BLOCK, BLOCK, dtype=dtype))  # creates the real lookup table that bitsandbytes caches
     stack = QuantizedExperts(1, shape, storage, double_quant=double_quant, device="meta")
     with FakeTensorMode(allow_non_fake_inputs=True), Tracker({}) as tracker:
         stack.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""The log of a tracker: storages, their births and deaths in order, phases, layers, messages and work."""
+"""Record types of a trace: the log of storages allocated and freed, phases, layer boundaries and messages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from moetune.parallel.messages import Message
 
 @dataclass(slots=True)
 class Block:
-    """One storage.
+    """One storage, or one workspace that a kernel allocates and frees while it runs.
 
     Attributes:
-        part: final when the trace ends: a gradient is known as one after its birth.
-        module, op: what made it.
-        born, died: places in the log; `died` is None if it outlives the trace.
-        on_host: it is host memory, which counts apart.
-        managed: it is host memory that the driver may move to the device.
-        fetched: it is a copy on the device of host memory.
-        layer: the decoder layer of a weight, a gradient or an optimizer state, whenever it is born.
-        experts: the experts whose rows were being computed together.
-        in_bank: it is loaded with an expert bank.
+        bytes: size as requested, before the allocator rounds it up.
+        part: line of the memory report that counts the storage; may change until the trace ends, because a tensor is
+            often identified as a gradient or an optimizer state only after it was allocated.
+        phase: phase in which the storage was allocated.
+        module: path of the innermost named module that was running; empty outside of them, and where `op` is a label.
+        op: name of the operation that allocated the storage; for weights and optimizer states a label for the report.
+        born: index in `Log.entries` of the allocation.
+        died: index in `Log.entries` of the release; None if the storage outlives the trace.
+        on_host: whether this is host memory, which does not count towards the device's peak.
+        fetched: whether this is a copy on the device of a tensor in host memory.
+        managed: whether this is CUDA managed memory, which the driver may move to the device; `on_host` is then set.
+        layer: number of the decoder layer of a weight, gradient or optimizer state, as in `Watched.layers`; None if not
+            set, and then the layer follows from where in the log the storage was allocated.
+        experts: ids of the experts that were being computed, together, at the allocation; empty if there were none.
+        in_bank: whether this is a tensor of an expert bank.
     """
 
     bytes: int
@@ -43,7 +49,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Mark:
-    """The start of a phase, or of a module's part of it, at a place of the log."""
+    """The start of a phase, or of a module within the phase.
+
+    Attributes:
+        at: index in `Log.entries` of the first entry after the start.
+        step, micro_step: numbers from 0; `micro_step` counts within the step.
+        module: path of the module; empty outside of named modules.
+    """
 
     at: int
     step: int
@@ -53,11 +65,18 @@ class Mark:
 
 
 OUTSIDE = -1
-"""In place of a layer's number: what follows belongs to no layer, until the first one ends or the last one begins."""
+"""Used for a layer number outside of the decoder layers. As `Cut.layer`: in forward, the first decoder layer begins;
+in backward, the backward pass is over."""
 
 
 class Cut(NamedTuple):
-    """A place of the log where a decoder layer's forward ends, or its backward begins."""
+    """The end of a decoder layer's forward pass, or the start of its backward pass.
+
+    Attributes:
+        at: index in `Log.entries` of the first entry after this point.
+        layer: number of the decoder layer, as in `Watched.layers`, or `OUTSIDE`.
+        backward: True where a backward pass begins, False where a forward pass ends.
+    """
 
     at: int
     layer: int
@@ -65,7 +84,13 @@ class Cut(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message to other ranks, the place of the log at which it left, and the block that was sent."""
+    """A collective that sends bytes to other ranks.
+
+    Attributes:
+        at: index in `Log.entries` of the first entry after the call.
+        step, micro_step: numbers from 0; `micro_step` counts within the step.
+        block: index in `Log.blocks` of the call's first tensor; None if the tracker does not follow that tensor.
+    """
 
     at: int
     step: int
@@ -77,15 +102,15 @@ class Sent(NamedTuple):
 
 @dataclass
 class Log:
-    """The log of a tracker.
+    """Everything that a `Tracker` recorded, in order of time.
 
     Attributes:
-        blocks: every storage, in order of birth.
-        entries: births and deaths in order: the number of a block, or ~number when it dies.
-        marks: where phases and modules begin.
-        cuts: where layers end in forward and begin in backward.
-        sent: messages to other ranks.
-        done: work of operations, if it was counted.
+        blocks: every storage, in order of allocation.
+        entries: allocations and releases in order: n where `blocks[n]` is allocated, ~n where it is freed.
+        marks: starts of phases and modules.
+        cuts: boundaries of decoder layers.
+        sent: collectives that send bytes to other ranks.
+        done: FLOPs, bytes and launches of each operation; empty if the tracker does not count work.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -96,5 +121,5 @@ class Log:
     done: list[Done] = field(default_factory=list)
 
     def place(self) -> int:
-        """The place at which the next entry will be."""
+        """Return the index that the next entry will have."""
         return len(self.entries)

@@ -1,18 +1,21 @@
-"""The events of a whole model, from the log of one with fewer layers.
+"""Expansion of a shortened model's log into the allocations and releases of the whole model.
 
-Of a group of layers that stands for others (alike.py) the log has one stretch in every forward and one in every
-backward pass, between the places where the layer before it and its own last layer end. Each stretch happens once for
-each group, and so do the births and deaths of what belongs to the group's layers outside of its stretches: weights,
-optimizer states.
+alike.py chooses groups of layers that stand for identical groups. Such a group has one stretch of the log in every
+forward and every backward pass: from the end of the layer before the group to the end of the group's last layer. The
+expansion repeats each stretch once for every group that it stands for, in falling order in backward. Storages of the
+group's layers that are allocated outside of the stretches, such as weights and optimizer states, are repeated as often.
 
-Which copy of a storage dies in another stretch than the one it was born in follows from whose it is:
+A copy is a group's number in `Unit.copies`. A storage that is freed in another stretch than it was allocated in is
+matched by the layers of both:
 
-    born and dies in stretches of the group         the same group's
-    of a neighbour, dies in the group (its input)   that of the group's own neighbour
-    of the group, dies in a neighbour               that of the group next to that neighbour
-    of the group, dies elsewhere                    all groups' (gradients, when they are dropped)
+    allocated            freed                            the release frees
+    in the group         in the group                     the storage of the same copy
+    in a neighbour       in the group (a layer's input)   for each copy, the storage of the layer beside that copy
+    in the group         in a neighbour                   the storage of the copy beside that neighbour
+    in the group         elsewhere                        the storages of all copies (gradients, at the step's end)
 
-Copies of host memory are fetched a layer ahead and freed a layer later: of those of one size the oldest dies first.
+Copies on the device of host memory are fetched one layer ahead and freed one layer later, so they are matched by age:
+of those of one size the oldest is freed first.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ _NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Stretch:
-    """Places [start, stop) of a log that belong to the `layer` (the last of its group), or to none.
+    """A section of a log that lies inside one layer or group of layers, or outside of all layers.
 
     Attributes:
-        unit: the group that stands for others, if it is one.
-        backward: whether groups come in falling order.
+        start, stop: the section is `Log.entries[start:stop]`.
+        layer: number of the layer, of a group its last layer's; -1 outside of layers.
+        unit: the group, if this is the stretch of a group that stands for others; else None.
+        backward: whether the stretch is part of a backward pass, in which groups are repeated in falling order.
     """
 
     start: int
@@ -48,7 +53,12 @@ class Stretch:
 
 
 def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stretch]:
-    """All of the log of a model of these layers, in order."""
+    """Divide a whole log into stretches, in order and without gaps.
+
+    Args:
+        kept: numbers of the decoder layers that ran, ascending; none to leave the log in one piece.
+        units: groups among them that stand for others.
+    """
     ends = {unit.layers[-1]: unit for unit in units}
     inside = {layer for unit in units for layer in unit.layers[:-1]}
     before = {unit.layers[-1]: kept[kept.index(unit.layers[0]) - 1] for unit in units}
@@ -61,7 +71,7 @@ def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stre
             found.append(Stretch(at, stop, layer, unit, backward))
         at = stop
 
-    entered: int | None = None  # the layer whose backward has begun
+    entered: int | None = None  # the layer whose backward pass is running
     for cut in log.cuts if kept else ():
         if cut.layer in inside:
             continue
@@ -85,11 +95,21 @@ def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stre
 
 
 class Owners:
-    """The layer of each block, and the group that stands for others that the layer is in.
+    """Assigns each block of a log to a decoder layer, and through that to a group that stands for others.
+
+    A layer inside a group is counted as the group's last layer.
+
+    Args:
+        kept: numbers of the decoder layers that ran, ascending; none to assign no stretch to a layer.
+        units: groups among them that stand for others.
 
     Attributes:
-        born: [blocks] the layer in whose stretch it is born; -1 outside of layers.
-        of: [blocks] the layer that it belongs to: as it was noted, or else `born`.
+        stretches: the stretches of the log, in order.
+        units: layer number -> group, for the layers of the groups.
+        stretch_at: [entries] index in `stretches` of each entry of the log.
+        born: [blocks] layer in whose stretch the block was allocated; -1 outside of layers.
+        of: [blocks] layer that the block belongs to: `Block.layer` where it is set, else `born`.
+        died: by block, layer in whose stretch the block was freed; -1 outside of layers and if never freed.
     """
 
     def __init__(self, log: Log, kept: Sequence[int], units: Sequence[Unit] = ()) -> None:
@@ -109,13 +129,17 @@ class Owners:
         self.died = [_NO_LAYER if block.died is None else int(layers[block.died]) for block in log.blocks]
 
     def unit_of(self, block: int) -> Unit | None:
-        """The group that stands for others which a block is of."""
+        """Return the group that the block with this number belongs to; None if its layer stands only for itself."""
         return self.units.get(int(self.of[block]))
 
     @cached_property
     def matches(self) -> dict[tuple[int, int], int]:
-        """(a neighbour's block, the last layer of a group) -> the block of the group that is to the next one what this
-        is to the group: made in the same way, and freed in a neighbour's stretch."""
+        """Counterparts in a group of the blocks that the group frees for a neighbouring layer.
+
+        Maps (number of a block that a neighbour allocates and the group frees, last layer of the group) to the number
+        of the group's own block that the next layer in the same direction frees. The two are allocated in the same kind
+        of pass and have the same size.
+        """
         left: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
         groups = {unit.layers[-1] for unit in self.units.values()}
         for number, (layer, end) in enumerate(zip(self.of.tolist(), self.died, strict=True)):
@@ -135,15 +159,21 @@ class Owners:
 
 @dataclass(frozen=True)
 class Events:
-    """Births and deaths in the whole model, in terms of the blocks of a log. They are the same whatever the bytes.
+    """Allocations and releases of all storages of a whole model, in order of time.
+
+    Storages are numbered in the order of their allocation, and each refers to the block of the log that describes it.
+    The events do not depend on the sizes of the blocks.
 
     Attributes:
-        like: [storages] the block that each storage is like, in order of birth.
-        copies: [storages] the number of its group among those that the block's group stands for.
-        storages: [events] the storage that is born or dies.
-        signs: [events] 1 or -1.
-        born, died: [storages] its events; `died` is the number of all events if it outlives them.
-        marks: each as often as it happens: the event at which it does, and the group and copy that it is of.
+        owners: layers of the log's blocks; `owners.log` is the log.
+        like: [storages] number of the block that describes the storage.
+        copies: [storages] index in `Unit.copies` of the storage's group; 0 if its layer stands only for itself.
+        storages: [events] number of the storage that is allocated or freed.
+        signs: [events] 1 for an allocation, -1 for a release.
+        born: [storages] index of the event that allocates the storage.
+        died: [storages] index of the event that frees the storage; the number of events if it is never freed.
+        marks: (event, mark, group, copy) for each start of a phase or module, in order. `event` is the index of the
+            first event after the start; `group` is None outside of groups that stand for others.
     """
 
     owners: Owners
@@ -158,19 +188,31 @@ class Events:
 
     @classmethod
     def of(cls, log: Log, short: Shortened | None = None) -> Events:
-        """The events of a model whose layers those of the log stand for; by default those of the log."""
+        """Expand a log into the events of the whole model.
+
+        Args:
+            log: log of a step or several, of a model whose decoder layers may be shortened.
+            short: decoder layers that ran and the groups that stand for others; None if all layers ran, and then the
+                events are the entries of the log.
+        """
         units = () if short is None else short.units
         return _Expansion(log, Owners(log, short.kept if short and units else (), units)).events()
 
     def column(self, name: str) -> np.ndarray:
-        """[storages] an attribute of the blocks that they are like."""
+        """Return an attribute of `Block` for every storage: [storages]. The array is cached; do not modify it."""
         if name not in self._columns:
             self._columns[name] = np.array([getattr(block, name) for block in self.owners.log.blocks])[self.like]
         return self._columns[name]
 
     def times(self, at: int, block: int | None) -> int:
-        """Repetitions of an entry that is noted at a place of the log: in a group's stretch one for each group that it
-        stands for; elsewhere those of its block."""
+        """Return how often something that was recorded once in the log happens in the whole model.
+
+        Args:
+            at: index in `Log.entries` at which it was recorded. In the stretch of a group that stands for others it
+                happens once for each of these groups.
+            block: number of a block that it refers to, or None. Outside of layers it happens once for each group that
+                the block's group stands for.
+        """
         owners = self.owners
         if not owners.units:
             return 1
@@ -181,14 +223,20 @@ class Events:
         return 1 if unit is None else len(unit.copies)
 
     def module(self, storage: int) -> str:
-        """The path of the module that made a storage."""
+        """Return the path, in the whole model, of the module that allocated a storage; empty if there was none."""
         block = int(self.like[storage])
         return named(self.owners.log.blocks[block].module, self.owners.unit_of(block), int(self.copies[storage]))
 
 
 @cache
 def named(module: str, unit: Unit | None, copy: int) -> str:
-    """A module's path with the number of the layer that it stands for."""
+    """Return a module's path with the layer number of one of the groups that its group stands for.
+
+    Args:
+        module: path in the shortened model; may be empty.
+        unit: group of the module's layer; None to return the path as it is.
+        copy: index in `unit.copies`.
+    """
     if unit is None or copy == 0 or not module:
         return module
     numbers = dict(zip(map(str, unit.layers), map(str, unit.copies[copy]), strict=True))
@@ -196,11 +244,14 @@ def named(module: str, unit: Unit | None, copy: int) -> str:
 
 
 class _Expansion:
-    """Repeats the stretches of a log. A storage is a pair of a block and a copy.
+    """Repeats the stretches of a log for the groups that stand for others. A storage is a pair (block, copy).
 
     Attributes:
-        turns: each stretch as often as it happens, and the number of the copy.
-        rows: of each turn, [events] its number, the place in the log, the block and the copy.
+        births: [entries] whether an entry of the log is an allocation.
+        blocks: [entries] number of the block that is allocated or freed.
+        counts: [blocks] number of groups that the block's group stands for.
+        turns: (stretch, copy) for each repetition of a stretch, in order of time.
+        rows: for each repetition four arrays [events]: its index in `turns`, index in `Log.entries`, block, copy.
     """
 
     def __init__(self, log: Log, owners: Owners) -> None:
@@ -231,9 +282,9 @@ class _Expansion:
         storages = number[pair]
         self._free_the_oldest(storages, births, block)
         events = np.arange(len(storages))
-        first = np.full(int(births.sum()) + 1, len(storages), dtype=np.int64)  # the last one: never born
+        first = np.full(int(births.sum()) + 1, len(storages), dtype=np.int64)  # last element: for storage -1
         first[storages[births]] = events[births]
-        # A death counts if it is the first one after the birth.
+        # Of several releases of a storage only the first one after its allocation counts.
         deaths = events[~births & (first[storages] < events)]
         _, kept = np.unique(storages[deaths], return_index=True)
         keep = births.copy()
@@ -253,7 +304,7 @@ class _Expansion:
         block, births = self.blocks[place], self.births[place]
         count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
         once = ~births & self.fetched[block]
-        if stretch.layer != _NO_LAYER:  # a neighbour frees what its own group has passed on to it
+        if stretch.layer != _NO_LAYER:  # a neighbour frees only the storage of the copy next to it
             passed = ~births & ~once & (count > 1) & np.isin(block, list(self.owners.matches.values()))
             later = passed & (stretch.layer > self.owners.of[block])
             first[later] = count[later] - 1
@@ -269,7 +320,7 @@ class _Expansion:
         block, births = self.blocks[place], self.births[place]
         of = self.owners.of[block]
         target, beside = block.copy(), np.zeros(len(place), dtype=np.int64)
-        of_all = np.zeros(len(place), dtype=bool)  # it dies when the last one is through
+        of_all = np.zeros(len(place), dtype=bool)  # freed only when the last copy has run
         for at in np.flatnonzero(~births & ~self.fetched[block] & (of != own)).tolist():
             same = None if of[at] == _NO_LAYER else self.owners.matches.get((int(block[at]), own))
             if same is None:
@@ -286,7 +337,7 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Free copies of host memory of one size in the order of their births."""
+        """Reassign, in place, releases of fetched storages so that those of one size are freed oldest first."""
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):

@@ -1,4 +1,4 @@
-"""A run's first steps under a tracker: the same code for fake tensors and for real ones."""
+"""`Steps`: run training steps under a tracker, on fake or real tensors, and make the batches for them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from moetune.training.step.router_losses import RouterWatch
 from moetune.training.step.stepper import Stepper
 
 STEPS = 2
-"""Optimizer states appear in the first step, for which one micro-step is enough; the second is like all that follow."""
+"""Steps that a trace runs. Optimizer states are created in the first; the second is like all that follow."""
 
 
 def vocabulary_of(adapted: Adapted) -> int:
-    """Size of the vocabulary."""
+    """Return the number of rows of a model's input embedding."""
     embeddings: Any = adapted.model.get_input_embeddings()
     return embeddings.num_embeddings
 
 
 def evaluated_rows(config: RunConfig) -> int:
-    """Rows of a batch of held-out data; 0 if there are none."""
+    """Return the rows of a batch of held-out data in an evaluation; 0 if the run does not evaluate."""
     if config.data is None or not config.data.evaluates:
         return 0
     return config.train.eval_micro_batch or config.train.micro_batch
@@ -56,10 +56,15 @@ def evaluated_rows(config: RunConfig) -> int:
 def batches_of(
     adapted: Adapted, length: int | None = None, device: torch.device | None = None
 ) -> Callable[[int], Batch]:
-    """Return a function that makes batches of so many rows as the run's data would give them.
+    """Return a function that makes a batch of random tokens from a number of rows.
+
+    A batch has the tensors and shapes of the run's own data: packed rows of two documents each, or padded rows with an
+    attention mask.
 
     Args:
+        adapted: model and run that the batches are for.
         length: tokens of a row; by default `train.sequence_length`.
+        device: where the tensors are moved; by default they stay on the CPU, as fake tensors under a fake mode.
     """
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
     packing, tokens = config.packs, length or config.train.sequence_length
@@ -77,13 +82,15 @@ def batches_of(
 
 @dataclass(frozen=True)
 class Feed:
-    """Input of a step.
+    """Input of a step and of the evaluation that may follow it.
 
     Attributes:
-        batch_of: a batch of so many rows.
-        rows: of a micro-batch.
-        held_out_rows: of a batch of held-out data that counts: one with more rows than those that train; else 0.
-        chunks, held_out_chunks: of the loss; None: as `train.loss_memory` has it.
+        batch_of: makes a batch from a number of rows.
+        rows: rows of a micro-batch.
+        held_out_rows: rows of an evaluation's batch, or 0 to run no evaluation. Only a batch with more rows than a
+            micro-batch can take more memory than training.
+        chunks: division of a micro-batch's tokens in the loss; None to divide by `train.loss_memory`.
+        held_out_chunks: the same for an evaluation's batch.
     """
 
     batch_of: Callable[[int], Batch]
@@ -94,10 +101,14 @@ class Feed:
 
 
 class Phases(StepObserver):
-    """Notes the phases of each micro-step in a tracker's log."""
+    """Records the forward and backward phases of each micro-step in a tracker's log."""
 
     def begin(self, tracker: Tracker, passes: int) -> None:
-        """A micro-step begins, of so many passes, all but the last of which only measure."""
+        """Start a micro-step.
+
+        Args:
+            passes: forward and backward passes in the micro-step; all but the last only measure the gradient norm.
+        """
         self.tracker, self._left = tracker, passes
         self._forward()
 
@@ -107,6 +118,7 @@ class Phases(StepObserver):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
+        """Record the backward phase within the `with` block; before it, mark what forward saved for it."""
         self.tracker.saved_since(self._began)
         self.tracker.enter("backward")
         yield
@@ -116,15 +128,26 @@ class Phases(StepObserver):
             self._forward()
 
     def eager_gradient(self, gradient: Tensor) -> None:
+        """Mark a tensor that an expert bank computed outside of autograd as a gradient."""
         self.tracker.tag([gradient], "gradients")
 
 
 class Steps(Watched):
-    """A run's first steps under a tracker.
+    """The training steps of a model, run by the trainer's own `Stepper` and recorded by a tracker.
+
+    Creates the optimizer and the stepper.
 
     Args:
-        kept: the numbers of the decoder layers that the model has; None if it has all.
-        gpu: the card whose kernels run; None for the CPU's.
+        adapted: model to train; its tensors may be fake.
+        batch_of: makes a batch from a number of rows, as `batches_of` returns it.
+        kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+
+    Attributes:
+        feed: input of a step at the run's own sizes.
+        trained: the parameters that train.
+        watch: hooks that count expert load; `run` removes them at its end, the other methods do not.
+        phases: recorder of the forward and backward phases.
     """
 
     def __init__(
@@ -154,11 +177,20 @@ class Steps(Watched):
         tracking: bool = True,
         short: Shortened | None = None,
     ) -> Trace:
-        """Take the steps, each of so many micro-steps, or the `first` one of fewer.
+        """Run steps, then an evaluation if its batch is larger than a micro-batch, and return the trace.
+
+        Can be called once: it removes the hooks that count expert load.
 
         Args:
-            tracking: without it only phases and modules are noted.
-            short: what the layers of a shortened model stand for.
+            tracker: tracker to record into; it is stopped at the end.
+            micro_steps: micro-steps of each step.
+            first: micro-steps of the first step, and then only the last step's peak counts; None for `micro_steps`.
+            steps: number of steps.
+            tracking: False to record only phases, modules and layer boundaries, and no operations.
+            short: layers that ran and groups that stand for others; None if all layers ran.
+
+        Raises:
+            UserError: as `Trace.of`.
         """
         with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
@@ -168,18 +200,18 @@ class Steps(Watched):
             self._evaluate(tracker, self.feed)
         self.watch.remove()
         tracker.stop()
-        # A first step of fewer micro-steps takes no more than the last one, which has states beside it.
+        # A first step of fewer micro-steps takes no more than the last, in which optimizer states exist from the start.
         left_out, axis_of = self.config.train.accumulate - micro_steps, self.adapted.ranks.axis_of
         return Trace.of(tracker.log, axis_of, short=short, left_out=left_out, last_step=bool(first))
 
     def one(self, tracker: Tracker, micro_steps: int) -> None:
-        """One step, of which phases and modules are noted."""
+        """Run one step at the run's own sizes; record only phases, modules and layer boundaries."""
         with self._following(tracker, False):
             self._step(tracker, self.feed, micro_steps)
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Create the states of every optimizer, by an update with uninitialized gradients."""
+        """Create all optimizer states by an update with uninitialized gradients, which makes the weights invalid."""
         for updater in self.optimizer.updaters:
             _give_gradients(updater)
             updater.step()
@@ -188,10 +220,15 @@ class Steps(Watched):
         self.optimizer.zero_grad()
 
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
-        """Take one step of the given input; optimizer states must exist.
+        """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
+
+        Optimizer states must exist (`make_states`). The tracker is stopped, and FSDP2's weights are sharded again.
 
         Args:
-            begun: of its micro-steps so many are not taken: the gradients that they leave are there.
+            tracker: tracker to record into.
+            feed: input of the step.
+            micro_steps: micro-steps of the step.
+            begun: number of micro-steps to skip at the start; if not 0, their gradients are created, uninitialized.
         """
         for updater in self.optimizer.updaters if begun else ():
             _give_gradients(updater)
@@ -203,12 +240,16 @@ class Steps(Watched):
         return tracker.log
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
-        """Let experts receive the assumed rows inside."""
+        """Return a context in which the number of tokens of each expert is taken from an assumption.
+
+        Args:
+            routing: an assumption, or a function that replaces `ExpertHooks.count_rows`.
+        """
         count_rows = routing.count_rows if isinstance(routing, Routing) else routing
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Count the work of counting experts' rows inside, which a trace assumes instead."""
+        """Return a context that adds the work of counting each expert's tokens, which a trace skips, to the count."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()
@@ -222,6 +263,7 @@ class Steps(Watched):
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
+        """Register weights, optimizer states and gradients that exist, then record within the `with` block."""
         self.add_to(tracker)
         tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
@@ -242,10 +284,11 @@ class Steps(Watched):
             yield
 
     def _layer_of(self) -> dict[nn.Parameter, int]:
+        """Return parameter -> number of its decoder layer; parameters outside of layers are left out."""
         return {p: number for number, layer in self.layers.items() for p in layer.parameters()}
 
     def _say_whose_states(self, tracker: Tracker) -> None:
-        """Optimizer states and float32 weights belong to the layer of their parameter."""
+        """Set layer and label of optimizer states and float32 weights, and mark paged states as host memory."""
         layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         for updater in self.optimizer.updaters:
@@ -261,13 +304,14 @@ class Steps(Watched):
                         tracker.moved_to_host(tensor, managed=True)
 
     def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0) -> None:
+        """Run the micro-steps from number `begun` on, then the update."""
         for number in range(begun, micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = feed.batch_of(feed.rows)
             given = [value for value in batch.values() if torch.is_tensor(value)]
             tracker.tag(given, "saved_activations")
-            if tracker.counter is not None:  # their copies, which the host waits for
+            if tracker.counter is not None:  # copies of the batch to the GPU, for which the host waits
                 size = sum(map(size_of, given))
                 tracker.counter.note(Work(synchronizations=len(given), copies=len(given), copied=size), "transfers")
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
@@ -275,14 +319,14 @@ class Steps(Watched):
             del batch
         tracker.enter("optimizer")
         self.stepper.finish()
-        if tracker.counter is not None:  # the norm is looked at, and once more to clip
+        if tracker.counter is not None:  # the host reads the gradient norm, and once more to clip
             tracker.counter.note(READ * (2 if self.config.train.max_grad_norm else 1))
-        for tensor in self.optimizer.states():  # some were made before anything was followed: quantization maps
+        for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active
             tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")
 
     def _evaluate(self, tracker: Tracker, feed: Feed) -> None:
-        """One batch of an evaluation, if it counts."""
+        """Run one batch of an evaluation, if `feed` has rows for it."""
         if not feed.held_out_rows:
             return
         tracker.enter("evaluation")
@@ -303,12 +347,12 @@ class Steps(Watched):
 
 
 def _on_host(updater: Updater) -> tuple[Tensor, ...]:
-    """An updater's host copies of a gradient."""
+    """Return the tensors in host memory that receive an updater's gradients; none unless it updates on the host."""
     return (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
 
 
 def _give_gradients(updater: Updater) -> None:
-    """Give the updater's parameters uninitialized gradients."""
+    """Set uninitialized gradients on the updater's parameters; an updater on the host copies them right away."""
     for parameter in updater.parameters:
         parameter.grad = torch.empty_like(parameter)
         if isinstance(updater, HostUpdater):

@@ -1,7 +1,7 @@
-"""The training step on fake tensors, every storage of it recorded.
+"""`trace`: run a run's first steps on fake tensors, without weights, data or GPU, and record every storage.
 
-The model comes from the same `build`, the step is the trainer's own, the optimizer too. What is injected is the one
-value that shapes depend on: how many tokens each expert receives (`routing`).
+The model comes from the same `build` as in training, and step and optimizer are the trainer's own code. Only the number
+of tokens that each expert receives is assumed (`routing`), because shapes depend on it and fake tensors have no values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moetune.run.validation import refuse_unpredictable
 
 
 class NotTraceable(UserError):
-    """The model's own code looks at values, which fake tensors do not have."""
+    """Raised when the model's code reads the values of tensors, which fake tensors do not have."""
 
 
 def trace(
@@ -43,38 +43,48 @@ def trace(
     received: CountReceived = received_as_sent,
     gpu: Gpu | None = None,
 ) -> Trace:
-    """Trace the first steps of a run, without weights, data or a GPU.
+    """Trace the first two steps of a run on fake tensors, without weights, data or a GPU.
+
+    With `Replayed` routing as many steps are traced as were recorded, with all their micro-steps.
 
     Args:
-        routing: what the experts receive: an assumption, or whatever answers in place of `ExpertHooks.count_rows`.
-        shortened: run a few of the layers that are alike instead of each (docs/concepts/trace.md): the same result,
-            sooner. Runs with a load that differs from layer to layer are traced in full.
-        micro_steps: of each step; by default two at most, because all further ones are like the second.
-        rank: which one of `parallel:` it is.
-        received: what its experts receive from other ranks; by default as if these sent what it sends.
-        gpu: the card whose kernels run; None for the CPU's.
+        run: a run file's path, its content, or a resolved run.
+        routing: number of tokens that each expert receives: an assumption, or a function that replaces
+            `ExpertHooks.count_rows`.
+        shortened: run only a few of the layers that are alike and repeat their part of the log for the others
+            (docs/concepts/trace.md), which is faster and has the same result. Ignored where `micro_steps` is given, and
+            where the routing is a function or differs from layer to layer.
+        micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2 on one rank
+            or 3 on several, because all further micro-steps repeat; only the second step's peak then counts.
+        rank: number of the traced rank, from 0.
+        received: replaces `ExpertHooks.count_received`, the number of tokens that this rank's experts receive from
+            each rank; by default every rank is assumed to send what this rank sends.
+        gpu: GPU whose attention kernels and workspaces are assumed, and whose work is counted; None for a CPU's,
+            without a count of work.
 
     Raises:
-        UserError: as `resolve`; or the run file asks for what training does not do yet.
-        NotTraceable: the model's own code looks at values.
+        UserError: as `resolve`; the run has settings that cannot be predicted; a recorded load in `routing` does not
+            match the model's layers or experts; a collective whose bytes are not known is called.
+        NotTraceable: the model's code reads the values of tensors.
     """
     whole = resolve(run, "cuda")
     refuse_unpredictable(whole.config)
     config = whole.config
     steps_to_take = STEPS
-    if isinstance(routing, Replayed):  # the same steps, or its answers would be those to other questions
+    if isinstance(routing, Replayed):  # the recorded counts fit only the steps that were recorded
         steps_to_take, micro_steps, routing = routing.steps, config.train.accumulate, routing.answers()
     is_even = micro_steps is None and isinstance(routing, Routing) and not routing.load
     with faked(whole, rank, gpu, shortened=shortened and is_even, received=received) as (adapted, short, mode):
         adapted.model.train()
-        makes_its_own = config.parallel.engine == "deepspeed"  # tensors; torch's and bitsandbytes' optimizers read some
+        # DeepSpeed creates tensors here, which must be fake; torch's and bitsandbytes' optimizers read tensors' values
+        makes_its_own = config.parallel.engine == "deepspeed"
         with mode if makes_its_own else nullcontext():
             steps = Steps(adapted, batches_of(adapted), None if short is None else short.kept, gpu)
         with mode, steps.counting(routing):
             tracker = steps.tracker(counts=True)
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
-            else:  # over several ranks the first and the last send other things than those between
+            else:  # on several ranks the first, the last and those between send different things
                 most = 2 if adapted.ranks.is_single else 3
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)
         return replace(traced, load=load_peaks(whole, traced))
@@ -84,13 +94,19 @@ def trace(
 def faked(
     run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, received: CountReceived = received_as_sent
 ) -> Iterator[tuple[Adapted, Shortened | None, QuickFakeMode]]:
-    """The model of a run on fake tensors, what its layers stand for, and the mode that it computes in.
+    """Build a run's model on fake tensors; yield the model, its shortening and its fake mode.
+
+    The shortening is None where every decoder layer runs. The mode is not active: enter it to compute.
 
     Args:
-        shortened: leave layers out that others can stand for, where that can be.
+        rank: number of the rank whose part of the model is built, from 0.
+        gpu: GPU whose compute capability the build assumes; None for a CPU.
+        shortened: leave out layers that others can stand for, if `can_be_shortened` allows it.
+        received: replaces `ExpertHooks.count_received` inside the context.
 
     Raises:
-        NotTraceable: what is done inside looks at values.
+        NotTraceable: code inside the context reads the values of tensors.
+        UserError: as `build_fake`.
     """
     mode = QuickFakeMode()
     with fake_ranks(run.config.parallel, rank) as ranks:
@@ -107,8 +123,9 @@ def faked(
 
 
 def can_be_shortened(config: RunConfig) -> bool:
-    """Whether what happens outside of layers does not grow with their number, but for what belongs to one.
+    """Return whether a few decoder layers may stand for the others in a trace of this run.
 
-    DeepSpeed lays all that trains end to end in one tensor; router losses are computed of all layers' logits.
+    They may not where a tensor grows with the number of layers: DeepSpeed concatenates all trained weights in one flat
+    tensor, and router losses are computed from the router logits of all layers.
     """
     return not (config.parallel.engine == "deepspeed" or config.train.router_aux_loss or config.train.router_z_loss)

@@ -1,11 +1,12 @@
-"""Lifetimes of storages, of real tensors and of fake ones.
+"""`Tracker`: a dispatch mode that records when each storage is allocated and freed, for real and fake tensors.
 
-A storage is born when an operation first returns a tensor on it, and dies when nothing refers to it any more. What a
-kernel allocates and frees inside itself is not seen; of CUDA kernels it is known (kernels/workspace.py).
+A storage counts as allocated when an operation first returns a tensor on it, and as freed when nothing refers to it any
+more. A dispatch mode cannot observe what a kernel allocates and frees while it runs; for CUDA kernels the tracker adds
+these workspaces from a table (kernels/workspace.py).
 
-Autograd adds a gradient onto one that it holds alone in place (`can_accumulate_inplace` in
-`torch/csrc/autograd/input_buffer.cpp`), but not while a dispatch mode such as this one is on: then it makes a third
-tensor. The log has what happens without the mode.
+Autograd accumulates a gradient in place into one that it alone holds (`can_accumulate_inplace` in
+`torch/csrc/autograd/input_buffer.cpp`), but allocates a third tensor while any dispatch mode is active. The log records
+the sum as in place, as it happens without the mode.
 """
 
 from __future__ import annotations
@@ -45,8 +46,13 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class _Sum:
-    """A gradient that autograd has just added up: its block and the id of its storage, and the block of the gradient
-    that it was added onto."""
+    """The result of an addition of two gradients by autograd, which without a dispatch mode may be in place.
+
+    Attributes:
+        block: number of the sum's block.
+        storage: id of the sum's storage.
+        onto: number of the block of the first operand, which an addition in place would overwrite.
+    """
 
     block: int
     storage: int
@@ -54,7 +60,7 @@ class _Sum:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is no view of another one, which it would keep, and its numbers fill a stretch of memory."""
+    """Return whether a tensor is no view and its elements fill a contiguous range of memory, in any order."""
     if tensor._is_view():
         return False
     sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
@@ -63,19 +69,25 @@ def _is_whole(tensor: Tensor) -> bool:
 
 @unguarded
 class Tracker(TorchDispatchMode):
-    """Follows every storage between `with tracker:` and its end.
+    """Records in a log every storage that operations allocate and free within `with tracker:`.
+
+    Tensors that exist before are added by `add`. Callers set `step` and `micro_step`, and begin phases by `enter`.
 
     Args:
-        modules: module -> path, of the modules that a moment is named by; deeper ones count as part of these.
-        limit: bytes of the device, as if it had no more; None for any. An operation whose result is beyond them raises
-            torch's own `OutOfMemoryError`.
-        capability: of the GPU whose kernels' workspaces are noted; None for the CPU's.
-        parts: module path -> part of a step, to count the work of that GPU.
+        modules: module -> path, for the modules that reports name; an operation in a deeper module counts as part of
+            the innermost of these.
+        limit: simulated size of the device in bytes, or None for no limit. An operation whose result would exceed it
+            raises `torch.OutOfMemoryError`.
+        capability: compute capability of the GPU whose workspaces are added; None for a CPU, without workspaces.
+        parts: module path -> part of a step; if given together with `capability`, work is counted by part.
 
     Attributes:
-        log: all that was noted.
-        counter: counts the GPU's work, if there are `parts`.
-        refused: the place in the log at which the last result was beyond the limit, and its bytes.
+        log: what was recorded so far.
+        step, micro_step: numbers from 0 that new records carry.
+        phase, module: phase, and path of the module, that new storages are recorded under.
+        experts: ids of the experts that are being computed; empty if there are none.
+        counter: counter of work; None if work is not counted.
+        refused: index in `log.entries` and bytes of the last allocation that exceeded the limit; (0, 0) if none did.
     """
 
     def __init__(
@@ -88,7 +100,7 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.limit, self.refused = limit, (0, 0)
-        self._bytes = 0  # that are alive on the device
+        self._bytes = 0  # alive on the device
         self.log = Log()
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
@@ -96,8 +108,8 @@ class Tracker(TorchDispatchMode):
         self.experts: tuple[int, ...] = ()
         self.modules = modules
         self._stack: list[tuple[str, Phase]] = []
-        self._alive: dict[int, int] = {}  # id of a storage -> its block
-        self._knows_host = False  # whether any block is the host's
+        self._alive: dict[int, int] = {}  # id of a storage -> number of its block
+        self._knows_host = False  # whether any block is in host memory
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
         self._capability = capability
@@ -106,7 +118,12 @@ class Tracker(TorchDispatchMode):
     # --- What is alive ------------------------------------------------------------------------------------------
 
     def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
-        """Follow the storage of a tensor from now on, if it has one and is not followed yet."""
+        """Record the storage of a tensor as allocated now; do nothing for meta tensors and known storages.
+
+        Args:
+            part: line of the memory report that counts the storage.
+            op: name of the operation that allocated the storage, or a label.
+        """
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):
@@ -116,7 +133,10 @@ class Tracker(TorchDispatchMode):
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
-        """Note whether a followed storage is marked as host memory, or as a copy of it."""
+        """Update a tensor's block from the marks on its storage (`experts/host.py`): host memory, or a copy of it.
+
+        A copy takes the part of its original. The tensor's storage must be tracked.
+        """
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)
@@ -125,10 +145,19 @@ class Tracker(TorchDispatchMode):
         if (source := host_source(tensor)) is not None and not block.fetched:
             block.fetched = True
             if id(source) in self._alive:
-                block.part = self.log.blocks[self._alive[id(source)]].part  # a copy is what its original is
+                block.part = self.log.blocks[self._alive[id(source)]].part  # counted like its original
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
-        """Note a birth of `size` bytes; return the number of their block."""
+        """Record an allocation of `size` bytes and return the number of its block.
+
+        Args:
+            part: line of the memory report that counts the storage.
+            op: name of the operation that allocates, or a label.
+            on_host: whether this is host memory, which the limit does not concern.
+
+        Raises:
+            torch.OutOfMemoryError: the allocation would exceed the limit; it is noted in `refused`.
+        """
         born = len(self.log.entries)
         if self.limit is not None and not on_host and self._bytes + size > self.limit:
             self.refused = born, size
@@ -140,7 +169,11 @@ class Tracker(TorchDispatchMode):
         return len(self.log.blocks) - 1
 
     def death(self, number: int) -> None:
-        """Note the death of a block."""
+        """Record that the block with this number is freed.
+
+        If the block is the first operand of the sum that was recorded last, undo the sum's allocation instead: autograd
+        then adds in place.
+        """
         if self._sum is not None and self._sum.onto == number and self.log.entries[-1] == self._sum.block:
             self._was_in_place(self._sum)
             return
@@ -153,7 +186,7 @@ class Tracker(TorchDispatchMode):
         self._bytes -= 0 if block.on_host else block.bytes
 
     def _was_in_place(self, added: _Sum) -> None:
-        """Undo the birth of a sum: its operand died with it, so without this mode autograd adds in place."""
+        """Remove the block of a sum from the log and let the sum's storage continue its first operand's block."""
         self.log.entries.pop()
         self._take_off_device(self.log.blocks.pop())
         self._alive[added.storage] = added.onto
@@ -161,7 +194,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of live bytes on the device."""
+        """The largest number of bytes allocated on the device at once, over the whole log."""
         alive = peak = 0
         for entry in self.log.entries:
             block = self.log.blocks[entry if entry >= 0 else ~entry]
@@ -175,19 +208,28 @@ class Tracker(TorchDispatchMode):
         self.death(self._alive.pop(key))
 
     def stop(self) -> None:
-        """Stop following: later deaths are not noted."""
+        """Forget all live storages: releases after this call are not recorded."""
         self._references.clear()
         self._alive.clear()
 
     def tag(self, tensors: Iterable[Tensor | None], part: PartName) -> None:
-        """Set the part of these tensors, from their birth on."""
+        """Set the line of the memory report that counts these tensors' storages, for their whole lifetime.
+
+        None and tensors whose storages are not tracked are skipped.
+        """
         for tensor in tensors:
             if tensor is not None and (number := self.block_of(tensor)) is not None:
                 self.log.blocks[number].part = part
                 self.read_marks(tensor)
 
     def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None, *, in_bank: bool = False) -> None:
-        """Note the decoder layer of a tensor, whenever it was born, and its label."""
+        """Set the decoder layer of a tensor's storage; do nothing if the storage is not tracked.
+
+        Args:
+            layer: number of the layer; None for the layer in which the storage was allocated.
+            label: label that replaces the names of module and operation in reports; None to keep them.
+            in_bank: whether this is a tensor of an expert bank; False leaves an earlier True.
+        """
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
             block.layer, block.in_bank = layer, block.in_bank or in_bank
@@ -195,10 +237,10 @@ class Tracker(TorchDispatchMode):
                 block.module, block.op = "", label
 
     def moved_to_host(self, tensor: Tensor, *, managed: bool = False) -> None:
-        """Note that a tensor is on the host, which counts apart.
+        """Record a tracked tensor as host memory, which does not count towards the device's bytes.
 
         Args:
-            managed: whether the driver may have it on either side.
+            managed: whether this is CUDA managed memory, which the driver may move to the device.
         """
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
@@ -206,29 +248,33 @@ class Tracker(TorchDispatchMode):
             block.on_host, block.managed = True, managed
 
     def block_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage, if it is followed."""
+        """Return the index in `log.blocks` of a tensor's storage; None if the storage is not tracked."""
         return self._alive.get(id(tensor.untyped_storage()))
 
     def place(self) -> int:
-        """The length of the log."""
+        """Return the number of entries in the log so far, which is the index of the next."""
         return len(self.log.entries)
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether a followed tensor is the host's."""
+        """Return whether a tensor is tracked as host memory."""
         return self._knows_host and (number := self.block_of(tensor)) is not None and self.log.blocks[number].on_host
 
     def trains(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight that trains."""
+        """Return whether a tensor is tracked as a trainable weight."""
         return (number := self.block_of(tensor)) is not None and self.log.blocks[number].part == "trainable_weights"
 
     def saved_since(self, born: int) -> None:
-        """Mark storages born since then and still alive as saved for backward."""
+        """Mark the temporary storages that were allocated since an entry, and are alive, as saved activations.
+
+        Args:
+            born: index in `log.entries` from which on allocations count.
+        """
         for block in self.log.blocks[bisect_left(self.log.blocks, born, key=lambda block: block.born) :]:
             if block.died is None and block.part == "transient_peak":
                 block.part = "saved_activations"
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage was allocated or freed in place, as FSDP2's gathered weights are."""
+        """Record that `UntypedStorage.resize_` allocated or freed a storage, as FSDP2 does with gathered weights."""
         key = id(storage)
         if key in self._alive:
             self.death(self._alive.pop(key))
@@ -248,9 +294,9 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # torch asks more often than it computes; its own way to the answer is long
+            return args[0].fake_device  # a shortcut: torch asks for it very often
         if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
-            return NotImplemented  # what they do with the tensors that they are made of comes here again
+            return NotImplemented  # their operations on the inner tensors are dispatched here again
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
@@ -268,7 +314,7 @@ class Tracker(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self.add(leaf, op=func.__name__)
         if func is _COPY and id(args[0].untyped_storage()) in self._alive:
-            self.read_marks(args[0])  # marked after it was born, and filled next
+            self.read_marks(args[0])  # marked after its allocation, before this copy fills it
         elif self._knows_host and len(self.log.blocks) > born and self._on_host(args, kwargs):
             for block in self.log.blocks[born:]:
                 self._take_off_device(block)
@@ -283,40 +329,51 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _births(self, func: Any, sizes: Iterable[int]) -> list[int]:
-        """Note the workspaces inside a kernel."""
+        """Record the workspaces of a kernel, in bytes, as allocated; return the numbers of their blocks."""
         return [self.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]
 
     def _on_host(self, args: Any, kwargs: Any) -> bool:
-        """Whether all tensors of an operation are on the host: then it runs there."""
+        """Return whether an operation runs on the host: all its tensor arguments are tracked as host memory."""
         numbers = [self.block_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return bool(numbers) and all(number is not None and self.log.blocks[number].on_host for number in numbers)
 
     # --- When: phases and modules -------------------------------------------------------------------------------
 
     def enter(self, phase: Phase, module: str = "") -> None:
-        """Begin a phase, or the part of one that belongs to a module."""
+        """Set the phase, and the path of the running module, of everything that is recorded next."""
         if (phase, module) != (self.phase, self.module):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
     def enter_experts(self, experts: Sequence[int]) -> None:
-        """Set the experts whose rows are computed next."""
+        """Set the ids of the experts that are computed next; empty for none."""
         self.experts = tuple(experts)
 
     def cut(self, layer: int, *, backward: bool) -> None:
-        """Note that a layer's forward ends here, or its backward begins."""
-        if backward or self.phase in ("forward", "evaluation"):  # not where it runs again
+        """Record that a decoder layer's forward ends here or its backward begins.
+
+        An end of forward is ignored while the layer is recomputed in backward.
+
+        Args:
+            layer: number of the layer, or `OUTSIDE`.
+        """
+        if backward or self.phase in ("forward", "evaluation"):  # not in a recomputation
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 
     def _enter_backward(self, module: str) -> None:
-        """Gradients that the loss makes of its head in forward are part of forward."""
+        """Enter a module in backward; ignored in forward, where the loss already computes its LM head's gradients."""
         if self.phase in ("backward", "recompute"):
             self.enter("backward", module)
 
     @contextmanager
     def following(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Follows inside what happens, by hooks: modules in forward by their calls, in backward by the
-        gradients that arrive at them; gradients of parameters when they arrive and when they are accumulated."""
+        """Record, by global hooks within the `with` block, which named module runs and which tensors are gradients.
+
+        A module is entered in forward when it is called, and in backward when the gradient of its output arrives.
+
+        Args:
+            trained: parameters whose gradients are marked.
+        """
 
         def before(module: nn.Module, args: Any) -> None:
             if (path := self.modules.get(module)) is not None:

@@ -1,4 +1,4 @@
-"""Views of the recorded storages of a run's first steps: peak, parts, timeline, the allocator's events."""
+"""`Trace`: results read from a log of storages: peak, bytes by part, timeline, input of the allocator simulation."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from moetune.memory.trace.repeat import Events, named
 from moetune.parallel.messages import Message
 
 _BEFORE_ALL = -1_000
-"""In place of a storage's number: bytes that the allocator gives out before all else."""
+"""Number, in `Trace.allocations`, of the block that is allocated before everything else."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The storages of the first steps, in order of birth, with their bytes.
+    """All storages of one rank's steps, numbered in order of allocation, with their bytes and lifetimes.
 
-    Memory of the host is among the storages; it counts in `host_peak` only. A place is the number of an event; what is
-    alive at it, is alive after it.
+    A place is the index of an event (an allocation or a release); what is alive at a place is what exists once that
+    event has happened. Host memory is among the storages, but counts in `host_peak` and `loaded(on_host=True)` only.
 
     Attributes:
-        log: what was recorded.
-        events: births and deaths of all layers, in terms of the log.
-        bytes: [storages]
-        begin: the place from which on the peak counts.
-        load: the peaks before the first step; None for a trace of real steps.
-        collectives: what leaves this rank in the last step, by the phase in which it does.
-        work: what a step does on the GPU, by part; empty where it was not counted.
-        formula: of a closed form: by block its bytes, as a product of `sizes`.
-        sizes: what the formulas were evaluated at.
+        log: the log that was recorded, of a model whose layers may be shortened.
+        events: allocations and releases in the whole model; shapes [events] and [storages] refer to these.
+        bytes: [storages] size of each storage.
+        begin: first place that counts for the peak.
+        load: peaks while weights are loaded; None if not computed, as for a trace of real steps.
+        collectives: bytes that this rank sends in the last step, by kind, axis and phase.
+        work: the last step's FLOPs, bytes and launches, by part of the model; empty if they were not counted.
+        formula: in a closed form, returns the bytes of a block (its number in the log) as a product of `sizes`, such
+            as "2·B·S"; None in a trace.
+        sizes: in a closed form, the values of the sizes in the formulas; empty in a trace.
     """
 
     log: Log
@@ -62,16 +63,18 @@ class Trace:
         left_out: int = 0,
         last_step: bool = False,
     ) -> Trace:
-        """Reads a tracker's log.
+        """Build the trace of the whole model from a tracker's log.
 
         Args:
-            axis_of: the axis along which a message goes.
-            short: what the layers of a shortened model stand for.
-            left_out: micro-steps of a step like its second one, which were not run.
-            last_step: only the last step's peak counts.
+            log: log of one step or several.
+            axis_of: returns the axis of `parallel:` along which a collective communicates.
+            short: layers that ran and groups that stand for others; None if all layers ran.
+            left_out: number of micro-steps of the last step that were not run; each is counted, in collectives and
+                work, as another second micro-step.
+            last_step: whether only the last step counts for the peak.
 
         Raises:
-            UserError: the bytes of a message are not known.
+            UserError: the last step calls a collective whose bytes are not known.
         """
         last = max((mark.step for mark in log.marks), default=0)
         for sent in log.sent:
@@ -101,19 +104,19 @@ class Trace:
 
     @property
     def end(self) -> int:
-        """The place after which nothing happens."""
+        """The last place."""
         return len(self.events.storages) - 1
 
     @property
     def marks(self) -> list[Mark]:
-        """Where phases and modules begin, at places."""
+        """Starts of phases and modules in the whole model; `Mark.at` is a place."""
         return [
             replace(mark, at=at, module=named(mark.module, unit, copy)) for at, mark, unit, copy in self.events.marks
         ]
 
     @property
     def blocks(self) -> list[Block]:
-        """Each storage by itself, births and deaths at places."""
+        """Description of each storage of the whole model; `born` and `died` are places."""
         events, blocks = self.events, []
         times = zip(self.bytes.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
         for storage, (size, born, died) in enumerate(times):
@@ -124,24 +127,24 @@ class Trace:
 
     @cached_property
     def _on_host(self) -> np.ndarray:
-        """[storages]"""
+        """[storages] whether each is host memory."""
         return self.events.column("on_host").astype(bool)
 
     def _of_part(self, part: PartName) -> np.ndarray:
-        """[storages] bytes on the device, of this part alone."""
+        """Return [storages] bytes of the storages on the device that this part counts, and 0 for all others."""
         return np.where(self._on_host | (self.events.column("part") != part), 0, self.bytes)
 
     def _alive(self, bytes_of: np.ndarray) -> np.ndarray:
-        """[events] bytes that are alive at each place, of storages that take these."""
+        """Return [events] the sum of `bytes_of` [storages] over the storages alive at each place."""
         return np.cumsum(self.events.signs * bytes_of[self.events.storages])
 
     @cached_property
     def _device(self) -> np.ndarray:
-        """[events]"""
+        """[events] bytes alive on the device at each place."""
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
     def alive(self, at: int | None = None) -> np.ndarray:
-        """The numbers of the storages that are alive on the device at a place; by default at the peak."""
+        """Return the numbers of the storages that are alive on the device at a place; by default at the peak."""
         at = self.peak if at is None else at
         return np.flatnonzero((self.events.born <= at) & (self.events.died > at) & ~self._on_host)
 
@@ -149,31 +152,32 @@ class Trace:
 
     @cached_property
     def peak(self) -> int:
-        """The place at which the most is alive on the device."""
+        """The first place, from `begin` on, at which the most bytes are alive on the device."""
         return self.begin + int(np.argmax(self._device[self.begin :]))
 
     @cached_property
     def host_peak(self) -> int:
-        """The most bytes that are on the host at once."""
+        """The most bytes that are alive in host memory at once, over all steps."""
         return int(np.max(self._alive(np.where(self._on_host, self.bytes, 0)), initial=0))
 
     @property
     def rounded_peak(self) -> int:
-        """Peak of live bytes with each size rounded up as by the allocator."""
+        """The most bytes alive on the device with sizes rounded up to the allocator's 512 bytes, over all steps."""
         rounded = -(-self.bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
         return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
-        """The bytes alive at a place, by part; by default at the peak."""
+        """Return the bytes alive on the device at a place, by part; by default at the peak."""
         alive = self.alive(at)
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
 
     def loaded(self, *, on_host: bool = False, in_bank: bool = False) -> int:
-        """Bytes of loaded weights.
+        """Return the bytes of the weights and buffers that exist before the first step.
 
         Args:
-            in_bank: of expert banks alone.
+            on_host: count those in host memory instead of those on the device.
+            in_bank: count only those of expert banks.
         """
         column = self.events.column
         is_weight = (column("phase") == "load") & np.isin(column("part"), ("frozen_weights", "trainable_weights"))
@@ -181,22 +185,28 @@ class Trace:
 
     @property
     def managed(self) -> int:
-        """The bytes of memory that the driver may have on either side; it stays."""
+        """Bytes of CUDA managed memory, which the driver may move between host and device: paged optimizer states."""
         return int(self.bytes[self.events.column("managed").astype(bool)].sum())
 
     @property
     def workspaces(self) -> int:
-        """cuBLAS's: one of each thread that multiplies, of which autograd has its own for backward passes."""
+        """Number of cuBLAS workspaces: one for each thread that multiplies; autograd runs backward in its own."""
         return WORKSPACES if any(mark.phase == "backward" for mark in self.log.marks) else 1
 
     def most(self, part: PartName) -> int:
-        """The most bytes of a part that are alive at once on the device."""
+        """Return the most bytes of a part that are alive on the device at once, over all steps."""
         return int(np.max(self._alive(self._of_part(part)), initial=0))
 
     # --- Views --------------------------------------------------------------------------------------------------
 
     def moment(self, largest: int = 20) -> Moment:
-        """When the peak is, and the largest allocations then, those of one module, phase and operation together."""
+        """Return step, phase and module of the peak, and the storages that are alive then.
+
+        Storages of the same part, module, phase and operation are summed.
+
+        Args:
+            largest: how many of these sums to return, largest first.
+        """
         _, mark, unit, copy = self.events.marks[bisect_right(self.events.marks, self.peak, key=lambda one: one[0]) - 1]
         groups: dict[tuple[PartName, str, Phase, str], list[int]] = {}
         for storage in self.alive().tolist() if largest else ():
@@ -209,7 +219,13 @@ class Trace:
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:
-        """The last step in about so many samples, each the fullest moment of its stretch; phases are labelled."""
+        """Return samples of the last step's bytes by part, each the fullest moment of its section of the step.
+
+        The sample with which a phase begins is labelled, such as "forward 0"; others have an empty label.
+
+        Args:
+            points: approximate number of samples.
+        """
         marks = self.events.marks
         begin = next(at for at, mark, *_ in marks if mark.step == marks[-1][1].step)
         labels: dict[int, str] = {}
@@ -220,10 +236,10 @@ class Trace:
             if at >= begin and now != label:
                 label = labels[at] = now
         stretch = max(1, (self.end + 1 - begin) // points)
-        # A sample begins after every stretch, and where a phase does; what is alive before it counts too.
+        # Sections have equal lengths but for the starts of phases; the moment before a section counts as part of it.
         regular = range(begin + 1, self.end + 1, stretch)
         starts = sorted({begin, *regular, *(at for at in labels if at <= self.end)})
-        alive = np.concatenate([[0], self._device])  # at place - 1
+        alive = np.concatenate([[0], self._device])  # shifted: [n] is what is alive at place n - 1
         fullest = [start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairwise((*starts, self.end + 1))]
         parts = [np.concatenate([[0], self._alive(self._of_part(part))])[fullest] for part in PART_NAMES]
         return tuple(
@@ -232,10 +248,13 @@ class Trace:
         )
 
     def allocations(self, before: int = 0) -> Iterator[tuple[int, int]]:
-        """Births (storage, bytes) and deaths (storage, -1) on the device, in order, as the allocator takes them.
+        """Yield (storage, bytes) for each allocation on the device and (storage, -1) for each release, in order.
+
+        This is the input of the allocator simulation (memory/allocator.py).
 
         Args:
-            before: bytes that are taken before all else, and free when the steps begin.
+            before: bytes of a block that is allocated before everything else and freed when the first step begins,
+                which leaves a hole of that size, as loading may.
         """
         begin = next((at for at, mark, *_ in self.events.marks if mark.phase != "load"), 0)
         yield _BEFORE_ALL, before

@@ -1,4 +1,4 @@
-"""A model under a tracker: what it holds, and where its layers begin and end."""
+"""`Watched`: registers a model's tensors, layer boundaries and expert groups with a tracker; labels for reports."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ from moetune.parallel.ranks import local_tensor
 
 
 class Watched:
-    """An adapted model whose storages a tracker follows.
+    """An adapted model, prepared for trackers that record its storages.
 
     Args:
-        kept: the numbers of the decoder layers that the model has; None if it has all.
-        gpu: the card whose kernels run; None for the CPU's.
-        shards: this rank's part of parameters that an engine divides.
+        adapted: model with trained and frozen parameters; its tensors may be fake.
+        kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+        shards: parameter -> this rank's part of it, for parameters that an engine (DeepSpeed) partitions.
+
+    Attributes:
+        layers: number -> decoder layer, for the layers that run.
+        named: module -> path, as `named_modules`.
     """
 
     def __init__(
@@ -47,16 +52,16 @@ class Watched:
         self.named = named_modules(adapted)
 
     def tracker(self, *, counts: bool = False) -> Tracker:
-        """A tracker of this model.
+        """Return a new tracker, not yet active, that names this model's modules.
 
         Args:
-            counts: count the work of the card, if there is one.
+            counts: count FLOPs, bytes and launches of each operation; ignored without a `gpu`.
         """
         parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
         return Tracker(self.named, capability=self.capability, parts=parts)
 
     def add_to(self, tracker: Tracker) -> None:
-        """Add the storages that exist before anything runs."""
+        """Add the storages of the model's weights, buffers and shards to a tracker, with labels and layer numbers."""
         labels, shards, model = labels_of(self.adapted), self.shards, self.adapted.model
         trained = self.adapted.trainable().values()
         trained_storages = {id(local_tensor(shards.get(p, p)).untyped_storage()) for p in trained}
@@ -72,10 +77,12 @@ class Watched:
 
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Follow the model inside.
+        """Record the model's operations, layer boundaries and expert groups in a tracker within the `with` block.
+
+        For a GPU, `scaled_dot_product_attention` is replaced by the operator that runs on that GPU.
 
         Args:
-            tracking: without it only layers and experts are noted.
+            tracking: False to record only layer boundaries and expert groups, and no operations.
         """
         watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
         attention = nullcontext() if self.capability is None else attention_of(self.capability)
@@ -84,7 +91,7 @@ class Watched:
 
     @contextmanager
     def _cutting(self, tracker: Tracker) -> Iterator[None]:
-        """Note where layers end in forward and begin in backward."""
+        """Record, by hooks, where each decoder layer's forward ends and its backward begins."""
 
         def begin(module: nn.Module, args: Any, *, before: int) -> None:
             tracker.cut(before, backward=False)
@@ -96,8 +103,8 @@ class Watched:
             if layer == numbers[-1]:
                 tracker.cut(layer, backward=False)
 
-        # A layer ends where the next one begins: by then the model has freed its input. FSDP2's own hooks come after
-        # the first of these and after the gradient's.
+        # A layer's end is recorded where the next layer begins, because only then has the model freed its input.
+        # `prepend` puts these hooks before FSDP2's: gathering weights is part of the layer that needs them.
         numbers, hooks = list(self.layers), []
         for before, (number, layer) in zip([OUTSIDE, *numbers], self.layers.items(), strict=False):
             hooks.append(layer.register_forward_pre_hook(partial(begin, before=before), prepend=True))
@@ -110,7 +117,11 @@ class Watched:
 
 
 def labels_of(adapted: Adapted) -> dict[int, str]:
-    """By the id of a storage, the label of its tensor in a report: its component, and how it is quantized."""
+    """Return id(storage) -> label in reports, for all weights and buffers: component and quantization.
+
+    Labels are such as "experts, nf4" or "attention"; trained parameters of the parts `lora` and `experts` are labelled
+    by the part alone, and tensors of no known component "buffers".
+    """
     run, model = adapted.run, adapted.run.config.model
     stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
     components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
@@ -135,7 +146,11 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
-    """The modules that a report names: decoder layers, what they are made of, and what is outside of them."""
+    """Return module -> path for the modules that a report names.
+
+    These are the modules at most two levels below a decoder layer or, outside of the layers, below the model; modules
+    inside of a layer's experts are left out.
+    """
     layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
     experts = tuple(f"{layer.experts}." for layer in adapted.structure.moe_layers)
     named = {}
