@@ -1,1 +1,3 @@
-"""A run, resolved once: what everything below a run file and a model is given."""
+"""From a run file to a `ResolvedRun`: its model, what trains, its precisions, its ranks, and every check without
+weights.
+"""
