@@ -67,8 +67,8 @@ class ModelConfig(Section):
     Attributes:
         path: a catalog name, a local folder in hub format, or a hub id.
         weights: read the published weights, or draw random ones.
-        base: precision in which frozen weights are stored; `auto` keeps a quantized checkpoint as published and stores
-            all others as nf4.
+        base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4 or MXFP4 and
+            of quantized bases, and is nf4 for all others.
         double_quant: with nf4, store the scales in 8 bits.
         dtype: dtype of compute and of trained weights; `auto` is bf16 on a GPU and fp32 on a CPU.
         attention: the attention implementation, by transformers' name.
@@ -548,8 +548,8 @@ class RunConfig(Section):
 
     Attributes:
         optimizer: one optimizer for all parts, or one for each part.
-        data: None for a run that is only predicted.
-        output: the run folder, relative to the working directory; None if it is given elsewhere.
+        data: required for training; None for a run that is only predicted.
+        output: the run folder, relative to the working directory; required for training.
     """
 
     model: ModelConfig

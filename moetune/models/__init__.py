@@ -1,1 +1,3 @@
-"""What a mixture-of-experts model is made of, read off the model on the meta device."""
+"""Models before adaptation: finding them, their structure and parameter count, what trains in them, catalog,
+checkpoints.
+"""
