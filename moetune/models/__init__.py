@@ -1,3 +1,1 @@
-"""Models before adaptation: finding them, their structure and parameter count, what trains in them, catalog,
-checkpoints.
-"""
+"""Models before adaptation: sources, structure, parameter counts, selection of what trains; catalog and checkpoints."""

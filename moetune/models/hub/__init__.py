@@ -1,1 +1,3 @@
-"""Checkpoints in the format that the hub has: files, names, which one exactly."""
+"""Checkpoints in hub format: download, safetensors files, published quantized formats, key mappings, fingerprints,
+deltas.
+"""
