@@ -57,13 +57,13 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # Ctrl-C
+            raise  # KeyboardInterrupt and SystemExit
         raise UserError(f"{what} cannot be read: {one_line(error)}{remedy and '; '}{remedy}") from error
 
 
 def printable(text: str) -> str:
     """Return `text` with control characters, which a terminal would execute, and lone surrogates escaped."""
-    if text.isprintable():  # bytes raise here: click probes a stream with them
+    if text.isprintable():  # raises for bytes, which click passes to test a stream
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
@@ -117,6 +117,6 @@ def shown(value: object, most: int = 80) -> str:
     """Return `repr(value)`, cut to `most` characters; `<type name>` if `repr` fails."""
     try:
         text = repr(value)
-    except Exception:  # an integer of five thousand digits, a list in itself
+    except Exception:  # such as an integer of five thousand digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."

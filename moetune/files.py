@@ -17,7 +17,7 @@ from typing import IO
 
 from moetune.errors import UserError, shown
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes, on Linux and macOS; files in a folder need some of the path's
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes on Linux and macOS; 4,000 leaves room for files in the folder
 
 
 def check_path(text: str) -> Path:
@@ -109,7 +109,7 @@ def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, 
         aside = path.with_name(f".moetune-{secrets.token_hex(8)}")
     try:
         with aside.open(mode) as file:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(content.encode() if isinstance(content, str) else content)
         sync(aside)
@@ -198,7 +198,7 @@ class Ledger:
     def _read(self, text: str) -> None:
         said = []
         for line in text.split("\n")[:-1]:
-            with suppress(ValueError, RecursionError):  # cut short or damaged
+            with suppress(ValueError, RecursionError):  # the line is cut short or damaged
                 said.append(json.loads(line))
         if said and isinstance(said[0], dict) and isinstance(kind := said[0].get("written by moetune"), str):
             self.kind, self.paths = kind, {path for path in said[1:] if isinstance(path, str)}
@@ -219,7 +219,7 @@ class Ledger:
             lines.insert(0, header)
             with suppress(OSError):
                 if not self.file.is_symlink() and header.startswith(self.file.read_text(encoding="utf-8")):
-                    self.file.unlink()  # cut short by a kill
+                    self.file.unlink()  # the header was cut short by a kill
         if lines:
             how = os.O_CREAT | os.O_EXCL if self.kind is None else 0
             with os.fdopen(os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | how, 0o666), "ab") as file:
@@ -315,7 +315,7 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
             file.close()
             return None
         except FileNotFoundError:
-            pass  # removed by its holder since it was opened
+            pass  # the holder removed the file after it was opened here: try again
         except BaseException:
             file.close()
             raise

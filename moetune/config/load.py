@@ -26,7 +26,7 @@ from moetune.files import Ledger, expanded, names_in
 
 _MOST_BYTES = 2**16
 _MOST_VALUES = 10_000  # counted after expanding YAML aliases, which can stand for more values than fit in memory
-_DEEPEST = 50  # levels; PyYAML's time grows with their square
+_DEEPEST = 50  # levels of nesting; PyYAML's time grows with the square of the depth
 _MOST_BITS = 4096  # of an integer; Python refuses to print much longer ones
 _MOST_PROBLEMS = 20
 
@@ -196,7 +196,7 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
         try:
             is_there = (place / "config.json").is_file() if key == "path" else place.exists()
             is_there = is_there and not (unless_here and Path(value).exists())
-        except (OSError, ValueError):  # no name that a file can have
+        except (OSError, ValueError):  # the value cannot be a file name
             is_there = False
         return str(place) if is_there else value
 

@@ -1,4 +1,4 @@
-"""`ResolvedConfig`, the type of a run file without `auto` or choices by scores: values only, no model, no torch.
+"""`ResolvedConfig`, the type of a run file whose values that depend on the model are filled in; imports no torch.
 
 `run/resolve.py` makes it from a `RunConfig`; the run file together with its model is `ResolvedRun` (run/resolved.py).
 """
@@ -47,9 +47,9 @@ class ResolvedTrain(TrainConfig):
 
 
 class ResolvedConfig(RunConfig):
-    """A run file with every `auto` that depends on the model replaced by its value, and every choice of experts by ids.
+    """A run file with values in place of `auto` in `model:` and `router_aux_loss`, and expert ids in place of choices.
 
-    It is a valid run file itself. `train.expert_memory` may still be `auto`.
+    It is a valid run file itself. Other keys, such as `data.format` and `train.expert_memory`, may still be `auto`.
     """
 
     model: ResolvedModelConfig

@@ -544,7 +544,7 @@ class HardwareConfig(Section):
 class RunConfig(Section):
     """A run file as written, validated: values may be `auto`, and experts may be chosen by scores.
 
-    `ResolvedConfig` (config/resolved.py) is the same without these.
+    `ResolvedConfig` (config/resolved.py) is the run file with the values that depend on the model filled in.
 
     Attributes:
         optimizer: one optimizer for all parts, or one for each part.

@@ -1,1 +1,1 @@
-"""Models before adaptation: sources, structure, parameter counts, selection of what trains; catalog and checkpoints."""
+"""Models before adaptation: their sources, structure, parameter counts and choice of what trains; the catalog."""

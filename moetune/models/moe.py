@@ -1,4 +1,4 @@
-"""Recognition of layers with routed experts: the experts' shape and layout, the router, and experts per token (top_k).
+"""Layers with routed experts, recognized by their modules: experts' shape and layout, router, experts per token.
 
 transformers decorates expert modules with `use_experts_implementation`, which sets layout flags on them. Experts are
 recognized by these flags alone, because the names of config fields vary between models. A model with experts but

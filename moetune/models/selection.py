@@ -1,4 +1,4 @@
-"""`select`: applies the `adapt:` section to a model's structure and returns which parameters, experts and layers
+"""`select`: apply the `adapt:` section to a model's structure, to find the parameters, experts and layers that
 train.
 """
 

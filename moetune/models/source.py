@@ -1,4 +1,4 @@
-"""`find_model_source`: from `model.path` to a model's configuration, its weights, and the format they are stored in."""
+"""`find_model_source`: from `model.path` to a model's configuration, its weights, and their storage format."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers validates with many error types; each means a wrong config.json
+    except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
 
 
@@ -180,7 +180,7 @@ def _config_from_hub(path: str) -> PretrainedConfig:
     reachable = hub_is_reachable()
     try:
         return AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
-    except Exception as error:  # no network, no such repository, gated, broken config, remote code: all end here
+    except Exception as error:  # no network, no such repository, no access, invalid config or remote code
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
         why = _one_line(error) if reachable else UNREACHABLE
         raise UserError(

@@ -1,4 +1,4 @@
-"""The format a checkpoint is published in (16 bits, NF4, MXFP4, FP8), and the storage `model.base: auto` takes for it.
+"""The storage format of a published checkpoint (16 bits, NF4, MXFP4, FP8), which decides `model.base: auto`.
 
 Only the configuration and the manifest are read here; hub/quantized.py reads the quantized tensors.
 """
@@ -107,6 +107,7 @@ class QuantizedManifest:
 
     @property
     def quantization(self) -> SourceQuantization:
+        """The format of the quantized base."""
         return SourceQuantization("moetune", self.base, self.double_quant, self.gate_up_apart)
 
 

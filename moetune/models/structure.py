@@ -119,7 +119,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error
-    except Exception as error:  # a wrong config can break model code anywhere
+    except Exception as error:  # a wrong config can make model code raise any error
         raise UserError(
             f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {one_line(error)}"
         ) from error

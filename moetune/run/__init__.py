@@ -1,3 +1,1 @@
-"""From a run file to a `ResolvedRun`: its model, what trains, its precisions, its ranks, and every check without
-weights.
-"""
+"""From a run file to a `ResolvedRun`: the model, what trains, precisions, ranks, and every check without weights."""

@@ -1,4 +1,4 @@
-"""Selection of experts by recorded scores: replaces `adapt.experts` and `adapt.lora.ids` with `from:` by lists of ids.
+"""Choices of experts by recorded scores: `from:` under `adapt.experts` or `adapt.lora.ids` becomes a list of ids.
 
 Each layer is ranked separately, by statistics of the tokens that carry loss (docs/concepts/choosing-experts.md).
 """

@@ -1,4 +1,4 @@
-"""The linear layers outside of experts that are stored in the precision `model.base` (quantized or 16 bits)."""
+"""The linear layers outside of experts that are stored in the precision `model.base`, because they stay frozen."""
 
 from __future__ import annotations
 

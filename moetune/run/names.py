@@ -1,4 +1,4 @@
-"""Names of trained parameters in the adapted model, and the part (`router`, `experts`, `lora`, `other`) of each name.
+"""Names of trained parameters in the adapted model, and each name's part (`router`, `experts`, `lora`, `other`).
 
 | part | parameter | name |
 |---|---|---|

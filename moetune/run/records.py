@@ -69,7 +69,7 @@ class MemoryFile(TypedDict):
 
 
 class _LayerDrift(TypedDict):
-    """Tokens per expert of one layer before and after a run, and how the two routings differ."""
+    """Routing of one layer before and after a run, as `LayerDrift` in routing/drift.py describes it."""
 
     before: Annotated[list[Amount], Field(min_length=1)]
     after: Annotated[list[Amount], Field(min_length=1)]

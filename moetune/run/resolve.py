@@ -1,4 +1,4 @@
-"""`resolve`: build a run file's model on the meta device, check the settings against it, and return a `ResolvedRun`."""
+"""`resolve`: build a run file's model on the meta device, check all settings, and return a `ResolvedRun`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ class ResolvedRun:
     """A run file resolved on its model, for one kind of device: what prediction, training and export work on.
 
     Attributes:
-        config: the run file without `auto`, and with expert ids in place of choices by scores.
+        config: the run file with the values that depend on the model filled in (config/resolved.py).
+        device_type: the kind of device that `model.dtype: auto` was resolved for.
         selection: which parameters and experts train, and which layers get LoRA.
         parts: name of each trained parameter in the adapted model -> its part, over all ranks together.
         optimizers: part that trains -> its optimizer settings.
@@ -95,10 +96,12 @@ class ResolvedRun:
 
     @property
     def structure(self) -> ModelStructure:
+        """Structure of the plain model."""
         return self.model.structure
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of compute and of trained weights, except low-rank factors."""
         return self.model.dtype
 
     @property

@@ -1,4 +1,4 @@
-"""Format and reader of `scores.json`, the statistics of a model's routing on data sets that `moetune score` writes.
+"""Format and reader of `scores.json`, the routing statistics of a model on data sets, from `moetune score`.
 
 Shapes, for one layer: E experts, K experts per token, T tokens.
 """

@@ -194,7 +194,8 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
 def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
     """Yield the optimizer settings that do not work over several ranks with FSDP2.
 
-    They need a whole matrix where ranks hold shards, or use gradients before they have been summed over ranks.
+    These need whole matrices where ranks hold shards, use gradients before they have been summed over ranks, or let the
+    ranks' copies of a weight diverge.
     """
     if config.parallel.ranks == 1 or config.parallel.engine == "deepspeed":
         return

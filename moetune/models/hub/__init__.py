@@ -1,3 +1,1 @@
-"""Checkpoints in hub format: download, safetensors files, published quantized formats, key mappings, fingerprints,
-deltas.
-"""
+"""Checkpoints in hub format: download, safetensors files, quantized formats, key mappings, fingerprints, deltas."""

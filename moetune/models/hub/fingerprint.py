@@ -65,6 +65,7 @@ class Fingerprint:
         return None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fingerprint as a JSON object, with its `content` as a check."""
         return {"content": self.content, "files": dict(self.files), "tensors": dict(self.tensors)}
 
     @model_validator(mode="wrap")

@@ -57,6 +57,7 @@ class Quantized(Stored, ABC):
         """Return the dequantized rows `start` to `stop` (excluded; None for all), [stop - start, ...], on `device`."""
 
     def write(self, rows: Tensor, start: int = 0) -> None:
+        """Fail: quantized weights are read only."""
         raise AssertionError("what is quantized is not written to")
 
 
@@ -120,7 +121,8 @@ class BitsAndBytes(Quantized):
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        yield 0, self.num_rows  # one block: all rows are dequantized together
+        """Yield one block with all rows: they are dequantized together."""
+        yield 0, self.num_rows  # (first row, row after the last)
 
     def stored(self) -> dict[str, Tensor]:
         """Return part -> tensor, in the shapes that bitsandbytes uses: the data are bytes [n, 1] under the empty

@@ -87,7 +87,7 @@ def download(hub_id: str) -> Path:
             size = sum(file.file_size for file in missing) / 1e9
             print(f"downloading {hub_id}: {size:.2f} GB in {counted(len(missing), 'file')}", file=sys.stderr)
         return Path(snapshot_download(hub_id, **wanted))
-    except Exception as error:  # no network, gated, removed: all end here
+    except Exception as error:  # no network, no access, or no such model
         if folder is not None:
             return folder
         raise UserError(

@@ -1,4 +1,4 @@
-"""Safetensors files: read headers, read or overwrite rows of one tensor, list a checkpoint's files, create empty files.
+"""Safetensors files: read headers, read or overwrite rows of a tensor, list a checkpoint's files, create files.
 
 Files are read and written with plain I/O, not memory-mapped, so only the requested rows are in memory. Nothing in a
 file is executed.
@@ -51,18 +51,22 @@ class Stored:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
+        """Shape without the first axis."""
         return self.shape[1:]
 
     @property
     def num_rows(self) -> int:
+        """Length of the first axis; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.numel * self.torch_dtype.itemsize
 
     @property
