@@ -125,9 +125,7 @@ _ASIDE, _MINUTE = re.compile(r"\.moetune-[0-9a-f]{16}"), 60.0
 
 
 def _sweep(folder: Path) -> None:
-    """Remove temporary files of `write_whole` that are over a minute old and not locked, left behind by killed
-    writers.
-    """
+    """Remove temporary files of `write_whole` that killed writers left: over a minute old and not locked."""
     for name in filter(_ASIDE.fullmatch, names_in(folder)):
         left = folder / name
         with suppress(OSError):

@@ -147,9 +147,7 @@ def parse(text: str, what: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # PyYAML's constructors let errors of the Python types through
-        known = isinstance(
-            error, (yaml.YAMLError, ValueError)
-        )  # the messages of other errors are unclear without the error's type
+        known = isinstance(error, (yaml.YAMLError, ValueError))  # other messages need the error's type
         reason = (str(error) if known else shown(error, 200)).replace('"<unicode string>", ', "")
         raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
 
@@ -311,9 +309,7 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
 
 
 def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
-    """Return advice on `train.warmup` for a warm-up given as a fraction of the steps; empty if `raw` has no valid
-    steps.
-    """
+    """Return advice for `warmup_ratio`, a fraction of the steps; empty if `raw` has no valid number of steps."""
     try:
         train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
         steps = ceil(float(str(share)) * train.steps)

@@ -1,5 +1,6 @@
-"""`RunConfig` and its sections: every key of a run file with its type, default and checks. Nothing here imports
-torch.
+"""`RunConfig` and its sections: every key of a run file with its type, default and checks.
+
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -121,9 +122,8 @@ class ChoiceConfig(Section):
 
     @model_validator(mode="after")
     def _one_size(self) -> ChoiceConfig:
-        """Refuse a choice with no or several sizes, `p` with a rule without shares, and a background without its
-        rule.
-        """
+        """Refuse a choice with no size or several, `p` with a rule without shares, and a background without its
+        rule."""
         given = [name for name in SIZES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -236,8 +236,9 @@ OptimizerName = Literal[
 ]  # fmt: skip
 Part = Literal["router", "experts", "lora", "other"]
 PARTS: tuple[Part, ...] = typing.get_args(Part)
-"""Groups of trained parameters: routers, experts that train in full, LoRA factors, and all others. Each may have its
-own optimizer.
+"""Groups of trained parameters: routers, experts that train in full, LoRA factors, and all others.
+
+Each part may have its own optimizer.
 """
 _FUSED = ("lomo", "adalomo")  # optimizers that default to fused_backward, as in their papers
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}

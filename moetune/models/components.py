@@ -31,8 +31,7 @@ _MLP = re.compile(r"mlp|ffn|feed_?forward|^ff$|^fc\d$|^intermediate$|^output$|sp
 
 
 class Landmarks:
-    """The modules of one model that its parameters are classified by: the decoder layers, the base model and the LM
-    head.
+    """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
     Args:
         model: the plain model; the meta device will do.
@@ -101,8 +100,9 @@ class Landmarks:
         return "lm_head" if "lm_head" in name else "other"
 
     def _inside_layer(self, name: str, paths: list[str]) -> Component:
-        """Return the component of a parameter inside a layer: a shared expert if any module is named so, else by the
-        outermost module with a known name.
+        """Return the component of a parameter inside a layer.
+
+        It is a shared expert if any module around it is named so; else the outermost module with a known name decides.
 
         Args:
             paths: paths of the modules around the parameter inside the layer, outermost first, and its own name.

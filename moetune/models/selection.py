@@ -1,6 +1,4 @@
-"""`select`: apply the `adapt:` section to a model's structure, to find the parameters, experts and layers that
-train.
-"""
+"""`select`: apply the `adapt:` section to a model's structure; `Selection`: which parameters and experts train."""
 
 from __future__ import annotations
 
@@ -175,9 +173,7 @@ class _Resolver:
                     self.problems.append(f"{where}: no frozen expert in the chosen layers to put LoRA on")
                 continue
             is_component = target in COMPONENTS
-            outside = (
-                is_component or config.layers == "all"
-            )  # whether linear layers outside of decoder layers are included
+            outside = is_component or config.layers == "all"  # whether linears outside of layers count
             found = [
                 path
                 for path, linear in self.structure.linears().items()
@@ -245,9 +241,8 @@ class _Resolver:
         return [layer for layer in layers if layer in existing]
 
     def _tied_to(self, target: str) -> ParameterInfo | None:
-        """Return the parameter that a component or pattern matches only under the name of a weight tied to the
-        parameter.
-        """
+        """Return the parameter that `target` matches only under the second name of a tied weight; None if there is
+        none."""
         linears = self.structure.linears()
         names = {
             first

@@ -46,23 +46,18 @@ class SourceQuantization:
     is_read: bool = True
 
     def settle(self, config: ModelConfig) -> ModelConfig:
-        """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` adapted to the
-        checkpoint.
+        """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` as in the checkpoint.
 
-        A `double_quant` that the user set stays as it is.
+        A section with another `base`, and a `double_quant` that the user set, stay as they are.
         """
         if config.base != "auto":
             return config
-        given = (
-            "double_quant" in config.model_fields_set
-        )  # unreadable_source in run/validation.py refuses another value than the checkpoint's
+        given = "double_quant" in config.model_fields_set  # run/validation.py refuses a contradiction
         scales = config.double_quant if given or self.base is None else self.double_quant
         return config.model_copy(update={"base": self.base or _IN_16_BITS, "double_quant": scales})
 
     def keeps_gate_up_apart(self, config: ModelConfig) -> bool:
-        """Return whether gate and up stay quantized separately: `config` keeps the published format, which separates
-        them.
-        """
+        """Return whether `config` keeps a published format in which gate and up are quantized separately."""
         return self.gate_up_apart and (config.base, config.double_quant) == (self.base, self.double_quant)
 
 
@@ -117,9 +112,7 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
     Raises:
         UserError: the manifest is damaged or of an earlier version; or `moetune quantize` was interrupted.
     """
-    if (
-        folder / QUANTIZED_MANIFEST
-    ).is_file():  # written last; an interrupted command may have left the file BEGUN as well
+    if (folder / QUANTIZED_MANIFEST).is_file():  # written last, so it takes precedence over BEGUN
         remedy = "write it again with moetune quantize"
         return read_json(folder / QUANTIZED_MANIFEST, QuantizedManifest, remedy=remedy)
     if (folder / BEGUN).is_file():

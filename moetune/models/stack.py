@@ -43,9 +43,7 @@ class LeftOut(nn.Module):
 
     def __init__(self, layer: nn.Module, last: _LastReturned) -> None:
         super().__init__()
-        object.__setattr__(
-            self, "_layer", layer
-        )  # bypasses nn.Module, so that the layer is not registered as a submodule
+        object.__setattr__(self, "_layer", layer)  # past nn.Module, which would register a submodule
         self._last = last
 
     def __getattr__(self, name: str) -> Any:

@@ -110,9 +110,7 @@ def _decided(config: RunConfig) -> dict[str, Any]:
 
 
 def trains_in_bf16(config: RunConfig) -> bool:
-    """Return whether trained weights are bfloat16: `model.dtype` is bf16 and there is no LoRA, whose factors are
-    float32.
-    """
+    """Return whether trained weights are bfloat16: `model.dtype` is bf16 and there is no LoRA, which is in float32."""
     return config.model.dtype == "bf16" and config.adapt.lora is None
 
 

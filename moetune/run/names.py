@@ -63,9 +63,7 @@ def stacks(layer: MoeLayer) -> list[str]:
 
 
 def matrix_of(stack: str) -> Matrix:
-    """Return the bank's name of a stacked parameter: `gate_up` for `gate_up_proj` and `up_proj`, `down` for
-    `down_proj`.
-    """
+    """Return the bank's name of a stacked parameter, such as `gate_up` for `gate_up_proj` or `up_proj`."""
     if stack.startswith("down"):
         return "down_bias" if stack.endswith("bias") else "down"
     return "gate_up_bias" if stack.endswith("bias") else "gate_up"

@@ -29,9 +29,7 @@ class Placement:
     experts: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def held(self, layer: int, num_experts: int) -> tuple[int, ...]:
-        """Return the ids of a layer's experts on this rank; all `num_experts` ids if the layer's experts are not
-        divided.
-        """
+        """Return the ids of a layer's experts on this rank; all of the `num_experts` ids if they are not divided."""
         return self.experts[layer][self.ep] if layer in self.experts else tuple(range(num_experts))
 
 

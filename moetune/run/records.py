@@ -43,9 +43,7 @@ class MetricsLine(TypedDict, total=False):
 
 
 class _Predicted(TypedDict):
-    """Predicted peaks in bytes: `peak_allocated` with evenly loaded experts, `as_routed` with the load that was
-    measured.
-    """
+    """Predicted peaks in bytes: `peak_allocated` with an even load of experts, `as_routed` with the measured load."""
 
     peak_allocated: Amount | None
     as_routed: Amount | None

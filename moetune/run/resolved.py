@@ -29,15 +29,15 @@ from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores, refuse_other_base
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
-"""Value of `train.expert_memory: auto`: on a GPU enough for a few kernel launches per layer of small experts, on a CPU
-a size that fits the caches (docs/concepts/expert-bank.md).
+"""Value of `train.expert_memory: auto` on each kind of device (docs/concepts/expert-bank.md).
+
+On a GPU it holds a layer of small experts in a few kernel launches; on a CPU it fits the caches.
 """
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """The model of a run: its source, its configuration, and the model itself on the meta device (shapes without
-    storage).
+    """The model of a run: its source, its configuration, and the model itself on the meta device, without storage.
 
     Attributes:
         config: the `model:` section, without `auto`.

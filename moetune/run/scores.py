@@ -19,9 +19,7 @@ from moetune.models.structure import ModelStructure
 
 SCHEMA: Literal[1] = 1
 SCOPES = ("loss", "all")
-"""Sets of tokens that statistics are taken over: `loss`, tokens whose next token counts in the loss; `all`, every token
-but padding.
-"""
+"""Sets of tokens with statistics: `loss`, tokens whose next token counts in the loss; `all`, all but padding."""
 
 
 class Statistics(BaseModel):

@@ -10,14 +10,16 @@ from transformers import PreTrainedModel
 SPLIT = ("colwise", "rowwise")
 """Styles of `tp_plan` that divide a linear layer's weight over the ranks."""
 LEFT_ALONE = ("replicated_with_grad_allreduce",)
-"""Style of norms inside split heads: every rank has the whole weight, and its gradient needs a sum over ranks only if
-the norm trains.
+"""Style of norms inside split heads, whose weight every rank holds whole.
+
+Only a norm that trains would need its gradient summed over ranks.
 """
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return module path -> style of split, with `*` in place of layer numbers. Experts are left out: tp does not split
-    them.
+    """Return module path -> style of split, with `*` in place of layer numbers.
+
+    Experts are left out, because `parallel.tp` does not split them.
     """
     return {name: style for name, style in (model.tp_plan or {}).items() if ".experts" not in name}
 

@@ -41,8 +41,10 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
 
 
 def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
-    """Yield a line if the published checkpoint is quantized in a format that is not read, or if `model.double_quant`
-    contradicts a checkpoint that is to be kept in its published format.
+    """Yield the reasons why a published checkpoint cannot be read, or not kept in its format.
+
+    The checkpoint may be quantized in a format that is not read, or `model.double_quant` may contradict a format to
+    keep.
 
     Args:
         published: how the checkpoint is stored.
@@ -248,8 +250,9 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
 
 
 def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
-    """Yield a line if `parallel.tp` > 1 and an attention layer has no split in transformers' plan, is quantized, or has
-    a trained parameter that cannot be split.
+    """Yield a line if `parallel.tp` > 1 and an attention layer cannot be split.
+
+    Either transformers' plan does not split the layer, or it is quantized, or a norm inside its heads trains.
     """
     if run.config.parallel.tp == 1:
         return

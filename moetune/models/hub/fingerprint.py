@@ -36,9 +36,7 @@ class Fingerprint:
 
     @property
     def content(self) -> str:
-        """One SHA-256 for all files, of the lines `<file name> <digest>` sorted by name; called the digest of a
-        checkpoint.
-        """
+        """The digest of the checkpoint: SHA-256 of the lines `<file name> <digest>`, sorted by name."""
         return hashlib.sha256("".join(f"{n} {d}\n" for n, d in sorted(self.files.items())).encode()).hexdigest()
 
     def difference(self, other: Fingerprint) -> str | None:
@@ -80,9 +78,8 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Base:
-    """A checkpoint that a model was trained on, or that a delta or quantized base was made for: its name and
-    fingerprint.
-    """
+    """Name and fingerprint of the checkpoint that a model was trained on, or that a delta or quantized base was made
+    for."""
 
     name: str
     fingerprint: Fingerprint

@@ -51,9 +51,8 @@ class KeyMapping:
 
     @property
     def has_experts_apart(self) -> bool:
-        """Whether the checkpoint has separate tensors for each expert; else one tensor holds all of them along its
-        first axis.
-        """
+        """Whether the checkpoint has separate tensors for each expert, not one tensor with all experts along its
+        first axis."""
         return self.parameter.rpartition(".")[2] in STACKS and all("*" in pattern for pattern in self.keys)
 
     @property
@@ -77,8 +76,7 @@ class KeyMapping:
         return len(self.keys) == (1 if self.conversion is None else len(self.conversion.source_patterns))
 
     def of_expert(self, expert: int) -> KeyMapping:
-        """Return the mapping of one expert's share [1, ...] of the parameter; the mapping itself if experts share
-        tensors.
+        """Return the mapping of one expert's share [1, ...] of the parameter; `self` if experts are not apart.
 
         Raises:
             UserError: the checkpoint does not have all tensors of this expert.
@@ -179,8 +177,10 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]
-"""How a checkpoint stores a layer's experts: `apart`, in separate tensors for each expert; `rows`, as rows of one
-tensor that is the parameter; `converted`, in one tensor that is converted as a whole.
+"""How a checkpoint stores a layer's experts.
+
+`apart`: in separate tensors for each expert; `rows`: as rows of one tensor, which is the parameter; `converted`: in one
+tensor that is converted as a whole.
 """
 
 

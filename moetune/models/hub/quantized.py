@@ -70,9 +70,8 @@ class Mxfp4(Quantized):
     """
 
     def quantized(self, expert: int) -> dict[str, Tensor]:
-        """Return the stored bytes of one expert, flattened in the order [out, in]: `data`, two weights per byte, and
-        `scales`.
-        """
+        """Return one expert's stored bytes in the order [out, in]: `data` [out · in / 2] and `scales` [out · in /
+        32]."""
         blocks, scales = (self.parts[name].rows(expert, expert + 1) for name in ("blocks", "scales"))
         return {"data": blocks.flatten(), "scales": scales.flatten()}
 
@@ -102,9 +101,7 @@ class BlockFp8(Quantized):
         scales = self.parts["scale_inv"].rows(first, -(-(start + len(weight)) // high)).to(device).float()
         scales = scales.repeat_interleave(wide, 1)[:, : weight.shape[1]]
         rows = torch.empty(weight.shape, dtype=self.torch_dtype, device=device)
-        for number, scale in enumerate(
-            scales, first
-        ):  # one row of blocks at a time, so that little is in float32 at once
+        for number, scale in enumerate(scales, first):  # one row of blocks at a time, to save memory
             those = slice(max(number * high - start, 0), (number + 1) * high - start)
             rows[those] = weight[those].float() * scale
         return rows
@@ -125,9 +122,7 @@ class BitsAndBytes(Quantized):
         yield 0, self.num_rows  # (first row, row after the last)
 
     def stored(self) -> dict[str, Tensor]:
-        """Return part -> tensor, in the shapes that bitsandbytes uses: the data are bytes [n, 1] under the empty
-        name.
-        """
+        """Return part -> tensor as bitsandbytes expects them: the weight's bytes [n, 1] have the empty name."""
         parts = {name: part.rows().reshape(part.shape) for name, part in self.parts.items()}
         return parts | {"": parts[""].view(torch.uint8).reshape(-1, 1)}
 
@@ -148,7 +143,7 @@ class BitsAndBytes(Quantized):
 
         Returns:
             `data`, two weights per byte, and `absmax`, the scales; with double quantization also `nested_absmax`, the
-                scales of scales, and `offset`.
+            scales of the scales, and `offset`.
         """
         parts = self.stored()
         nested = {}
@@ -160,10 +155,8 @@ class BitsAndBytes(Quantized):
         parts = {name: part.to(device) for name, part in self.stored().items()}
         data = parts.pop("")
         state = QuantState.from_dict(parts, torch.device(device))
-        state.dtype, state.shape = (
-            self.torch_dtype,
-            torch.Size([self.numel]),
-        )  # a flat shape: only then is the result on a CPU exact
+        # The shape must be flat: only then is the result on a CPU exact.
+        state.dtype, state.shape = self.torch_dtype, torch.Size([self.numel])
         return dequantize_4bit(data, state).view(self.shape)[start:stop]
 
 

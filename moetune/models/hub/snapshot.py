@@ -20,9 +20,7 @@ CARRIED = (
 QUANTIZED_MANIFEST = "packed.json"
 """Name of the manifest in a folder that `moetune quantize` wrote."""
 _OF_OTHERS = ("adapter_*", "*.index.json", "manifest.json", QUANTIZED_MANIFEST)
-"""Patterns of files that match `CARRIED` but are not copied: files of adapters, and files that list other files by
-name.
-"""
+"""Patterns of files that match `CARRIED` but are not copied: adapters' files, and lists of other files."""
 
 
 def small_files(folder: Path) -> list[Path]:

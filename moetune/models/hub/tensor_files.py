@@ -81,8 +81,12 @@ class Stored:
         return math.prod(self.row_shape) * self.torch_dtype.itemsize
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Read the rows `start` to `stop` (excluded; None for all) as a new tensor [stop - start, ...] in the file's
-        dtype.
+        """Read rows as a new tensor [stop - start, ...] in the file's dtype.
+
+        Args:
+            start: first row.
+            stop: row after the last; None for the end.
+            device: device of the result.
 
         Raises:
             UserError: the file is too short, or its dtype is not supported.
@@ -148,8 +152,7 @@ class _Index(TypedDict):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the paths of a checkpoint's safetensors files: `model.safetensors`, else those listed in the index,
-    sorted.
+    """Return the paths of a checkpoint's safetensors files: `model.safetensors`, else the files of the index, sorted.
 
     Raises:
         UserError: there are none (other formats are not read), the index is invalid, or a listed file is missing.
@@ -173,9 +176,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_name_of_weights(name: object) -> bool:
-    """Return whether `name` is a file name ending in `.safetensors` without a folder, so that it cannot point
-    elsewhere.
-    """
+    """Return whether `name` is a plain file name, without a folder, that ends in `.safetensors`."""
     return isinstance(name, str) and Path(name).name == name and "\0" not in name and name.endswith(".safetensors")
 
 
