@@ -1,12 +1,13 @@
-"""moetune: fine-tune a mixture-of-experts model on one GPU, and know before starting that it fits.
+"""Public API of moetune: fine-tune a mixture-of-experts model on one GPU, and predict its memory before it starts.
 
     import moetune
 
     print(moetune.predict("run.yaml").fits)
     moetune.train("run.yaml")
 
-Every function takes the path of a run file, its values (`RunConfig`), or a `ResolvedRun`. Names are imported when they
-are first used, so importing moetune costs nothing.
+Functions that work on a run accept the path of a run file, a `RunConfig` (its validated values), or a `ResolvedRun` (a
+run file resolved on its model). The names in `__all__` are imported when they are first used, so `import moetune`
+itself loads no torch.
 """
 
 from __future__ import annotations
@@ -79,10 +80,17 @@ _NAMES = {
     "training.run": "TrainResult",
     "watch.train": "train",
 }
+"""Module below `moetune` -> the public names to import from this module, separated by spaces."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Public name -> the module below `moetune` that defines it."""
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name when it is first used (PEP 562), and keep it in the module.
+
+    Raises:
+        AttributeError: `name` is not in `__all__`.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'moetune' has no attribute {name!r}")
     value: object = getattr(import_module(f"moetune.{_HOMES[name]}"), name)

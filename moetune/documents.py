@@ -1,6 +1,7 @@
-"""JSON read back as values of a type, or one line that names the wrong key.
+"""JSON files read and validated as Python types, with one-line errors that name the wrong key; sealed JSON files.
 
-A sealed document, `{"schema": 1, …, "seal": SHA-256 of the rest as JSON}`, is refused if it was changed.
+A sealed document has the form `{"schema": 1, …, "seal": "<SHA-256>"}`, where the seal is the SHA-256 of the JSON of all
+other keys. Reading a sealed document that was edited after it was written raises `UserError`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,41 @@ from moetune.errors import UserError, reading, shown
 T = TypeVar("T")
 _MOST_BYTES = 2**30
 Amount = Annotated[int, Field(ge=0, lt=2**63)]
-"""Of bytes, tokens or steps."""
+"""A number of bytes, tokens or steps: 0 ≤ n < 2⁶³."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
+"""A float other than NaN and the infinities."""
 
 
 def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
-    """Read a JSON file as a dataclass, a TypedDict, `dict[str, Any]`, …; keys that `kind` lacks are left out.
+    """Read a JSON file and validate it as `kind`.
+
+    Keys that `kind` does not declare are ignored, unless `kind` itself forbids or keeps them.
 
     Args:
-        what: the file's name in messages; by default its path.
-        remedy: what to do about a bad one, for messages.
+        file: path of the JSON file, of at most 1 GiB.
+        kind: any type that pydantic can validate, such as a dataclass, a TypedDict or `dict[str, Any]`.
+        what: how messages name the file; by default its path in quotes.
+        remedy: advice appended to the messages, such as "export the delta again"; empty for none.
 
     Raises:
-        UserError: the file cannot be read, is not JSON, holds a key twice, or is no `kind`.
+        UserError: the file cannot be read, is not JSON, holds a key twice, or does not validate as `kind`.
     """
     what = what or repr(str(file))
     return parse_json(_bytes_of(file, what, remedy), kind, what, remedy)
 
 
 def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "") -> T:
-    """Parse as `read_json`. Types are strict: neither `"1"` nor `true` is a number."""
+    """Validate JSON text as `kind`, with strict types: neither `"1"` nor `true` passes as a number.
+
+    Args:
+        text: the JSON document, UTF-8.
+        kind: any type that pydantic can validate.
+        what: how messages name the document.
+        remedy: advice appended to the messages; empty for none.
+
+    Raises:
+        UserError: the text is not JSON, holds a key twice, or does not validate as `kind`.
+    """
     with reading(what, remedy):
         try:
             found: T = _adapter(kind).validate_json(text, strict=True)
@@ -49,13 +65,17 @@ def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "")
 
 
 def sealed(body: Mapping[str, Any]) -> str:
-    """Return the text of a sealed document."""
+    """Return `body` as the text of a sealed document: indented JSON with `schema: 1` first and the seal last."""
     said = {"schema": 1, **body}
     return json.dumps({**said, "seal": hashlib.sha256(json.dumps(said).encode()).hexdigest()}, indent=2) + "\n"
 
 
 def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
-    """Read a sealed document as `read_json`; raise `UserError` if it was changed after it was written."""
+    """Read a sealed document, check its seal, and validate it as `kind`; the arguments are those of `read_json`.
+
+    Raises:
+        UserError: as `read_json`; or the text is not exactly what `sealed` returned when the file was written.
+    """
     what = what or repr(str(file))
     text = _bytes_of(file, what, remedy)
     body = parse_json(text, dict[str, Any], what, remedy)
@@ -66,7 +86,7 @@ def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str 
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem in one line: the key, its value, and what is valid."""
+    """Return the first problem of a pydantic `ValidationError` in one line: the key, its value, and what is valid."""
     item = error.errors(include_url=False)[0]
     where = ".".join(str(part)[:80] for part in item["loc"])
     said = item["msg"].removeprefix("Value error, ")[:300]

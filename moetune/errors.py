@@ -1,4 +1,4 @@
-"""Exceptions with messages for users, the boundary that turns bad input into one, and parts of their messages."""
+"""`UserError` and `DoesNotFit`; `reading`, which turns readers' errors into `UserError`; text helpers for messages."""
 
 import difflib
 import signal
@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 _MOST_BYTES = 4000
-_LONGEST_WORD = 100  # that could be a name misspelled
+_LONGEST_WORD = 100  # characters of a word for which `suggest` looks for a near name
 
 
 class UserError(Exception):
-    """Bad input. The message names the wrong value and the remedy; the command line exits with 2.
+    """Bad input. The message names the wrong value and the remedy; the command line prints it and exits with 2.
 
-    A message may hold several lines, one problem each. It is cut to `_MOST_BYTES`, and control characters are escaped.
+    A message may have several lines, one problem each. Control characters are escaped, and more than 4,000 bytes are
+    cut.
     """
 
     def __init__(self, message: str) -> None:
@@ -27,7 +28,11 @@ class UserError(Exception):
 
 
 class DoesNotFit(Exception):
-    """Memory ran out. The command line exits with 1; `found` is the message for programs."""
+    """Memory ran out during training. The command line exits with 1.
+
+    Attributes:
+        found: the report of the failure as JSON values, for programs (watch/out_of_memory.py).
+    """
 
     def __init__(self, message: str, found: dict[str, Any]) -> None:
         super().__init__(printable(message))
@@ -36,9 +41,15 @@ class DoesNotFit(Exception):
 
 @contextmanager
 def reading(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn any error of the body, which should only read, into a `UserError` that names what is read.
+    """Convert any error in the body of the `with` into a `UserError` "`what` cannot be read: …".
 
-    Readers of other libraries raise anything, tokenizers in Rust even what is no `Exception`. The cause is kept.
+    The body should only read. Readers of other libraries raise exceptions of all kinds; tokenizers written in Rust
+    raise a `PanicException`, which is no `Exception`. A `UserError` and Ctrl-C pass unchanged, and the original error
+    stays as the cause.
+
+    Args:
+        what: the file or value that is read, as messages name it.
+        remedy: advice appended to the message; empty for none.
     """
     try:
         yield
@@ -46,20 +57,26 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # Ctrl-C
+            raise  # KeyboardInterrupt and SystemExit
         raise UserError(f"{what} cannot be read: {one_line(error)}{remedy and '; '}{remedy}") from error
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which a terminal would obey, and halves of surrogate pairs."""
-    if text.isprintable():  # bytes raise here: click probes a stream with them
+    """Return `text` with control characters, which a terminal would execute, and lone surrogates escaped."""
+    if text.isprintable():  # raises for bytes, which click passes to test a stream
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 @contextmanager
 def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
-    """Raise `UserError` if the body takes longer; on the main thread only, which alone receives signals."""
+    """Raise `UserError` if the body of the `with` takes longer than `seconds`.
+
+    The limit is enforced by SIGALRM, which only the main thread receives; on another thread there is no limit.
+
+    Args:
+        what: how the message names the work.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -77,27 +94,28 @@ def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the known word nearest to `word`, or `""` if none is near."""
+    """Return `" Did you mean 'x'?"` for the name in `known` that is nearest to `word`; `""` if none is near."""
     spelled = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(word.lower(), spelled, n=1) if len(word) <= _LONGEST_WORD else []
     return f" Did you mean {spelled[nearest[0]]!r}?" if nearest else ""
 
 
 def counted(count: int, noun: str) -> str:
-    """Return `1 expert`, `2,000 experts`: a number and a noun with a plural in s."""
+    """Return a number with a noun: `counted(2000, "expert")` is `"2,000 experts"`. The plural is formed with s."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
+    """Return the first line of an error's message, up to 300 characters; the name of its type if there is no
+    message."""
     said = getattr(error, "strerror", None) if isinstance(error, OSError) else None
     return (str(said or error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return `repr` of a value, cut to `most` characters, or its type."""
+    """Return `repr(value)`, cut to `most` characters; `<type name>` if `repr` fails."""
     try:
         text = repr(value)
-    except Exception:  # an integer of five thousand digits, a list in itself
+    except Exception:  # such as an integer of five thousand digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,4 +1,4 @@
-"""Files on disk: written whole, with the permissions of the umask, by one writer at a time."""
+"""Path checks, atomic writes and file locks; the ledger of paths that moetune wrote into a folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from typing import IO
 
 from moetune.errors import UserError, shown
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes, on Linux and macOS; files in a folder need some of the path's
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes on Linux and macOS; 4,000 leaves room for files in the folder
 
 
 def check_path(text: str) -> Path:
-    """Return a user's path with `~` expanded; raise `ValueError` if no file can have that name."""
+    """Return the path that a user wrote, with `~` expanded.
+
+    Raises:
+        ValueError: no file can have this name: a NUL character, bytes that are not UTF-8, an unknown `~user`, a name of
+            more than 255 bytes, or a path of more than 4,000.
+    """
     if "\0" in text:
         raise ValueError("it holds a NUL character")
     try:
@@ -38,7 +43,11 @@ def check_path(text: str) -> Path:
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with `~` expanded; raise `UserError` if no file can have that name."""
+    """Return a path with `~` expanded.
+
+    Raises:
+        UserError: no file can have this name (the rules of `check_path`).
+    """
     try:
         return check_path(str(path))
     except ValueError as error:
@@ -46,7 +55,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none where it cannot be read."""
+    """Return the names of the entries of a folder; an empty list if the folder cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -54,7 +63,15 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_occupied(out: Path, overwrite: bool) -> bool:
-    """Return whether an output folder holds something; raise `UserError` if that may not be overwritten."""
+    """Return whether the output folder `out` exists and has entries.
+
+    Args:
+        out: the folder given with `--out`; it need not exist.
+        overwrite: whether the command may replace what is in the folder.
+
+    Raises:
+        UserError: `out` is a link or not a folder; or it has entries and `overwrite` is False.
+    """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"--out {str(out)!r} exists and is not a folder")
     if not out.exists() or not any(out.iterdir()):
@@ -65,7 +82,7 @@ def is_occupied(out: Path, overwrite: bool) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Sync a file or folder to disk."""
+    """Flush a file or a folder entry to disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,11 +91,17 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, new: bool = False) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically: under another name in the same folder, synced, then renamed to `path`.
 
     Args:
-        aside: where it is written before it is renamed, and may be replaced; by default a new name.
-        new: raise `FileExistsError` if the path exists by then.
+        content: text is encoded as UTF-8.
+        aside: path of the temporary file, on the same file system; an existing file there is overwritten. By default a
+            new random name beside `path`.
+        new: refuse to replace an existing file.
+
+    Raises:
+        FileExistsError: `new` is set and `path` exists when the content has been written.
+        OSError: writing or renaming fails; the temporary file is removed.
     """
     mode = "xb" if aside is None else "wb"
     if aside is None:
@@ -86,7 +109,7 @@ def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, 
         aside = path.with_name(f".moetune-{secrets.token_hex(8)}")
     try:
         with aside.open(mode) as file:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(content.encode() if isinstance(content, str) else content)
         sync(aside)
@@ -102,7 +125,7 @@ _ASIDE, _MINUTE = re.compile(r"\.moetune-[0-9a-f]{16}"), 60.0
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what writers that were killed left aside: names of `write_whole`, locked by nobody, a minute old."""
+    """Remove temporary files of `write_whole` that killed writers left: over a minute old and not locked."""
     for name in filter(_ASIDE.fullmatch, names_in(folder)):
         left = folder / name
         with suppress(OSError):
@@ -112,11 +135,15 @@ def _sweep(folder: Path) -> None:
 
 
 _SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
-"""Marks of pages and pictures that moetune wrote."""
+"""Byte strings that moetune writes into its HTML pages and its pictures, by which `refuse_taken` recognizes them."""
 
 
 def refuse_taken(path: Path) -> None:
-    """Raise `UserError` unless the path is free, or holds a page or picture that moetune wrote."""
+    """Raise `UserError` if writing to the path would replace something that moetune did not write.
+
+    The path passes if nothing exists there, or if it is an ordinary file with a sign of moetune (an HTML page or a
+    picture) in its first 64 KiB. Links and folders are refused.
+    """
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_file():
@@ -128,13 +155,13 @@ def refuse_taken(path: Path) -> None:
 
 
 def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> None:
-    """Write what a command was asked to leave in a file, whole or not at all.
+    """Write an output file of a command atomically.
 
     Args:
-        replace: whatever has that name; otherwise only what is moetune's.
+        replace: overwrite any existing file; otherwise only a page or picture that moetune wrote.
 
     Raises:
-        UserError: the name is taken by what is not ours, or the system refuses.
+        UserError: `replace` is False and the path holds something that moetune did not write; or the system refuses.
     """
     if not replace:
         refuse_taken(path)
@@ -145,12 +172,16 @@ def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> 
 
 
 class Ledger:
-    """The list of what moetune wrote into a folder: `.moetune` in it, a line per path, added before the path exists.
+    """The list of the files that moetune wrote into a folder: a text file `.moetune` with one JSON string per line.
 
-    Only listed paths may be replaced or removed. Lines are never changed.
+    A path is added before the file is created, and lines are only appended, so a run that is killed leaves no unlisted
+    file. Commands replace or remove listed paths only. The constructor reads an existing ledger; a missing or
+    unreadable one counts as empty.
 
     Attributes:
-        kind: of the folder, such as `run`; None without a ledger.
+        file: path of the ledger.
+        paths: the listed paths, relative to the folder.
+        kind: what the folder holds, such as `run`; None if the folder has no ledger.
     """
 
     NAME = ".moetune"
@@ -165,20 +196,28 @@ class Ledger:
     def _read(self, text: str) -> None:
         said = []
         for line in text.split("\n")[:-1]:
-            with suppress(ValueError, RecursionError):  # cut short or damaged
+            with suppress(ValueError, RecursionError):  # the line is cut short or damaged
                 said.append(json.loads(line))
         if said and isinstance(said[0], dict) and isinstance(kind := said[0].get("written by moetune"), str):
             self.kind, self.paths = kind, {path for path in said[1:] if isinstance(path, str)}
 
     def add(self, kind: str, *paths: str) -> None:
-        """List paths that are about to be written; raise `OSError` if that fails."""
+        """Append paths that are about to be written, and sync the ledger to disk.
+
+        Args:
+            kind: what the folder holds, such as `run`.
+            paths: relative to the folder; those already listed are skipped.
+
+        Raises:
+            OSError: the ledger cannot be written, or is a link.
+        """
         header = json.dumps({"written by moetune": kind})
         lines = [json.dumps(path) for path in sorted(set(paths) - self.paths)]
         if self.kind is None:
             lines.insert(0, header)
             with suppress(OSError):
                 if not self.file.is_symlink() and header.startswith(self.file.read_text(encoding="utf-8")):
-                    self.file.unlink()  # cut short by a kill
+                    self.file.unlink()  # the header was cut short by a kill
         if lines:
             how = os.O_CREAT | os.O_EXCL if self.kind is None else 0
             with os.fdopen(os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | how, 0o666), "ab") as file:
@@ -190,10 +229,16 @@ class Ledger:
 
 
 _OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
+"""Names of files that operating systems create by themselves, which `foreign_in` ignores."""
 
 
 def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
-    """Return a path in a folder that is not among `known`; the folder itself where it is a link; else None."""
+    """Return the first file below a folder that is not listed in `known`, or None if there is none.
+
+    Args:
+        folder: returned itself if it is a link or not a folder.
+        known: paths relative to `folder`. Folders, and files that operating systems create, need not be listed.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return folder
     for item in sorted(folder.rglob("*")):
@@ -204,25 +249,32 @@ def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
 
 
 def refused(error: BaseException) -> str | None:
-    """Return what the operating system refused, if that caused an error: writers of other libraries wrap it."""
+    """Return the operating system's reason if an `OSError` caused an error; else None.
+
+    Writers of other libraries wrap the `OSError`: it is searched for in the exception itself, its cause and context,
+    the `failures` of torch's distributed checkpoints, and the text of Rust errors ("os error 28").
+    """
     causes = [error, *(cause for cause in (error.__cause__, error.__context__) if cause is not None)]
     causes += [failure[0] for failure in getattr(error, "failures", {}).values()]
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno is not None:
             where = f" ({cause.filename})" if cause.filename else ""
             return f"{cause.strerror or os.strerror(cause.errno)}{where}"
-        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # as Rust says it
+        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # the form of Rust's messages
             return os.strerror(int(found[1]))
     return None
 
 
 def aside_of(path: Path) -> Path:
-    """Return where a file is written before it is renamed."""
+    """Return the temporary path of a file: `.NAME` in the same folder, from which it is renamed to its final name."""
     return path.with_name(f".{path.name}")
 
 
 def settle(path: Path) -> None:
-    """Sync a file or all of a folder, and set files' permissions by the umask: safetensors makes them private."""
+    """Sync a file, or a folder with all it contains, to disk, and give the files the permissions of the umask.
+
+    safetensors creates its files readable by their owner only.
+    """
     probe = (path if path.is_dir() else path.parent) / f".moetune-{secrets.token_hex(8)}"
     probe.touch(exist_ok=False)
     mode = probe.stat().st_mode & 0o777
@@ -234,16 +286,24 @@ def settle(path: Path) -> None:
 
 
 def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
-    """Open a file and lock it until it is closed or this process ends; None if another process holds it.
+    """Open a file and lock it with flock until it is closed or this process ends.
 
-    The lock is flock's: of one machine on a local disk, of all machines on NFS (Linux 2.6.12 and later).
+    flock excludes processes of this machine on a local disk, and of all machines on NFS (Linux 2.6.12 and later). A
+    symbolic link is not followed.
+
+    Args:
+        mode: `"rb"` reads; `"a+b"` reads and writes, and creates the file if it does not exist; others read and write.
+        shared: take a lock that several processes may hold at the same time.
+
+    Returns:
+        The open file, or None if another process holds the lock.
 
     Raises:
         OSError: the file cannot be opened, or its file system has no locks.
     """
     while True:
         flags = os.O_RDONLY if mode == "rb" else os.O_RDWR | (os.O_CREAT if mode == "a+b" else 0)
-        # no link is followed, and no other end of a pipe waited for
+        # O_NOFOLLOW: refuse a link; O_NONBLOCK: do not wait for the other end of a named pipe
         file: IO[bytes] = os.fdopen(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), mode.replace("a", "r"))
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -253,7 +313,7 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
             file.close()
             return None
         except FileNotFoundError:
-            pass  # removed by its holder since it was opened
+            pass  # the holder removed the file after it was opened here: try again
         except BaseException:
             file.close()
             raise
@@ -261,7 +321,10 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
 
 
 class WriterLock:
-    """A lock file in a folder that has a writer; it stays if the writer is killed."""
+    """A lock file `.lock` in a folder, which keeps out a second writing process.
+
+    The file names the process that holds it. If this process is killed, the file stays and its lock ends.
+    """
 
     NAME = ".lock"
 
@@ -270,10 +333,14 @@ class WriterLock:
         self._held: IO[bytes] | None = None
 
     def take(self, what: str, *, create: bool) -> None:
-        """Take the lock, named `what` in messages; without `create` only if there is a lock file.
+        """Take the lock; do nothing if this object holds it already.
+
+        Args:
+            what: how messages name the folder.
+            create: create the lock file; if False and there is none, no lock is taken.
 
         Raises:
-            UserError: another process holds it, or locking fails.
+            UserError: another process holds the lock, locking fails, or a file of this name is not a lock of moetune.
         """
         if self._held is not None or not (create or self.file.exists()):
             return
@@ -297,7 +364,7 @@ class WriterLock:
         self._held.flush()
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, if it is held, and remove its file."""
         if self._held is not None:
             with suppress(OSError):
                 self.file.unlink(missing_ok=True)
@@ -306,7 +373,7 @@ class WriterLock:
 
 
 def _writer(text: bytes) -> str | None:
-    """Return the process that a lock file names; None for another file."""
+    """Return "process PID on HOST" from the text of a lock file; None if the text is something else."""
     try:
         said = json.loads(text)
         return f"process {int(said['process'])} on {str(said['host'])[:80]}"

@@ -1,1 +1,1 @@
-"""The run file: its keys, its values, and how it is read."""
+"""The run file: its keys as validated types, their values, and reading it from YAML with `--set` overrides."""

@@ -1,4 +1,4 @@
-"""Types of the values in a run file: bounded numbers, sizes of memory, lists of layers and experts."""
+"""Types of single values in a run file: bounded numbers, memory sizes, paths, lists of layer indices or expert ids."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from moetune.errors import shown
 from moetune.files import check_path
 
 LARGEST = 2**31
-"""Largest whole number in a run file or on a command line."""
+"""Largest integer accepted in a run file or on a command line."""
 _LARGEST_ID = 2**16
 _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", re.ASCII)
 IdSet = Literal["all", "none"] | tuple[int, ...]
-"""Layer or expert numbers: all, none, or those listed."""
+"""Layer indices or expert ids: all of them, none, or a sorted tuple."""
 IdsByLayer = dict[int, tuple[int, ...]]
-"""Layer index -> expert numbers."""
+"""Layer index -> expert ids."""
 
 
 def parse_ids(value: object) -> object:
-    """Parse `"0-5,8"`, `3` or `[0, 1, "4-6"]` into a sorted tuple of ints; `all` and `none` stay as they are.
+    """Parse `"0-5,8"`, `3` or `[0, 1, "4-6"]` into a sorted tuple of integers; return `all` and `none` unchanged.
 
     Raises:
-        ValueError: the text is no such list, or a range runs backwards.
+        ValueError: the value is not such a list, the list is empty, an id is above 65,536, or a range runs backwards.
     """
     if value in ("all", "none"):
         return value
@@ -50,7 +50,11 @@ def parse_ids(value: object) -> object:
 
 
 def _parse_expert_ids(value: object) -> object:
-    """Parse as `parse_ids`, or a mapping of layers to such lists, which is sorted by layer."""
+    """Parse `parse_ids`' forms, or a mapping of layer index -> such a list, which is returned sorted by layer.
+
+    Raises:
+        ValueError: the value has neither form, or the mapping is empty or names a layer twice.
+    """
     if not isinstance(value, dict):
         return parse_ids(value)
     by_layer: IdsByLayer = {}
@@ -69,7 +73,12 @@ def _parse_expert_ids(value: object) -> object:
 
 
 def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValidator:
-    """Validate a size of memory above zero, one of some words, or (with `share`) a number between 0 and `share`."""
+    """Return a validator for a positive memory size, one of `words`, or a float between 0 and `share` (both excluded).
+
+    Args:
+        what: the valid forms, for the message "… is neither `what`".
+        share: upper bound of the float; None accepts no float.
+    """
 
     def check(value: Any) -> Any:
         value = str(value) if type(value) is int else value
@@ -88,14 +97,14 @@ def _check_coefficient(value: object) -> object:
 
 
 def _check_text(text: str) -> str:
-    """Refuse text that cannot be printed."""
+    """Return text unchanged; raise `ValueError` if it has a character that cannot be printed."""
     if not text.isprintable():
         raise ValueError("it holds a character that cannot be printed")
     return text
 
 
 def _check_path(text: str) -> str:
-    """Refuse a name that no file can have; the path stays as it is written."""
+    """Return a path unchanged, as it is written; raise `ValueError` if no file can have this name."""
     check_path(text)
     return _check_text(text)
 
@@ -107,9 +116,9 @@ FilePath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Size = Annotated[int, Field(gt=0, le=2**16)]
-"""Of one axis of a tensor or a mesh: products of several still fit into 64 bits."""
+"""Size of one axis of a tensor or of a device mesh, at most 2¹⁶: products of several sizes still fit into 64 bits."""
 Strength = Annotated[float, Field(ge=0, le=1e18)]
-"""A factor or bound of losses, gradients or weights: float32 holds its square."""
+"""Coefficient or bound of losses, gradients or weights, at most 10¹⁸: its square fits into float32."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Coefficient = Annotated[float | str, BeforeValidator(_check_coefficient)]
 LossMemory = Annotated[str, _size_or(f"a size above zero nor none. {HOW_TO_WRITE_A_SIZE}", "none")]

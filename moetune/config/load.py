@@ -1,4 +1,4 @@
-"""Run files are read: YAML, `--set` overrides, and all problems at once, each with the nearest valid name.
+"""Reads run files: YAML, `--set` overrides, and all problems in one message, each with the nearest valid name.
 
 Nothing here imports torch.
 """
@@ -25,14 +25,14 @@ from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 
 _MOST_BYTES = 2**16
-_MOST_VALUES = 10_000  # with aliases written out: a few lines of them can stand for more than memory holds
-_DEEPEST = 50  # levels; PyYAML's time grows with their square
-_MOST_BITS = 4096  # of an integer; Python does not even print one of many more
+_MOST_VALUES = 10_000  # counted after expanding YAML aliases, which can stand for more values than fit in memory
+_DEEPEST = 50  # levels of nesting; PyYAML's time grows with the square of the depth
+_MOST_BITS = 4096  # of an integer; Python refuses to print much longer ones
 _MOST_PROBLEMS = 20
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML without keys written twice, of which plain YAML keeps the last, deep nesting and huge integers."""
+    """YAML loader that refuses keys written twice (plain YAML keeps the last), deep nesting and huge integers."""
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         self._refuse_depth(self.flow_level)
@@ -59,7 +59,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # refused by what is called below
+                continue  # super().construct_mapping refuses this key
             if (text := str(key)) in seen:
                 _refuse(f"key {shown(key)} is written twice", key_node)
             seen.add(text)
@@ -74,16 +74,23 @@ _UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.const
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and apply `a.b=value` overrides, in order.
+    """Read and validate a run file.
+
+    Paths in the file are relative to the file's folder if they exist there, else to the working directory; paths in
+    overrides are tried in the other order.
+
+    Args:
+        path: the YAML file, of at most 64 KiB.
+        overrides: `section.key=value`, as given with `--set`; applied in order.
 
     Raises:
-        UserError: the file is missing, is not YAML, or does not validate; every problem is listed.
+        UserError: the file is missing, is not YAML, or does not validate. The message lists up to 20 problems.
     """
     path = expanded(path)
     what = f"run file {str(path)!r}"
     if not os.path.lexists(path):
         near = suggest(path.name, names_in(path.parent))
-        if path.stem in recipes():  # the guides name those of the repository
+        if path.stem in recipes():  # the guides use paths of the repository's configs/, which has the recipes
             near = f" moetune init {path.stem} --out {path.name} writes that recipe here."
         raise UserError(f"{what} cannot be read: No such file or directory{near and '.'}{near}")
     with reading(what), path.open("rb") as file:
@@ -94,15 +101,20 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
     _find_beside(raw, path)
     for override in overrides:
         _apply_override(raw, override)
-    _find_beside(raw, path, unless_here=True)  # paths of overrides are relative to the working directory first
+    _find_beside(raw, path, unless_here=True)  # for overrides, a path that exists in the working directory has priority
     return read_run_config(raw, (), what)
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
-    """Apply overrides to the mapping of a run file, named `what` in messages, and validate it.
+    """Apply overrides to the mapping of a run file, which is modified, and validate it.
+
+    Args:
+        raw: the parsed YAML.
+        overrides: `section.key=value`; applied in order.
+        what: how messages name the run file.
 
     Raises:
-        UserError: it does not validate; every problem is listed.
+        UserError: the values do not validate. The message lists up to 20 problems.
     """
     for override in overrides:
         _apply_override(raw, override)
@@ -116,10 +128,13 @@ def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) ->
 
 
 def parse(text: str, what: str) -> Any:
-    """Parse YAML, named `what` in messages.
+    """Parse YAML text of at most 64 KiB into Python values; empty text is None.
+
+    Args:
+        what: how messages name the text.
 
     Raises:
-        UserError: it is not YAML, or larger than a run file may be.
+        UserError: the text is not YAML, repeats a key, or exceeds the limits of size, depth or number of values.
     """
     if len(text) > _MOST_BYTES:
         raise UserError(f"{what} is larger than any run file: more than {_MOST_BYTES:,} bytes")
@@ -131,14 +146,18 @@ def parse(text: str, what: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except UserError:
         raise
-    except Exception as error:  # PyYAML's constructors raise what their Python types raise
-        known = isinstance(error, (yaml.YAMLError, ValueError))  # the message of others needs their type
+    except Exception as error:  # PyYAML's constructors let errors of the Python types through
+        known = isinstance(error, (yaml.YAMLError, ValueError))  # other messages need the error's type
         reason = (str(error) if known else shown(error, 200)).replace('"<unicode string>", ', "")
         raise UserError(f"{what} is not valid YAML: {reason[:1000]}") from error
 
 
 def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values of a node; a node inside itself counts as too many."""
+    """Return the number of values in a YAML node with aliases expanded; more than the limit for a node inside itself.
+
+    Args:
+        known: `id` of a node -> its number of values, filled while counting.
+    """
     if id(node) not in known:
         known[id(node)] = _MOST_VALUES + 1
         inner = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -152,12 +171,17 @@ _PATHS = (
     ("parallel", "load"), ("parallel", "deepspeed"), ("adapt", "experts", "from"), ("adapt", "experts", "background"),
     ("adapt", "lora", "ids", "from"), ("adapt", "lora", "ids", "background"),
 )  # fmt: skip
-"""Keys that hold a path, relative to the run file's folder, else to the working directory."""
+"""Keys of the run file that hold a path, relative to the run file's folder or else to the working directory."""
 _FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
+"""Names that can only mean a local file, not a data set of the hub or the catalog."""
 
 
 def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = False) -> None:
-    """Make paths absolute that exist relative to the run file's folder."""
+    """Replace, in `raw`, each path that exists relative to the run file's folder by its absolute path.
+
+    Args:
+        unless_here: leave a path unchanged if it exists relative to the working directory.
+    """
 
     def found(key: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -170,7 +194,7 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
         try:
             is_there = (place / "config.json").is_file() if key == "path" else place.exists()
             is_there = is_there and not (unless_here and Path(value).exists())
-        except (OSError, ValueError):  # no name that a file can have
+        except (OSError, ValueError):  # the value cannot be a file name
             is_there = False
         return str(place) if is_there else value
 
@@ -183,7 +207,10 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
 
 
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
-    """Raise `UserError` for a file under `data:` that does not exist; other names are looked up when they are read."""
+    """Raise `UserError` if a data file named under `data:` does not exist.
+
+    Only names with the form of a file name are checked; hub and catalog data sets are found when they are read.
+    """
     if (data := config.data) is None:
         return
     names = [name for name, _ in (*data_sets(data.train), *data_sets(data.eval), *data_sets(data.chat_template))]
@@ -191,7 +218,12 @@ def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
 
 
 def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
-    """Raise `UserError` for file names that exist neither in the working directory nor in the folder `beside`."""
+    """Raise `UserError` for the names of local files that do not exist.
+
+    Args:
+        names: names of data sets; absolute paths, and names that may be hub or catalog data sets, are not checked.
+        beside: a folder to look in besides the working directory; None for no other.
+    """
     problems = []
     for name in names:
         path = expanded(name)
@@ -206,7 +238,7 @@ def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
 
 
 def refuse_existing_run(output: Path) -> None:
-    """Raise `UserError` if the folder holds a run."""
+    """Raise `UserError` if the output folder already holds a run."""
     output = output.expanduser()
     if Ledger(output).kind == "run" and (output / "run.yaml").is_file():
         raise UserError(
@@ -216,6 +248,13 @@ def refuse_existing_run(output: Path) -> None:
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in the mapping of a run file. The value is parsed as YAML.
+
+    Setting `train.steps` removes `train.epochs`, and vice versa.
+
+    Raises:
+        UserError: the override is malformed, its value is not YAML, or a key on the way to it is not a section.
+    """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -232,12 +271,12 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             )
     node[parts[-1]] = value
     other = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
-    if other and value is not None:  # the last of them wins
+    if other and value is not None:  # of steps and epochs, the one set last is used
         node.pop(other, None)
 
 
 def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
-    """Yield a line per problem: the key, its value, and what would be valid."""
+    """Yield a line for each validation problem: the key, its value, and what would be valid."""
     for item in error.errors():
         where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
         value = shown(item["input"])
@@ -270,7 +309,7 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
 
 
 def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
-    """Return the remedy for a share of the steps, if the run file gives their number."""
+    """Return advice for `warmup_ratio`, a fraction of the steps; empty if `raw` has no valid number of steps."""
     try:
         train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
         steps = ceil(float(str(share)) * train.steps)
@@ -285,10 +324,15 @@ _UNION_TAGS = frozenset((
     "literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part", "several", "weighted", "a choice",
     "ids or layers",
 ))  # fmt: skip
+"""Parts of pydantic's error locations that name an alternative of a union instead of a key."""
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
-    """Return the keys that the section at a location of pydantic's may hold."""
+    """Return the keys that a section may have.
+
+    Args:
+        location: pydantic's location of the section: keys, list indices and tags of unions, from the top.
+    """
     section: type[BaseModel] = RunConfig
     for part in location:
         if part == "by_part":
@@ -301,7 +345,7 @@ def _fields_at(location: Iterable[int | str]) -> list[str]:
 
 
 def _leaves(annotation: Any) -> list[type]:
-    """Return the types inside unions, tuples and `Annotated`."""
+    """Return the classes inside an annotation of unions, tuples and `Annotated`."""
     inner = typing.get_args(annotation)
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated, tuple):
         return [leaf for option in inner for leaf in _leaves(option)]

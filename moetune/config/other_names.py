@@ -1,4 +1,4 @@
-"""Names of other tools for the keys of a run file."""
+"""Keys of other training tools (`learning_rate`, `lora_r`, …) and the run-file key to suggest for each."""
 
 from __future__ import annotations
 
@@ -36,3 +36,4 @@ OTHER_NAMES = {
     "sample_packing": "data.packing",
     **dict.fromkeys(("output_dir", "save_dir"), "output"),
 }
+"""Key of another tool -> the key of a run file with the same meaning, for hints in messages."""

@@ -1,4 +1,7 @@
-"""The run file with nothing left to choose: `run/resolve.py` makes it of a `RunConfig`."""
+"""`ResolvedConfig`, the type of a run file whose values that depend on the model are filled in; imports no torch.
+
+`run/resolve.py` makes it from a `RunConfig`; the run file together with its model is `ResolvedRun` (run/resolved.py).
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,36 @@ from moetune.config.schema import (
 
 
 class ResolvedModelConfig(ModelConfig):
+    """The `model:` section without `auto`."""
+
     base: Storage
     dtype: Literal["bf16", "fp16", "fp32"]
 
 
 class ResolvedLora(LoraConfig):
+    """The `adapt.lora` section with expert ids in place of a choice by scores."""
+
     ids: ExpertIds
 
 
 class ResolvedAdapt(AdaptConfig):
+    """The `adapt:` section with expert ids in place of choices by scores."""
+
     experts: ExpertsConfig | None
     lora: ResolvedLora | None
 
 
 class ResolvedTrain(TrainConfig):
+    """The `train:` section with the number of `router_aux_loss: auto`."""
+
     router_aux_loss: float
 
 
 class ResolvedConfig(RunConfig):
-    """A run file on its model: no `auto`, and numbers of experts in the place of choices. It is a valid run file."""
+    """A run file with values in place of `auto` in `model:` and `router_aux_loss`, and expert ids in place of choices.
+
+    It is a valid run file itself. Other keys, such as `data.format` and `train.expert_memory`, may still be `auto`.
+    """
 
     model: ResolvedModelConfig
     adapt: ResolvedAdapt
@@ -47,5 +61,11 @@ S = TypeVar("S", bound=Section)
 
 
 def resolved(kind: type[S], section: Section, **values: Any) -> S:
-    """Return a section as its resolved type, with the values that were open."""
+    """Return a section converted to its resolved type, without validation.
+
+    Args:
+        kind: the resolved type of the section.
+        section: the section as written.
+        values: fields that were `auto` or a choice -> their resolved values.
+    """
     return kind.model_construct(section.model_fields_set | values.keys(), **{**dict(section), **values})

@@ -1,4 +1,7 @@
-"""The run file as typed values, as it is written: `load.py` reads it. Nothing here imports torch."""
+"""`RunConfig` and its sections: every key of a run file with its type, default and checks.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,17 @@ from moetune.errors import counted
 
 
 class Section(BaseModel):
+    """A section of the run file: an immutable pydantic model that refuses unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
     def but(self, **changes: Any) -> Self:
-        """Return a copy with these values, which are not validated; a dict changes keys of the section of that name."""
+        """Return a copy with some values changed; nothing is validated.
+
+        Args:
+            changes: key -> new value; for a key that holds a section, a dict changes only the section's keys in the
+                dict.
+        """
         sections = {key: part for key in changes if isinstance(part := getattr(self, key), Section)}
         nested = {key: part.but(**changes[key]) for key, part in sections.items() if isinstance(changes[key], dict)}
         return self.model_copy(update=changes | nested)
@@ -53,7 +63,18 @@ Storage = Literal[QuantizedDtype, "bf16", "fp32"]
 
 
 class ModelConfig(Section):
-    """Which model, and how what stays frozen is stored: `base: auto` is as the model is published, else nf4."""
+    """The model, and how its frozen weights are stored (`model:`).
+
+    Attributes:
+        path: a catalog name, a local folder in hub format, or a hub id.
+        weights: read the published weights, or draw random ones.
+        base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4 or MXFP4 and
+            of quantized bases, and is nf4 for all others.
+        double_quant: with nf4, store the scales in 8 bits.
+        dtype: dtype of compute and of trained weights; `auto` is bf16 on a GPU and fp32 on a CPU.
+        attention: the attention implementation, by transformers' name.
+        experts_on: where quantized experts are kept: in GPU memory, or in pinned host memory.
+    """
 
     path: FilePath
     weights: Literal["pretrained", "random"] = "pretrained"
@@ -66,15 +87,26 @@ class ModelConfig(Section):
 
 Rule = Literal["tokens", "gate", "reap", "foreground", "random", "least"]
 SIZES = ("p", "k", "experts", "parameters", "budget")
-"""Keys for the number of experts that a choice takes; one of them is set."""
+"""Keys of `ChoiceConfig` that set the number of chosen experts; exactly one of them is given."""
 
 
 class ChoiceConfig(Section):
-    """A choice of experts by recorded scores, layer by layer (docs/concepts/choosing-experts.md).
+    """A choice of experts by recorded scores, made separately in each layer (docs/concepts/choosing-experts.md).
 
-    One key sets their number: `p`, the smallest prefix of the ranking whose share reaches it; `k` of each layer; at
-    most so many `experts`, or `parameters` of them, in all; `budget`, a share of each layer's experts, or the memory
-    that the run may take. With all but `p`, every layer has equally many.
+    Exactly one of `p`, `k`, `experts`, `parameters` and `budget` is given. With all but `p`, every layer gets equally
+    many experts (with a fractional budget, the same fraction).
+
+    Attributes:
+        from_: path of a `scores.json` file (the key `from`).
+        rule: what experts are ranked by; `random` and `least` serve as baselines.
+        p: take the shortest prefix of the ranking whose share of the routing reaches `p`.
+        k: number of experts in each layer.
+        experts: upper bound of the number of experts in all layers together.
+        parameters: upper bound of the number of trained parameters in all layers together.
+        budget: a fraction of each layer's experts, or the memory that the run may use, such as `44GiB`.
+        background: path of a second `scores.json`, whose shares the rule `foreground` subtracts.
+        layers: layers to choose in.
+        seed: seed of the rule `random`.
     """
 
     from_: str = Field(alias="from", min_length=1)
@@ -90,6 +122,8 @@ class ChoiceConfig(Section):
 
     @model_validator(mode="after")
     def _one_size(self) -> ChoiceConfig:
+        """Refuse a choice with no size or several, `p` with a rule without shares, and a background without its
+        rule."""
         given = [name for name in SIZES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -104,12 +138,18 @@ class ChoiceConfig(Section):
 
 
 def _ids_or_choice(raw: Any) -> str:
+    """Return the tag of the union's alternative that `raw` has the form of."""
     chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
     return "a choice" if chosen else "ids or layers"
 
 
 class ExpertsConfig(Section):
-    """Whole experts that train in full precision: `ids` of each of `layers`, or those of each layer by its number."""
+    """Experts that train in full precision (`adapt.experts`).
+
+    Attributes:
+        layers: layers whose experts train; must be `all` if `ids` is a mapping.
+        ids: expert ids, the same in each of `layers`; or a mapping layer index -> expert ids.
+    """
 
     layers: Ids = "all"
     ids: ExpertIds = "all"
@@ -131,11 +171,18 @@ IdsOrChoice = Annotated[
 
 
 class LoraConfig(Section):
-    """Low-rank factors on linear layers and experts.
+    """Low-rank factors A and B on frozen linear layers and experts (`adapt.lora`): W + scale · B · A.
 
-    With `gate_up: fused`, an expert's gate and up projections share one A. `rslora` divides alpha by the root of the
-    rank (arXiv 2312.03732); `lr_ratio` is B's learning rate over A's (LoRA+, arXiv 2402.12354); `dropout` is of the
-    input of linear layers.
+    Attributes:
+        rank: rows of A and columns of B.
+        alpha: the scale is alpha / rank.
+        rslora: the scale is alpha / √rank instead (arXiv 2312.03732).
+        dropout: dropout probability on the input of linear layers; must be 0 for experts.
+        lr_ratio: learning rate of B over that of A (LoRA+, arXiv 2402.12354).
+        targets: components (`attention`, `experts`, …), module names (`q_proj`) or patterns of module paths.
+        layers: layers that get factors.
+        ids: experts that get factors, if `targets` includes `experts`.
+        gate_up: `fused` shares one A between an expert's gate and up projections; `split` gives each its own.
     """
 
     rank: Size
@@ -150,17 +197,25 @@ class LoraConfig(Section):
 
     @property
     def plain_alpha(self) -> float:
-        """Alpha of the same scale without `rslora`."""
+        """The alpha that gives the same scale without `rslora`."""
         return self.alpha * self.rank**0.5 if self.rslora else self.alpha
 
     @property
     def scale(self) -> float:
-        """The factor of B·A."""
+        """The number that B · A is multiplied by."""
         return self.plain_alpha / self.rank
 
 
 class AdaptConfig(Section):
-    """Which parts of the model train, and how. `start_from` is a folder with an adapter or a delta of these parts."""
+    """Which parts of the model train, and how (`adapt:`).
+
+    Attributes:
+        router: layers whose router trains.
+        experts: experts that train in full precision; None for no experts.
+        lora: settings of LoRA; None for no LoRA.
+        also: further components, or patterns of parameter names, that train in full precision.
+        start_from: a folder with a PEFT adapter or a delta, whose values trained weights begin with.
+    """
 
     router: Ids = "none"
     experts: ExpertsOrChoice | None = None
@@ -170,7 +225,7 @@ class AdaptConfig(Section):
 
     @property
     def has_memory_budget(self) -> bool:
-        """Whether the number of chosen experts depends on predictions of the run (routing/select.py)."""
+        """Whether a choice of experts has a budget in bytes, so its size depends on predictions (routing/select.py)."""
         of_lora = None if self.lora is None else self.lora.ids
         return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
 
@@ -181,8 +236,11 @@ OptimizerName = Literal[
 ]  # fmt: skip
 Part = Literal["router", "experts", "lora", "other"]
 PARTS: tuple[Part, ...] = typing.get_args(Part)
-"""Groups of trained weights, each with an optimizer of its own if the run file gives one."""
-_FUSED = ("lomo", "adalomo")  # fused_backward by default, as in their papers
+"""Groups of trained parameters: routers, experts that train in full, LoRA factors, and all others.
+
+Each part may have its own optimizer.
+"""
+_FUSED = ("lomo", "adalomo")  # optimizers that default to fused_backward, as in their papers
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
@@ -193,15 +251,21 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "lion8bit": {"betas": (0.9, 0.99)},
     "sgd": {"momentum": 0.0},
 }
-"""Settings that only some optimizers have, with their defaults."""
+"""Optimizer -> the settings that only some optimizers have, with their defaults."""
 
 
 class OptimizerConfig(Section):
-    """One optimizer.
+    """One optimizer and its settings.
 
-    `master_weights`: 16-bit weights are updated in their own precision, through a float32 copy, or with stochastic
-    rounding. `fused_backward` updates each parameter once its gradient is complete and frees the gradient. `offload`
-    keeps states and float32 weights in host memory and updates there.
+    Attributes:
+        betas: decay rates of the moments; None for optimizers without them.
+        eps: term added to the denominator; None for optimizers without it.
+        momentum: momentum of `sgd`; None for all others.
+        master_weights: how 16-bit weights are updated: `none` in their own precision, `fp32` through a float32 copy
+            that is kept, `stochastic` with stochastic rounding.
+        fused_backward: update each parameter during the backward pass, as soon as its gradient is complete, and free
+            the gradient.
+        offload: keep optimizer states and float32 weights in host memory and update there.
     """
 
     name: OptimizerName = "adamw8bit"
@@ -217,6 +281,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_its_own_settings(cls, raw: Any) -> Any:
+        """Fill in the defaults that depend on the optimizer."""
         if not isinstance(raw, dict):
             return raw
         name = raw.get("name", cls.model_fields["name"].default)
@@ -226,7 +291,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _no_setting_of_another(self) -> OptimizerConfig:
-        """Refuse settings that the optimizer would ignore."""
+        """Refuse settings that the optimizer would ignore or cannot combine."""
         own = _OWN_SETTINGS.get(self.name, {})
         for key in ("betas", "eps", "momentum"):
             if key not in own and getattr(self, key) is not None:
@@ -242,7 +307,14 @@ class OptimizerConfig(Section):
 
 
 class PartOptimizers(Section):
-    """An optimizer for each part that trains: routers, whole experts, LoRA factors, and `adapt.also`."""
+    """A separate optimizer for each part that trains; None for a part that does not train.
+
+    Attributes:
+        router: for routers.
+        experts: for experts that train in full precision.
+        lora: for all LoRA factors.
+        other: for the parameters that `adapt.also` names.
+    """
 
     router: OptimizerConfig | None = None
     experts: OptimizerConfig | None = None
@@ -252,6 +324,7 @@ class PartOptimizers(Section):
     @model_validator(mode="before")
     @classmethod
     def _not_both_forms(cls, raw: Any) -> Any:
+        """Refuse settings of one optimizer beside parts."""
         if both := [key for key in raw if key in OptimizerConfig.model_fields]:
             raise ValueError(
                 f"is either one optimizer (name, lr, …) or one for each part ({', '.join(PARTS)}); move "
@@ -271,6 +344,26 @@ OneOrByPart = Annotated[
 
 
 class TrainConfig(Section):
+    """The training loop (`train:`). A step is one optimizer update; docs/reference/run-file.md describes every key.
+
+    Attributes:
+        micro_batch: sequences in one forward and backward pass.
+        accumulate: forward and backward passes per step.
+        sequence_length: tokens per sequence.
+        epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
+        eval_micro_batch: sequences in one forward pass of an evaluation; None for `micro_batch`.
+        warmup: steps of linear warm-up.
+        max_grad_norm: gradients are clipped to this norm; 0 does not clip.
+        max_grad_value: bound of each gradient element, applied before the norm is clipped; 0 does not clip.
+        on_oom: when memory runs out, end the run or repeat the step with half the micro-batch.
+        router_aux_loss: coefficient of the load-balancing loss; `auto` is the architecture's own.
+        router_aux_scope: balance the sum over layers, or each layer.
+        router_bias_rate: step size of correction biases; 0 does not update them.
+        loss_memory: memory of logits that the loss may hold at once; `none` for no limit.
+        expert_memory: memory of dequantized experts that are computed together; `0` for one expert at a time.
+        report_to: names of accelerate's trackers.
+    """
+
     micro_batch: Size = 1
     accumulate: Size = 8
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
@@ -304,23 +397,29 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_steps(cls, raw: Any) -> Any:
-        """`steps: null` leaves them out, as `epochs: null` does."""
+        """Treat `steps: null` as if the key were missing, so that the default applies."""
         return {k: v for k, v in raw.items() if (k, v) != ("steps", None)} if isinstance(raw, dict) else raw
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
+        """Refuse `steps` together with `epochs`."""
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("steps and epochs both say how long to train; leave one out")
         return self
 
     @property
     def loss_bytes(self) -> int | None:
-        """Bytes of logits that the loss may hold at once; None for all of them."""
+        """Bytes of logits that the loss may hold at once; None for no limit."""
         return None if self.loss_memory == "none" else parse_size(self.loss_memory)
 
 
 class WeightedData(Section):
-    """One of several data sets. An epoch has each record `weight` times; 0.5 takes a random half of them."""
+    """One of several data sets.
+
+    Attributes:
+        path: a file, folder, catalog data set or hub data set.
+        weight: how often each record occurs in an epoch; 0.5 takes a random half of the records.
+    """
 
     path: FilePath
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -337,10 +436,17 @@ OneOrSeveral = Annotated[
 
 
 class DataConfig(Section):
-    """Data sets: files, folders, `catalog` data sets, or hub data sets (`org/name:config:split`).
+    """Training and evaluation data (`data:`).
 
-    `chat_template` is a file, or a model with a template. `too_long` is for prompts and chats longer than a sequence.
-    `validation` is the share of the training records to hold out where `eval` is not given.
+    A data set is a file, a folder, a catalog data set, or a hub data set (`org/name:config:split`).
+
+    Attributes:
+        train: one data set or several.
+        eval: data sets for evaluation; None for none.
+        packing: fill each sequence with several documents, which do not attend to each other.
+        chat_template: a file, or a model whose template is used; None for the tokenizer's own.
+        too_long: what to do with prompts and chats longer than a sequence.
+        validation: fraction of the training records to hold out for evaluation, if `eval` is not given; None for none.
     """
 
     train: OneOrSeveral
@@ -353,32 +459,41 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _held_out_once(self) -> DataConfig:
+        """Refuse `validation` together with `eval`."""
         if self.eval is not None and self.validation is not None:
             raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")
         return self
 
     @property
     def evaluates(self) -> bool:
+        """Whether the run has held-out data."""
         return self.eval is not None or self.validation is not None
 
 
 def data_sets(written: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
-    """Return the name and the weight of each data set under `data.train` or `data.eval`."""
+    """Return (name, weight) of each data set under `data.train` or `data.eval`; an empty list for None."""
     several = (written,) if isinstance(written, str) else written or ()
     return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
 
 
 class ParallelConfig(Section):
-    """The ranks of a run: `replicate · fsdp · tp · pp` of them.
+    """The ranks of a run (`parallel:`): replicate · fsdp · tp · pp processes with a GPU each.
 
-    `fsdp` ranks share one copy of model and optimizer, `replicate` such groups hold a copy each, and all of these read
-    different data. `tp` ranks split every matrix, `pp` ranks the layers. `ep` adds no rank: it spreads each layer's
-    experts over that many of the `replicate · fsdp · tp` ranks.
-
-    `zero` is what `fsdp` ranks share: 1 optimizer states, 2 gradients as well, 3 weights as well. `reshard: false`
-    keeps gathered weights from forward to backward. `offload: optimizer` updates on the host, with DeepSpeed, whose
-    further settings are in the JSON file `deepspeed`. `load` is a file with tokens per expert, such as a run's
-    memory.json, to balance over `ep` ranks. A rank waits for another at most `timeout` seconds.
+    Attributes:
+        engine: FSDP2 of torch, or DeepSpeed.
+        fsdp: ranks that share one copy of the model and the optimizer states, and read different data.
+        ep: number of ranks that each layer's experts are divided over, out of the replicate · fsdp · tp ranks; adds no
+            rank.
+        tp: ranks that split the matrices of attention, and read the same data.
+        pp: pipeline stages; more than 1 is refused.
+        replicate: groups of `fsdp` ranks, each with a copy of the model; they read different data.
+        zero: what `fsdp` ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
+        reshard: with `zero: 3`, free gathered weights between forward and backward.
+        deepspeed: a JSON file with further settings for DeepSpeed; None for none.
+        offload: `optimizer` updates on the host (ZeRO-Offload of DeepSpeed).
+        load: a file with tokens per expert, such as a run's memory.json, to balance experts over `ep` ranks; None to
+            assume an even load.
+        timeout: seconds that a rank waits for another.
     """
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
@@ -396,10 +511,12 @@ class ParallelConfig(Section):
 
     @property
     def ranks(self) -> int:
+        """Number of ranks: replicate · fsdp · tp · pp."""
         return self.replicate * self.fsdp * self.tp * self.pp
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
+        """Refuse `deepspeed:` without its engine, and an `ep` that does not divide the ranks."""
         if self.deepspeed is not None and self.engine != "deepspeed":
             raise ValueError("deepspeed: has settings of another engine; set engine: deepspeed, or leave it out")
         sharing = self.replicate * self.fsdp * self.tp
@@ -412,14 +529,29 @@ class ParallelConfig(Section):
 
 
 class HardwareConfig(Section):
-    """`gpu` is a catalog name or a size such as 44GiB; `count` is the number of cards, by default one per rank."""
+    """The GPUs that memory is predicted for (`hardware:`). Training itself runs on this machine's GPUs.
+
+    Attributes:
+        gpu: a name of the GPU catalog such as `l40s`, or a memory size such as `44GiB`; None to predict without a
+            limit.
+        count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
+            number.
+    """
 
     gpu: Text | None = None
     count: Size = 1
 
 
 class RunConfig(Section):
-    """A run file as it is written: keys may be `auto`, and experts chosen by scores."""
+    """A run file as written, validated: values may be `auto`, and experts may be chosen by scores.
+
+    `ResolvedConfig` (config/resolved.py) is the run file with the values that depend on the model filled in.
+
+    Attributes:
+        optimizer: one optimizer for all parts, or one for each part.
+        data: required for training; None for a run that is only predicted.
+        output: the run folder, relative to the working directory; required for training.
+    """
 
     model: ModelConfig
     adapt: AdaptConfig
@@ -433,6 +565,7 @@ class RunConfig(Section):
     @field_validator("hardware")
     @classmethod
     def _a_card_per_rank(cls, hardware: HardwareConfig, info: ValidationInfo) -> HardwareConfig:
+        """Set `hardware.count` to the number of ranks if it is not given."""
         given = hardware.model_fields_set
         if "count" in given or "parallel" not in info.data:
             return hardware
@@ -440,18 +573,19 @@ class RunConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether a row may hold several documents; a run file without data is assumed to."""
+        """Whether a sequence may hold several documents; True for a run file without data."""
         return self.data is None or self.data.packing
 
     @property
     def optimizers(self) -> dict[Part, OptimizerConfig]:
-        """Part -> its optimizer, if it has one."""
+        """Part -> its optimizer; parts without an optimizer are left out."""
         if isinstance(self.optimizer, OptimizerConfig):
             return dict.fromkeys(PARTS, self.optimizer)
         return {part: optimizer for part in PARTS if (optimizer := getattr(self.optimizer, part)) is not None}
 
     @model_validator(mode="after")
     def _fused_steps_are_single(self) -> RunConfig:
+        """Refuse `fused_backward` with more than one micro-step per update."""
         fused = {optimizer.name: None for optimizer in self.optimizers.values() if optimizer.fused_backward}
         if self.train.accumulate > 1 and fused:
             raise ValueError(
@@ -463,6 +597,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> RunConfig:
+        """Refuse a `hardware.count` other than the number of ranks."""
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(
                 f"parallel: asks for {counted(self.parallel.ranks, 'rank')} and hardware.count is "
@@ -471,6 +606,6 @@ class RunConfig(Section):
         return self
 
     def to_yaml(self) -> str:
-        """Return the run file with every value spelled out; it reads back equal."""
+        """Return the run file as YAML with every default written out; reading it gives an equal `RunConfig`."""
         one_length = {"train": {"steps"}} if self.train.epochs is not None else None
         return yaml.safe_dump(self.model_dump(mode="json", exclude=one_length), sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""Sizes of memory, such as `44GiB`."""
+"""Parser of memory sizes such as `44GiB`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ HOW_TO_WRITE_A_SIZE = "A size is written like 44GiB (2^30 bytes), 48GB (10^9 byt
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of `44GiB`, `48 GB` or `45056MiB`; None if the text is no size."""
+    """Return the number of bytes of `44GiB`, `48 GB` or `45056MiB`; None if the text is not a size.
+
+    Fractions of a byte are dropped. A sign is accepted, so the result can be negative.
+    """
     match = _SIZE.fullmatch(text.strip())
     return None if match is None else int(Decimal(match[1]) * _UNITS[match[2].upper()])

@@ -1,1 +1,1 @@
-"""What a mixture-of-experts model is made of, read off the model on the meta device."""
+"""Models before adaptation: their sources, structure, parameter counts and choice of what trains; the catalog."""

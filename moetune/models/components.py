@@ -1,7 +1,7 @@
-"""Component of each parameter, by its place in the module tree.
+"""Component of each parameter (`attention`, `experts`, `norm`, …), by the parameter's place in the module tree.
 
-Routers and experts are found by structure (moe.py). All else goes by the role of the modules around it: an
-`nn.Embedding`, a class that ends in `Norm`, a layer's `self_attn` or `mlp`.
+Routers and experts are found by structure (moe.py). All other parameters are classified by the modules around them: an
+`nn.Embedding`, a class whose name ends in `Norm`, a layer's `self_attn` or `mlp`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,35 @@ from transformers import PreTrainedModel
 Component = Literal[
     "embedding", "attention", "router", "experts", "shared_experts", "dense_mlp", "norm", "lm_head", "other"
 ]
+"""What a parameter belongs to; every parameter is of exactly one component."""
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 _NORM_CLASS = re.compile(r"norm(gated|alization|\dd)?$", re.IGNORECASE)
 _MLP_CLASS = re.compile(r"(mlp|moe)$", re.IGNORECASE)
 _MODALITY = re.compile(r"vision|visual|image|img|audio|speech|multi_?modal|mm_proj", re.IGNORECASE)
+"""Names of modules for images or audio, whose parameters are of the component `other`."""
 _SHARED = re.compile(r"^shared_(expert|mlp)")
 _NEITHER = re.compile(r"residual|_hc$|^altup|^laurel$|^per_layer")
+"""Names of modules inside a layer that are neither attention nor feed-forward."""
 _ATTENTION = re.compile(r"attn|attention|mamba|conv|temporal_block|lstm|^mixer$")
 _MLP = re.compile(r"mlp|ffn|feed_?forward|^ff$|^fc\d$|^intermediate$|^output$|sparse_moe|^mixer$")
 
 
 class Landmarks:
-    """Places in one model that tell a parameter's component.
+    """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
     Args:
-        marked: parameters whose component is known: routers and experts.
+        model: the plain model; the meta device will do.
+        marked: parameter name -> component, for parameters whose component is known already: routers and experts.
+
+    Attributes:
+        modules: path -> module.
+        base: prefix of the base model's parameter names (`model.`), empty if the model is its own base.
+        head: prefix of the LM head's parameter names; None without a head.
+        stacks: prefixes of the outermost module lists (`model.layers.`), those of vision towers included.
+        main_stacks: prefixes of the module lists that hold the decoder layers.
+        num_layers: number of decoder layers.
+        moe_layers: indices of the layers with experts, as far as `marked` names them.
     """
 
     def __init__(self, model: PreTrainedModel, marked: Mapping[str, Component] | None = None) -> None:
@@ -47,22 +60,28 @@ class Landmarks:
         self.moe_layers = {self.layer_of(name) for name, part in self.marked.items() if part == "experts"}
 
     def layer_of(self, name: str) -> int | None:
-        """Return the decoder layer of a parameter or module; None outside the main stack."""
+        """Return the index of the decoder layer that a parameter or module lies in; None outside the decoder layers."""
         for stack in self.main_stacks:
             if name.startswith(stack):
                 return int(name[len(stack) :].partition(".")[0])
         return None
 
     def is_chooser(self, name: str) -> bool:
-        """Return whether it lies in an indexer, whose scores only choose the keys of a query, by comparison."""
+        """Return whether a parameter or module lies in an indexer.
+
+        An indexer's scores only select keys for a query, by comparison, so no gradient reaches its weights.
+        """
         return any(type(self.modules[path]).__name__.endswith("Indexer") for path in _ancestors(name))
 
     def component_of(self, name: str) -> Component:
-        """Return the component of a parameter, by its full name (`model.layers.0.self_attn.q_proj.weight`).
+        """Return the component of a parameter.
 
-        Whatever mixes tokens is attention: softmax, linear and state-space attention, convolutions, recurrent blocks.
-        Norms inside attention or the head are norm. Feed-forward weights that every token uses and that are no shared
-        expert are dense MLP, projections into and out of a latent expert space included.
+        Every module that mixes tokens is attention: softmax, linear and state-space attention, convolutions, recurrent
+        blocks. Norms are `norm` wherever they are. Feed-forward weights that every token uses are `dense_mlp` unless
+        they belong to a shared expert; this includes projections into and out of a latent space of experts.
+
+        Args:
+            name: full name, such as `model.layers.0.self_attn.q_proj.weight`.
         """
         if name in self.marked:
             return self.marked[name]
@@ -81,7 +100,13 @@ class Landmarks:
         return "lm_head" if "lm_head" in name else "other"
 
     def _inside_layer(self, name: str, paths: list[str]) -> Component:
-        """A shared expert by any name on the path; else by the outermost name with a role."""
+        """Return the component of a parameter inside a layer.
+
+        It is a shared expert if any module around it is named so; else the outermost module with a known name decides.
+
+        Args:
+            paths: paths of the modules around the parameter inside the layer, outermost first, and its own name.
+        """
         if any(_SHARED.search(path.rpartition(".")[2]) for path in paths):
             return "shared_experts" if self.layer_of(name) in self.moe_layers else "dense_mlp"
         for path in paths:
@@ -103,7 +128,7 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _outer_stacks(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return prefixes (`model.layers.`) of the lists of modules that lie in no other list."""
+    """Return the prefixes (`model.layers.`) of all `nn.ModuleList`s that are in no other one."""
     stacks: list[str] = []
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(stack) for stack in stacks):
@@ -112,9 +137,10 @@ def _outer_stacks(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[list[str], int]:
-    """Return the decoder's stack, the largest, with lists of equal length beside it; and its length.
+    """Return the prefixes of the module lists that hold the decoder layers, and the number of layers.
 
-    Some models have a list per role (`attentions`, `ffns`) instead of one of layers.
+    The decoder is the list with the most parameters, together with lists of equal length beside it: some models have a
+    list for each role (`attentions`, `ffns`) instead of one list of layers.
     """
     sizes = {
         stack: sum(parameter.numel() for parameter in modules[stack[:-1]].parameters())

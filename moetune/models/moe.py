@@ -1,8 +1,8 @@
-"""Layers with routed experts: experts, router, top_k.
+"""Layers with routed experts, recognized by their modules: experts' shape and layout, router, experts per token.
 
-transformers decorates stacks of experts with `use_experts_implementation`, which sets layout flags. Experts are
-recognized by these flags alone, because field names in configs vary; experts without them are refused, because neither
-their number nor their layout is known.
+transformers decorates expert modules with `use_experts_implementation`, which sets layout flags on them. Experts are
+recognized by these flags alone, because the names of config fields vary between models. A model with experts but
+without the flags is refused, because neither their number nor their layout is known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moetune.config.schema import LoraConfig
 from moetune.errors import UserError
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+"""Attributes that `use_experts_implementation` sets on a module of experts."""
 _EXPERT_CLASS = re.compile(r"(Experts?|MoE|Moe|MoA|SparseMLP|ExpertGLU)$")
 _ROUTER_NAMES = ("router", "gate")
 _TOP_K_NAMES = (
@@ -27,15 +28,19 @@ _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Size and layout of one layer's experts.
+    """Sizes and memory layout of one layer's experts.
 
-    With E experts, hidden size H and intermediate size I, transformers stores `gate_up_proj [E, 2I, H]` (without a gate
-    `up_proj [E, I, H]`) and `down_proj [E, H, I]`; `is_transposed` swaps the last two axes.
+    With E experts, hidden size H and intermediate size I, transformers stores `gate_up_proj [E, 2I, H]` (`up_proj [E,
+    I, H]` if there is no gate) and `down_proj [E, H, I]`; with `is_transposed` the last two axes are swapped.
 
     Attributes:
-        has_gate: gate and up projection in one tensor, not an up projection alone.
-        has_bias: every projection has a bias row per expert.
-        is_concatenated: gate rows, then up rows; otherwise they alternate (gate 0, up 0, gate 1, …).
+        num_experts: E.
+        hidden: H.
+        intermediate: I.
+        has_gate: gate and up projections are in one tensor; False for an up projection alone.
+        has_bias: every projection has a bias for each expert.
+        is_transposed: matrices are stored [in, out] instead of [out, in].
+        is_concatenated: gate rows come first, then up rows; False if they alternate (gate 0, up 0, gate 1, …).
     """
 
     num_experts: int
@@ -48,13 +53,18 @@ class ExpertShape:
 
     @property
     def parameters_per_expert(self) -> int:
-        """Count the parameters of one expert: its projections and their biases."""
+        """Number of parameters of one expert, projections and biases."""
         widened = self.intermediate * (2 if self.has_gate else 1)
         weights = widened * self.hidden + self.hidden * self.intermediate
         return weights + (widened + self.hidden if self.has_bias else 0)
 
     def trained_parameters(self, lora: LoraConfig | None) -> int:
-        """Count what trains of one expert: all of it, or its low-rank factors (experts/bank.py, `ExpertLora`)."""
+        """Return how many parameters of one expert train.
+
+        Args:
+            lora: LoRA settings, to count the low-rank factors (`ExpertLora` in experts/bank.py); None to count the
+                whole expert.
+        """
         if lora is None:
             return self.parameters_per_expert
         parts = 2 if self.has_gate else 1
@@ -64,10 +74,14 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """One decoder layer with routed experts. `block`, `experts` and `router` are module paths.
+    """One decoder layer with routed experts.
 
     Attributes:
-        top_k: experts per token; the most, where a router may also choose none.
+        index: index of the decoder layer.
+        block: module path of the feed-forward block that holds router and experts.
+        experts: module path of the experts.
+        router: module path of the router.
+        top_k: experts per token; the maximum, if the router may also choose none.
     """
 
     index: int
@@ -79,15 +93,19 @@ class MoeLayer:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether transformers marks this module as a stack of routed experts."""
+    """Return whether a module has the flags that transformers sets on modules of routed experts."""
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
 def read_shape(experts: nn.Module, where: str) -> ExpertShape:
-    """Read size and layout of a marked module; raise `UserError` if its parameters are not as its flags say.
+    """Read the sizes and the layout of a module of experts from its flags and parameters.
 
     Args:
-        where: its path, for messages.
+        experts: a module for which `is_experts` is True.
+        where: the module's path, for messages.
+
+    Raises:
+        UserError: the parameters contradict the flags.
     """
     flags = {flag: bool(getattr(experts, flag)) for flag in _FLAGS if flag != "has_post_expert_norm"}
     down = getattr(experts, "down_proj", None)
@@ -106,14 +124,21 @@ def read_shape(experts: nn.Module, where: str) -> ExpertShape:
 
 
 def expert_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a marked module with a slice per expert; a norm that they share is a submodule."""
+    """Return name -> parameter [num_experts, ...] for the parameters directly on a module of experts.
+
+    Parameters of submodules, such as a norm shared by all experts, are left out.
+    """
     return dict(experts.named_parameters(recurse=False))
 
 
 def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | None:
-    """Return the path of the module beside the experts that scores them, if there is one.
+    """Return the path of the router in a feed-forward block; None if there is none.
 
-    It is found by name (`gate`, `router`), by class (`*Router`), or by shape: a linear with an output per expert.
+    The router is a child module named `gate` or `router`, else of a class named `*Router*`, else a linear layer with
+    one output for each expert.
+
+    Args:
+        block: module path of the block.
     """
     children = {
         name: child
@@ -133,7 +158,15 @@ def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | N
 
 
 def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> int | None:
-    """Return the number of experts per token by the router, its block or the config; None if none of them has it."""
+    """Return the number of experts per token of a layer; None if it is found nowhere.
+
+    The number is looked up in the router, then in its block, then in the config, under the names that models use.
+
+    Args:
+        router: module path of the router.
+        block: module path of the block around the router.
+        layer: index of the decoder layer, for configs with a number for each layer.
+    """
     config = model.config.get_text_config()
     for holder in (model.get_submodule(router), model.get_submodule(block), config):
         for name in _TOP_K_NAMES:
@@ -146,9 +179,14 @@ def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> i
 
 
 def unknown_experts(model: PreTrainedModel) -> str | None:
-    """Describe the first stack of experts that transformers has not marked, if there is one.
+    """Find experts that cannot be read because their module lacks transformers' flags (see `is_experts`).
 
-    It has a module named `experts`, a class named after them, or a 3-D parameter with a slice per expert.
+    A module counts as experts if it is named `expert` or `experts`, if its class is named like one of experts, or if it
+    has a 3-D parameter whose first axis is the number of experts in the config.
+
+    Returns:
+        The path of the first such module with its class, or the parameter with its shape, for a message; None if there
+            is none.
     """
     known = [name for name, module in model.named_modules() if is_experts(module)]
     holders = {name.rpartition(".")[0] for name in known}
@@ -167,14 +205,14 @@ def unknown_experts(model: PreTrainedModel) -> str | None:
 
 
 def _expert_counts(config: PretrainedConfig) -> set[int]:
-    """Return every number above 1 that the config or its text config has as a count of routed experts."""
+    """Return the numbers above 1 that the config, or its text config, gives as the number of routed experts."""
     holders = (config, config.get_text_config())
     values = (_field(holder, name) for holder in holders for name in _EXPERT_COUNT_NAMES)
     return {value for value in values if isinstance(value, int) and value > 1}
 
 
 def _field(holder: object, name: str) -> object:
-    """Return an attribute, or None where it is missing or transformers has it per layer only."""
+    """Return an attribute; None if it is missing, or if transformers raises because it differs between layers."""
     try:
         return getattr(holder, name, None)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The parameter count: in all, by component, by layer, per expert, and active per token."""
+"""Parameter counts of a model: total, active per token, by component, by layer and per expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from moetune.models.structure import ModelStructure
 
 @dataclass(frozen=True)
 class LayerCount:
-    """Parameters of one decoder layer. `num_experts` and `top_k` are None in a layer without experts."""
+    """Number of parameters of one decoder layer.
+
+    Attributes:
+        total: all parameters of the layer.
+        active: parameters that one token uses: all but the experts that it is not routed to.
+        num_experts: None in a layer without experts.
+        top_k: experts per token; None in a layer without experts.
+    """
 
     index: int
     total: int
@@ -22,14 +29,19 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameter counts of one model; tied parameters count once.
+    """Parameter counts of one model. Tied parameters are counted once.
 
     Attributes:
-        active_per_token: parameters in the forward pass of one token: all but the experts that it is not routed to. The
-            whole embedding table counts, as in published figures.
-        active: the same by component.
-        per_expert, num_experts, top_k: one number if all layers with experts agree, else one per layer; None for a
+        active_per_token: parameters used in the forward pass of one token: all but the experts that it is not routed
+            to. The whole embedding table is included, as in published figures.
+        per_expert: parameters of one expert; a list with one number for each expert layer if they differ; None for a
             dense model.
+        num_moe_layers: number of layers with experts.
+        num_experts: experts in a layer; a list if layers differ; None for a dense model.
+        top_k: experts per token; a list if layers differ; None for a dense model.
+        components: component -> number of parameters.
+        active: component -> number of parameters used for one token.
+        layers: counts of each decoder layer.
     """
 
     model_type: str
@@ -44,17 +56,17 @@ class ParameterCount:
     layers: tuple[LayerCount, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `moetune count --json` prints."""
+        """Return the JSON document of `moetune count --json`."""
         found = {"schema": 1, **asdict(self)}
         del found["active"]
         return found
 
 
 def count_parameters(structure: ModelStructure) -> ParameterCount:
-    """Count the parameters of a model.
+    """Count the parameters of a model from its structure.
 
-    A token uses `top_k` of each layer's experts, so
-    `active = total - sum over layers with experts of parameters_per_expert * (num_experts - top_k)`.
+    Each token uses `top_k` experts of a layer, so active = total - Σ over expert layers of parameters_per_expert ·
+    (num_experts - top_k).
     """
     components: dict[Component, int] = dict.fromkeys(COMPONENTS, 0)
     layer_totals = dict.fromkeys(range(structure.num_layers), 0)
@@ -93,6 +105,7 @@ def count_parameters(structure: ModelStructure) -> ParameterCount:
 
 
 def _agreed(values: list[int]) -> int | list[int] | None:
+    """Return the common value of a list, the list itself if its values differ, or None if it is empty."""
     if not values:
         return None
     return values[0] if len(set(values)) == 1 else values

@@ -1,6 +1,6 @@
-"""Routers: where their logits are, and which function of them the weights of chosen experts are.
+"""Routers: finding their logits, and whether routing weights are a softmax or a sigmoid of the logits.
 
-Shapes: T tokens, K experts per token, E experts, H model dim.
+Shapes: T tokens, K experts per token, E experts, H hidden size.
 """
 
 from __future__ import annotations
@@ -15,19 +15,29 @@ from torch import Tensor, nn
 from moetune.models.moe import MoeLayer
 
 ScoreFunction = Literal["softmax", "sigmoid"]
-"""A function of a router's logits, over all experts or of each."""
+"""How a router turns logits into scores: softmax over all experts, or a sigmoid of each logit."""
 
 
 def logits_module(model: nn.Module, path: str, num_experts: int) -> nn.Module:
-    """Return the module whose output holds the router's logits: a linear layer inside it with an output per expert,
-    because Gemma 4's router returns probabilities; else the router."""
+    """Return the module whose output holds a router's logits.
+
+    This is a linear layer with one output per expert inside the router, if there is one, because Gemma 4's router
+    itself returns probabilities; else the router.
+
+    Args:
+        path: module path of the router.
+    """
     router = model.get_submodule(path)
     inside = (module for module in router.modules() if module is not router and isinstance(module, nn.Linear))
     return next((linear for linear in inside if linear.out_features == num_experts), router)
 
 
 def find_logits(output: Any, num_experts: int) -> Tensor | None:
-    """Return the first float tensor of a router's output with a value for every expert."""
+    """Return the first floating-point tensor [..., num_experts] in a router's output; None if there is none.
+
+    Args:
+        output: a tensor, or a tuple or list with tensors.
+    """
     candidates = output if isinstance(output, (tuple, list)) else (output,)
     for value in candidates:
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == num_experts:
@@ -36,13 +46,16 @@ def find_logits(output: Any, num_experts: int) -> Tensor | None:
 
 
 def apply_score(logits_TE: Tensor, score: ScoreFunction) -> Tensor:
-    """Return scores [T, E], at least in float32."""
+    """Return the scores [T, E] of logits [T, E], computed in float32 or the logits' dtype, whichever is wider."""
     wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return wide.softmax(-1) if score == "softmax" else wide.sigmoid()
 
 
 def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, ScoreFunction]:
-    """Return layer index -> `score_function`, where it is known; layers that are alike are tried once."""
+    """Return layer index -> score function; layers whose function is not recognized are left out.
+
+    Layers with the same block class, expert shape and top_k are measured once (see `score_function`).
+    """
     by_kind: dict[Hashable, ScoreFunction | None] = {}
     found: dict[int, ScoreFunction] = {}
     for layer in layers:
@@ -55,10 +68,14 @@ def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, S
 
 
 def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
-    """Return the function of the logits that chosen experts' weights are proportional to, if there is one and the
-    router returns its logits.
+    """Find the score function that the routing weights of a layer's chosen experts are proportional to.
 
-    It is measured: a copy of the block runs with random weights and a recorder in place of its experts.
+    The function is measured: a CPU copy of the layer's block runs with random weights on 16 tokens, and a module that
+    records its inputs replaces the experts.
+
+    Returns:
+        None if the weights match neither function, if the router does not return its logits, or if the block cannot run
+            alone.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     logits: list[Tensor | None] = []
@@ -85,7 +102,7 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
                 tensor.zero_()
         try:
             block(torch.randn(1, 16, layer.shape.hidden))
-        except Exception:  # a block that takes more than hidden states
+        except Exception:  # a block that needs more inputs than hidden states
             return None
     if not seen or not logits or logits[0] is None:
         return None
@@ -93,14 +110,17 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
     for score in ("softmax", "sigmoid"):
         scale_TK = weights_TK / apply_score(logits_TE, score).gather(1, ids_TK)
         if layer.top_k == 1:
-            scale_TK = scale_TK.T  # one choice is in proportion to anything; it has to be over tokens
+            scale_TK = scale_TK.T  # with one expert per token, compare the ratio over tokens instead
         if torch.allclose(scale_TK, scale_TK[:, :1].expand_as(scale_TK), rtol=1e-3):
             return score
     return None
 
 
 def correction_bias(model: nn.Module, layer: MoeLayer) -> str | None:
-    """Return the name of the buffer [E] that is added to a layer's scores to choose experts, if there is one."""
+    """Return the name of the buffer `e_score_correction_bias` [E] of a layer; None if the layer has none.
+
+    The buffer is added to the scores to choose experts, but not to routing weights.
+    """
     for name, buffer in model.get_submodule(layer.block).named_buffers():
         if name.rpartition(".")[2] == "e_score_correction_bias" and buffer.numel() == layer.shape.num_experts:
             return f"{layer.block}.{name}"

@@ -1,4 +1,4 @@
-"""What trains of a model, and how: the `adapt:` block of a run file, applied to a model structure."""
+"""`select`: apply the `adapt:` section to a model's structure; `Selection`: which parameters and experts train."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from moetune.models.structure import ModelStructure, ParameterInfo
 
 @dataclass(frozen=True)
 class Selection:
-    """What trains.
+    """What trains in one model.
 
     Attributes:
-        full: names of parameters that train in full precision, without experts.
-        experts: whole experts that train in full precision, by layer.
-        lora_experts: frozen experts with low-rank factors, by layer.
-        lora_linears: paths of linear modules with low-rank factors.
-        lora: rank, alpha and factoring of those.
-        left_out: linear modules in the components of `lora.targets` that cannot have LoRA.
+        full: names, in the plain model, of the parameters that train in full precision, without those of experts.
+        experts: layer index -> ids of experts that train in full precision.
+        lora_experts: layer index -> ids of frozen experts that get low-rank factors.
+        lora_linears: paths of the linear layers that get low-rank factors.
+        lora: settings of the factors; None without LoRA.
+        left_out: paths of linear layers in a chosen component that get no factors, because factors would have no
+            effect.
     """
 
     full: frozenset[str]
@@ -35,7 +36,12 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> Selection:
-        """Return the selection without these decoder layers."""
+        """Return the selection without the given decoder layers.
+
+        Args:
+            layers: indices of the layers to leave out.
+            structure: the structure of the whole model.
+        """
         rest = structure.without(layers)
         return Selection(
             self.full & {one.name for one in rest.parameters},
@@ -47,17 +53,18 @@ class Selection:
 
 
 NOTHING = Selection(frozenset(), {}, {}, (), None)
+"""The selection in which nothing trains."""
 
 
 def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[str] = ()) -> tuple[Selection, list[str]]:
-    """Apply `adapt:` to a model.
+    """Apply the `adapt:` section to a model.
 
     Args:
-        inert: linear modules on which LoRA has no effect; components are selected without them.
+        inert: paths of linear layers on which LoRA has no effect, because the model reads their weight without calling
+            them. They are left out where `lora.targets` names their component.
 
     Returns:
-        What exists of what is chosen; and a line for each layer, expert, component or pattern that matches nothing,
-        with what exists.
+        The selection of what exists, and a message for each layer, expert, component or pattern that matches nothing.
     """
     resolver = _Resolver(structure, inert)
     full = resolver.routers(adapt.router)
@@ -82,12 +89,12 @@ _OTHER_TARGETS: Mapping[str, tuple[Component, ...]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value"), ("attention",)),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "mlp"), _MLP),
 }
-"""Names of other tools for linear layers -> components that have them under other names, or in stacks of experts."""
+"""Names of linear layers in other models and tools -> components that hold such layers here, for hints."""
 _UNREACHED = "only chooses among tokens or experts, by comparison, so no gradient reaches it"
 
 
 class _Resolver:
-    """Finds names and numbers in a model structure and collects problems."""
+    """Looks up the names and numbers of `adapt:` in a model structure, and collects problems for messages."""
 
     def __init__(self, structure: ModelStructure, inert: Collection[str]) -> None:
         self.structure, self.inert = structure, inert
@@ -96,14 +103,21 @@ class _Resolver:
         self.problems: list[str] = []
 
     def routers(self, layers: IdSet) -> set[str]:
+        """Return the names of the router parameters in these layers that a gradient reaches."""
         chosen = set(self._layers("adapt.router", layers, self.moe_layers, "has no router"))
         return {one.name for one in self.structure.parameters_of("router") if one.layer in chosen and one.has_gradient}
 
     def experts(self, config: ExpertsConfig | None) -> IdsByLayer:
+        """Return layer index -> ids of the experts that train in full precision."""
         return {} if config is None else self._expert_ids("adapt.experts", config.layers, config.ids)
 
     def also(self, where: str, target: str) -> tuple[set[str], IdsByLayer]:
-        """Return the parameters, and the experts by layer, of a component or a pattern of names."""
+        """Return the parameter names, and the expert ids by layer, that one entry of `adapt.also` matches.
+
+        Args:
+            where: key of the entry, for messages.
+            target: a component, or a pattern of parameter names.
+        """
         if target in COMPONENTS:
             matched = self.structure.parameters_of(target)
         else:
@@ -132,7 +146,11 @@ class _Resolver:
         return names, layers
 
     def lora(self, config: ResolvedLora | None, trained: IdsByLayer) -> tuple[tuple[str, ...], IdsByLayer]:
-        """Return the linear modules, and the experts that do not train whole, that get factors."""
+        """Return the paths of the linear layers, and the expert ids by layer, that get low-rank factors.
+
+        Args:
+            trained: layer index -> ids of experts that train in full precision, which get no factors.
+        """
         if config is None:
             return (), {}
         every_layer = range(self.structure.num_layers)
@@ -155,7 +173,7 @@ class _Resolver:
                     self.problems.append(f"{where}: no frozen expert in the chosen layers to put LoRA on")
                 continue
             is_component = target in COMPONENTS
-            outside = is_component or config.layers == "all"  # whether what lies in no layer is meant
+            outside = is_component or config.layers == "all"  # whether linears outside of layers count
             found = [
                 path
                 for path, linear in self.structure.linears().items()
@@ -181,6 +199,7 @@ class _Resolver:
         return tuple(linears), experts
 
     def _expert_ids(self, where: str, layers: IdSet, ids: IdSet | IdsByLayer) -> IdsByLayer:
+        """Return layer index -> ids of existing experts; layers without a chosen expert are left out."""
         chosen = {}
         in_layers = self._layers(f"{where}.layers", layers, self.moe_layers, "has no experts")
         if isinstance(ids, dict):
@@ -199,6 +218,13 @@ class _Resolver:
         return {index: experts for index, experts in chosen.items() if experts}
 
     def _layers(self, where: str, layers: IdSet, existing: Iterable[int], wrong_how: str) -> list[int]:
+        """Return those of the chosen layers that exist.
+
+        Args:
+            where: key of the run file, for messages.
+            existing: indices of the layers to choose from.
+            wrong_how: what a message says of another layer, such as "has no router".
+        """
         existing = list(existing)
         if layers == "none":
             return []
@@ -215,7 +241,8 @@ class _Resolver:
         return [layer for layer in layers if layer in existing]
 
     def _tied_to(self, target: str) -> ParameterInfo | None:
-        """Return the parameter of which this component or pattern is another name."""
+        """Return the parameter that `target` matches only under the second name of a tied weight; None if there is
+        none."""
         linears = self.structure.linears()
         names = {
             first
@@ -227,6 +254,7 @@ class _Resolver:
         return next((one for one in self.structure.parameters if one.name in names), None)
 
     def _hint(self, target: str) -> str:
+        """Return a suggestion, for a message, of the components or names that the user may have meant by `target`."""
         components = [c for c in COMPONENTS if self.structure.parameters_of(c)]
         if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
             return f" Components have names of their own here: write [{', '.join(meant)}]."
@@ -237,12 +265,12 @@ class _Resolver:
 
 
 def _matches(path: str, target: str) -> bool:
-    """Match a module path with a pattern for the whole of it, or with the name that it ends in (`q_proj`)."""
+    """Return whether a module path matches a pattern as a whole, or ends in the name `target` (such as `q_proj`)."""
     return fnmatchcase(path, target) or path.endswith(f".{target}") or path == target
 
 
 def ranges(values: Iterable[int]) -> str:
-    """Return `[0, 1, 2, 5]` as in a run file: "0-2,5"."""
+    """Return integers as text in the form of a run file: `[0, 1, 2, 5]` becomes "0-2,5"."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""A model's source: from its name (`model.path`) to its configuration, its weights, and how they are stored."""
+"""`find_model_source`: from `model.path` to a model's configuration, its weights, and their storage format."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found.
+    """A model that was found, by catalog name, in a folder or on the hub.
 
     Attributes:
         name: catalog name, folder name or hub id.
-        folder: where `from_pretrained` can load weights and tokenizer from: a local folder or a hub id. None
-            for a catalog model that is published nowhere.
-        quantization: how its weights are stored there.
-        quantized_base: the manifest of a folder that `moetune quantize` wrote; None for a checkpoint.
+        config: transformers' configuration of the model.
+        folder: the local folder or hub id that `from_pretrained` loads weights and tokenizer from; None for a catalog
+            model without published weights.
+        quantization: the format in which the weights are stored there.
+        quantized_base: the manifest, if `moetune quantize` wrote the folder; else None.
     """
 
     name: str
@@ -49,26 +50,26 @@ class ModelSource:
     quantized_base: QuantizedManifest | None = None
 
     def local_folder(self) -> Path | None:
-        """The folder of the weights on this machine; None if they are not here."""
+        """Return the folder of the weights on this machine; None if there is none or its files are incomplete."""
         if self.folder is None:
             return None
         return Path(self.folder) if Path(self.folder).is_dir() else downloaded(self.folder)
 
     def weights(self) -> Path:
-        """The folder of the weights, downloaded if need be.
+        """Return the folder of the weights, and download them first if they are not on this machine.
 
         Raises:
-            UserError: the model has none, or they cannot be downloaded.
+            UserError: the model has no published weights, or they cannot be downloaded.
         """
         if self.folder is None:
             raise UserError(f"model {self.name!r} has no weights to load; use model.weights=random")
         return Path(self.folder) if Path(self.folder).is_dir() else download(self.folder)
 
     def checkpoint(self) -> Path:
-        """The folder of the checkpoint as it is published: of a quantized base, the one that was quantized.
+        """Return the folder of the published checkpoint; for a quantized base, of the checkpoint that was quantized.
 
         Raises:
-            UserError: it cannot be had.
+            UserError: the checkpoint is neither on this machine nor can it be downloaded.
         """
         if self.quantized_base is None:
             return self.weights()
@@ -82,14 +83,17 @@ class ModelSource:
 
 
 def find_model_source(path: str) -> ModelSource:
-    """Find a model by catalog name, as a local folder with a config.json, or by hub id, in this order.
+    """Find a model by catalog name, as a local folder, or by hub id.
 
-    Only the configuration and the manifest of a quantized base are read. Catalog names and folders need no network.
-    Code of a model never runs.
+    A local folder with a config.json takes precedence over a catalog name. Only the configuration and, for a quantized
+    base, the manifest are read. Catalog names and folders need no network. A model's own code never runs.
+
+    Args:
+        path: the value of `model.path`.
 
     Raises:
-        UserError: no such model, its configuration is broken or describes no causal language model, or a quantized base
-            is damaged or not complete.
+        UserError: no such model exists; its configuration is invalid or not of a causal language model; or a quantized
+            base is damaged or incomplete.
     """
     entry = find_model(path)
     folder = expanded(path)
@@ -106,7 +110,7 @@ def find_model_source(path: str) -> ModelSource:
         raise UserError(
             f"model {path!r}: neither a catalog name, nor a folder that exists, nor a hub id (owner/name).{hint}"
         )
-    source.config.return_dict = True  # how outputs come is ours to say
+    source.config.return_dict = True  # the format of outputs does not depend on the model's config.json
     source.config.output_attentions = source.config.output_hidden_states = False
     try:
         require_causal_lm(source.config)
@@ -126,6 +130,14 @@ def _catalog_config(entry: CatalogModel) -> PretrainedConfig:
 
 
 def _config_in(path: str, folder: Path) -> PretrainedConfig:
+    """Read the configuration of a local folder.
+
+    Args:
+        path: the folder as the user wrote it, for messages.
+
+    Raises:
+        UserError: there is no valid config.json, or transformers does not support its model type.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
@@ -145,12 +157,13 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers validates with many error types; each means a wrong config.json
+    except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
 
 
 def _layers_in(raw: Any) -> Iterator[int]:
-    """Every number of layers. Each layer is built, on the meta device at least: too many would take hours."""
+    """Yield every number of layers in a config, nested sections included. Building very many layers would take
+    hours."""
     for key, value in raw.items() if isinstance(raw, dict) else ():
         yield from _layers_in(value)
         if isinstance(value, int) and re.search(r"layers?$", key):
@@ -158,10 +171,15 @@ def _layers_in(raw: Any) -> Iterator[int]:
 
 
 def _config_from_hub(path: str) -> PretrainedConfig:
+    """Read the configuration of a model on the hub, from the local cache or the network.
+
+    Raises:
+        UserError: neither has a valid configuration.
+    """
     reachable = hub_is_reachable()
     try:
         return AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
-    except Exception as error:  # no network, no such repository, gated, broken config, remote code: all end here
+    except Exception as error:  # no network, no such repository, no access, invalid config or remote code
         hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
         why = _one_line(error) if reachable else UNREACHABLE
         raise UserError(

@@ -1,4 +1,7 @@
-"""How a model is published: in 16 bits, or quantized; and so what `model.base: auto` is."""
+"""The storage format of a published checkpoint (16 bits, NF4, MXFP4, FP8), which decides `model.base: auto`.
+
+Only the configuration and the manifest are read here; hub/quantized.py reads the quantized tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,21 @@ from moetune.models.hub.snapshot import QUANTIZED_MANIFEST
 from moetune.models.hub.tensor_files import is_name_of_weights
 
 BEGUN = ".packed.begun.json"
-"""In a folder that `moetune quantize` has not finished."""
+"""Name of a file that exists in the output folder of `moetune quantize` until the command has finished."""
 _IN_16_BITS: Storage = "nf4"
-"""What `auto` is for models that are not kept as they are published."""
+"""Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
 
 
 @dataclass(frozen=True)
 class SourceQuantization:
-    """How the weights of a model are stored where it is published.
+    """The format in which the weights of a model are published.
 
     Attributes:
-        method: transformers' name of the quantization; empty for none.
-        base: the storage that keeps them as they are published; None where there is none.
-        double_quant: where that is NF4.
-        gate_up_apart: whether an expert's gate and up are quantized each by itself.
-        is_read: whether they can be read at all.
+        method: transformers' name of the quantization method, `moetune` for a quantized base, or empty for 16 bits.
+        base: the value of `model.base` that keeps the published format; None if no value does.
+        double_quant: whether NF4 scales are stored in 8 bits; meaningful only if `base` is nf4.
+        gate_up_apart: whether an expert's gate and up projections are quantized separately.
+        is_read: whether moetune can read this format.
     """
 
     method: str = ""
@@ -43,15 +46,18 @@ class SourceQuantization:
     is_read: bool = True
 
     def settle(self, config: ModelConfig) -> ModelConfig:
-        """Spell out `base: auto`."""
+        """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` as in the checkpoint.
+
+        A section with another `base`, and a `double_quant` that the user set, stay as they are.
+        """
         if config.base != "auto":
             return config
-        given = "double_quant" in config.model_fields_set  # if it is another, this is refused
+        given = "double_quant" in config.model_fields_set  # run/validation.py refuses a contradiction
         scales = config.double_quant if given or self.base is None else self.double_quant
         return config.model_copy(update={"base": self.base or _IN_16_BITS, "double_quant": scales})
 
     def keeps_gate_up_apart(self, config: ModelConfig) -> bool:
-        """Whether gate and up stay quantized each by itself, because the weights are kept as they are published."""
+        """Return whether `config` keeps a published format in which gate and up are quantized separately."""
         return self.gate_up_apart and (config.base, config.double_quant) == (self.base, self.double_quant)
 
 
@@ -63,7 +69,7 @@ def _check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class QuantizedFile:
-    """One file of a quantized base."""
+    """Size and hexadecimal SHA-256 of one file of a quantized base."""
 
     bytes: Amount
     sha256: str
@@ -71,11 +77,15 @@ class QuantizedFile:
 
 @dataclass(frozen=True)
 class QuantizedManifest:
-    """`packed.json`, which `moetune quantize` writes.
+    """The manifest `packed.json` of a quantized base, a checkpoint that `moetune quantize` quantized.
 
     Attributes:
-        source: the folder of the checkpoint that was quantized.
-        fingerprint: of that checkpoint.
+        base: storage of the quantized weights.
+        double_quant: whether NF4 scales are stored in 8 bits.
+        source: folder of the original checkpoint.
+        fingerprint: fingerprint of the original checkpoint.
+        files: name of each safetensors file in the folder -> its size and SHA-256.
+        gate_up_apart: whether an expert's gate and up projections are quantized separately.
     """
 
     base: QuantizedDtype
@@ -87,21 +97,22 @@ class QuantizedManifest:
 
     @property
     def original(self) -> Base:
-        """The checkpoint that was quantized."""
+        """Name and fingerprint of the original checkpoint."""
         return Base(self.source.name, self.fingerprint)
 
     @property
     def quantization(self) -> SourceQuantization:
+        """The format of the quantized base."""
         return SourceQuantization("moetune", self.base, self.double_quant, self.gate_up_apart)
 
 
 def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
-    """Read the manifest of a quantized base; None for any other folder.
+    """Return the manifest of a quantized base; None for any other folder.
 
     Raises:
-        UserError: it is damaged or of an earlier version, or the base was begun and not finished.
+        UserError: the manifest is damaged or of an earlier version; or `moetune quantize` was interrupted.
     """
-    if (folder / QUANTIZED_MANIFEST).is_file():  # written last; a kill may have left the other one
+    if (folder / QUANTIZED_MANIFEST).is_file():  # written last, so it takes precedence over BEGUN
         remedy = "write it again with moetune quantize"
         return read_json(folder / QUANTIZED_MANIFEST, QuantizedManifest, remedy=remedy)
     if (folder / BEGUN).is_file():
@@ -110,7 +121,7 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
 
 
 def quantization_of(config: PretrainedConfig) -> SourceQuantization:
-    """Read how a checkpoint is published from its configuration."""
+    """Return the format of a checkpoint from the `quantization_config` in its configuration."""
     raw: Any = getattr(config, "quantization_config", None)
     if raw is None:
         return SourceQuantization()

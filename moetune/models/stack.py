@@ -1,4 +1,4 @@
-"""A model's decoder stack and its layers."""
+"""Access to a transformers model's decoder stack and layers, and `leave_out`, which makes the model skip layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_stack(model: PreTrainedModel) -> nn.Module:
-    """Return the module whose first output is the last hidden states."""
+    """Return the submodule whose first output is the last hidden states [batch, tokens, hidden]."""
     stack = model.get_decoder()
     if isinstance(stack, PreTrainedModel) and stack is not model:
         return stack
@@ -20,12 +20,12 @@ def decoder_stack(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return path -> layer, in the order of calls."""
+    """Return module path -> decoder layer, in the order of the forward pass."""
     return {path: module for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
 
 class _LastReturned:
-    """A forward hook that keeps weak references to what a layer returns beside the hidden states."""
+    """Forward hook that keeps weak references to a layer's outputs other than the hidden states."""
 
     def __init__(self) -> None:
         self.others: tuple[Any, ...] | None = None
@@ -36,12 +36,14 @@ class _LastReturned:
 
 
 class LeftOut(nn.Module):
-    """Stands in for a layer that does not run: returns its input, and what the last layer that ran returned beside.
-    Other attributes are the layer's."""
+    """Replacement for a decoder layer that is skipped; other attributes are read from the original layer.
+
+    The forward pass returns its input, followed by the further outputs of the last layer that ran.
+    """
 
     def __init__(self, layer: nn.Module, last: _LastReturned) -> None:
         super().__init__()
-        object.__setattr__(self, "_layer", layer)  # not a submodule
+        object.__setattr__(self, "_layer", layer)  # past nn.Module, which would register a submodule
         self._last = last
 
     def __getattr__(self, name: str) -> Any:
@@ -55,7 +57,11 @@ class LeftOut(nn.Module):
 
 
 def leave_out(model: nn.Module, layers: Collection[int]) -> None:
-    """Make a model skip these of its decoder layers."""
+    """Replace decoder layers of a model, in place, so that the forward pass skips them.
+
+    Args:
+        layers: indices of the layers to skip, in the order of the forward pass.
+    """
     last = _LastReturned()
     for number, (path, layer) in enumerate(decoder_layers(model).items()):
         if number in layers:

@@ -1,6 +1,6 @@
-"""The structure of a causal language model: its parameters, linear layers and layers with experts.
+"""`read_structure`: a causal language model's parameters, linear layers and expert layers, read from its modules.
 
-It is read off the modules, by shapes only: on any device, for mixtures of experts and dense models.
+Only shapes are read, so the model may be on the meta device. Dense models are supported as well.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from moetune.models.moe import (
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter.
+    """One parameter of the plain model.
 
     Attributes:
-        layer: index of its decoder layer; None for embeddings, head and final norm.
-        has_gradient: False if it only compares, to choose tokens or experts: no loss reaches it.
+        layer: index of the decoder layer; None for embeddings, LM head and final norm.
+        numel: number of elements.
+        has_gradient: False if no gradient can reach the parameter, because it is only used to choose tokens or experts
+            by comparison.
     """
 
     name: str
@@ -45,7 +47,12 @@ class ParameterInfo:
 
 
 class LinearInfo(NamedTuple):
-    """One `nn.Linear`, which can be quantized, and have LoRA if it `has_gradient`."""
+    """One `nn.Linear` of the plain model.
+
+    Attributes:
+        layer: index of the decoder layer; None outside of the decoder layers.
+        has_gradient: False if no gradient can reach the weight, so that LoRA has no effect.
+    """
 
     in_features: int
     out_features: int
@@ -59,10 +66,10 @@ class ModelStructure:
     """The structure of one model.
 
     Attributes:
-        num_layers: decoder layers, those without experts included.
+        num_layers: number of decoder layers, with or without experts.
         moe_layers: the layers with routed experts, in order; empty for a dense model.
-        parameters: every parameter once; a tied one under its first name.
-        tied: further name of a tied parameter -> its first name.
+        parameters: every parameter once; a tied parameter under its first name.
+        tied: second name of a tied parameter -> its first name.
     """
 
     model_type: str
@@ -73,15 +80,15 @@ class ModelStructure:
     _linears: Mapping[str, LinearInfo] = field(repr=False)
 
     def parameters_of(self, component: str) -> tuple[ParameterInfo, ...]:
-        """Return the parameters of one component."""
+        """Return the parameters of one component, such as `attention`."""
         return tuple(one for one in self.parameters if one.component == component)
 
     def linears(self, component: Component | None = None) -> dict[str, LinearInfo]:
-        """Return module path -> every `nn.Linear`, or those of one component."""
+        """Return module path -> linear layer, for all components or only for `component`."""
         return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
 
     def without(self, layers: Collection[int]) -> ModelStructure:
-        """Return the structure without these decoder layers."""
+        """Return the structure without the decoder layers with the indices `layers`; `num_layers` stays as it is."""
         return replace(
             self,
             moe_layers=tuple(layer for layer in self.moe_layers if layer.index not in layers),
@@ -100,10 +107,10 @@ def require_causal_lm(config: PretrainedConfig) -> None:
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Build the model on the meta device: shapes without storage, in a fraction of a second at any size.
+    """Build a model on the meta device: parameters have shapes but no storage, which takes a fraction of a second.
 
     Raises:
-        UserError: the configuration is of no causal language model, or of one that cannot be built.
+        UserError: the configuration is not of a causal language model, or transformers cannot build the model.
     """
     require_causal_lm(config)
     name = config.model_type
@@ -112,7 +119,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error
-    except Exception as error:  # a wrong config can break model code anywhere
+    except Exception as error:  # a wrong config can make model code raise any error
         raise UserError(
             f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {one_line(error)}"
         ) from error
@@ -122,8 +129,8 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
     """Read the structure of a causal language model as transformers built it, before any adaptation.
 
     Raises:
-        UserError: it has experts that transformers does not mark as such, or a router or top_k that cannot be found:
-            it would be miscounted.
+        UserError: the model has experts without the flags of transformers (moe.py), or an expert layer whose router or
+            top_k is not found. It would be counted wrongly.
     """
     model_type = model.config.model_type
     found = unknown_experts(model)
@@ -160,6 +167,7 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
+    """Return the layers with routed experts, in order; raise `UserError` as `read_structure`."""
     model_type, landmarks = model.config.model_type, Landmarks(model)
     layers: dict[int, MoeLayer] = {}
     for path, module in landmarks.modules.items():
@@ -189,7 +197,10 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
 
 
 def _experts_and_routers(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...]) -> dict[str, Component]:
-    """Return the parameters of experts and routers; one of the block with a value per expert is the router's."""
+    """Return parameter name -> component, for the parameters of experts and routers.
+
+    A parameter of the block itself whose last axis has one value per expert counts as the router's.
+    """
     marked: dict[str, Component] = {}
     for layer in moe_layers:
         for key in expert_parameters(model.get_submodule(layer.experts)):
@@ -203,7 +214,10 @@ def _experts_and_routers(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...
 
 
 def _is_one_product(linear: nn.Linear) -> bool:
-    """Return whether it maps in_features to out_features; DeepSeek-V4's o_a_proj has a product per group of heads."""
+    """Return whether a linear layer is a single matrix product from in_features to out_features.
+
+    The counterexample is DeepSeek-V4's `o_a_proj`, which has a separate product for each group of heads.
+    """
     if type(linear).forward is nn.Linear.forward:
         return True
     try:

@@ -1,1 +1,1 @@
-"""A run, resolved once: what everything below a run file and a model is given."""
+"""From a run file to a `ResolvedRun`: the model, what trains, precisions, ranks, and every check without weights."""

@@ -1,6 +1,6 @@
-"""Choices of experts by recorded scores: `adapt.experts` and `adapt.lora.ids` with `from:` become lists of ids.
+"""Choices of experts by recorded scores: `from:` under `adapt.experts` or `adapt.lora.ids` becomes a list of ids.
 
-Each layer is ranked by itself, over its tokens that carry loss (docs/concepts/choosing-experts.md).
+Each layer is ranked separately, by statistics of the tokens that carry loss (docs/concepts/choosing-experts.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from moetune.run.scores import LayerScores, Scores, read_scores, refuse_other_mo
 
 @dataclass(frozen=True)
 class Coverage:
-    """Share of routed tokens with loss that go to chosen experts, by layer and over all layers of the choice; and the
-    mean share of as many experts drawn at random."""
+    """How much of the routing a choice of experts covers, compared with random choices of the same size.
+
+    All values are fractions of the routed (token, expert) pairs whose token carries loss.
+
+    Attributes:
+        layers: layer index -> fraction that the chosen experts of the layer receive.
+        random: layer index -> mean fraction of as many experts drawn at random.
+        total: fraction over all layers of the choice.
+        random_total: the same for random experts.
+    """
 
     layers: Mapping[int, float]
     random: Mapping[int, float]
@@ -30,16 +38,20 @@ class Coverage:
 
 
 def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: LoraConfig | None = None) -> IdsByLayer:
-    """Return layer index -> the chosen experts, best first.
+    """Choose experts of every layer that a `from:` block names.
 
     Args:
-        choice: with a budget of memory already replaced by a number (routing/select.py).
+        choice: the block; a budget in bytes must already have been replaced by a number (routing/select.py).
         where: the key of the run file, for messages.
-        lora: what they train with, if not whole: `parameters` then counts its factors.
+        lora: the LoRA settings that the chosen experts train with; None if they train in full precision. Decides what
+            `parameters` counts.
+
+    Returns:
+        Layer index -> the ids of the chosen experts, best first.
 
     Raises:
-        UserError: the scores cannot be read or are of another model; a layer does not exist; no expert is chosen, or
-            more than there are.
+        UserError: the scores cannot be read or are of another model; a layer does not exist; the number of experts
+            comes to none, or to more than a layer has.
     """
     scores = _scores_for(choice.from_, structure, f"{where}.from")
     background = None
@@ -66,7 +78,12 @@ def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: Lo
 
 
 def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | None) -> tuple[int, ...]:
-    """Return all experts of a layer, best first; of equals, the lower number first."""
+    """Return the ids of all experts of a layer, best first; of experts with equal scores, the lower id first.
+
+    Args:
+        layer: index of the layer.
+        background: scores of a second data set, whose shares are subtracted; None for all rules but `foreground`.
+    """
     of_layer = scores.layers[layer]
     experts = range(of_layer.num_experts)
     if choice.rule == "random":
@@ -84,7 +101,12 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
 
 
 def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int, ...]:
-    """Return the shortest prefix whose shares sum to `p` (ESFT, arXiv 2407.01906)."""
+    """Return the shortest prefix of a ranking whose shares sum to at least `p` (ESFT, arXiv 2407.01906).
+
+    Args:
+        ranked: expert ids, best first.
+        share: share of each expert id, from 0 to 1.
+    """
     chosen: list[int] = []
     total = 0.0
     for expert in ranked:
@@ -96,7 +118,11 @@ def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int
 
 
 def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
-    """Return the coverage of a choice. A random choice of k of E experts covers k / E of a layer, on average."""
+    """Compute the coverage of a choice. k random experts of E cover k / E of a layer on average.
+
+    Args:
+        chosen: layer index -> ids of the chosen experts.
+    """
     tokens = {index: scores.layers[index].loss.tokens for index in chosen}
     covered = {index: sum(tokens[index][expert] for expert in ids) for index, ids in chosen.items()}
     routed = {index: sum(tokens[index]) for index in chosen}
@@ -111,7 +137,11 @@ def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
 
 
 def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[ResolvedAdapt, list[str]]:
-    """Return `adapt:` with ids in the place of choices, none where a choice failed, and every problem."""
+    """Replace every choice by scores in `adapt:` with the chosen ids, in ascending order.
+
+    Returns:
+        The resolved section, and a message for each choice that failed; such a choice becomes `none`.
+    """
     problems: list[str] = []
 
     def ids_of(choice: ChoiceConfig, where: str, lora: LoraConfig | None = None) -> IdsByLayer | str:
@@ -132,7 +162,11 @@ def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[Reso
 
 
 def scores_of(adapt: AdaptConfig) -> list[tuple[str, Scores]]:
-    """Return the scores that `adapt:` chooses by, each with its key of the run file."""
+    """Return (key of the run file, scores) for each `from:` of `adapt:`.
+
+    Raises:
+        UserError: a file cannot be read or holds no scores.
+    """
     lora = None if adapt.lora is None else adapt.lora.ids
     choices = {"adapt.experts.from": adapt.experts, "adapt.lora.ids.from": lora}
     return [(w, read_scores(c.from_, w)) for w, c in choices.items() if isinstance(c, ChoiceConfig)]
@@ -145,14 +179,21 @@ def _scores_for(file: str, structure: ModelStructure, where: str) -> Scores:
 
 
 def _share(rule: str, layer: LayerScores) -> list[float]:
-    """Return each expert's share of a layer, which sum to 1: ESFT's token-selection ratio or average gate score."""
+    """Return the fraction of a layer's routing that each expert receives; the fractions sum to 1.
+
+    With the rule `gate` it is ESFT's average gate score, with all others ESFT's token selection ratio.
+    """
     values: Sequence[float] = layer.loss.weight_sum if rule == "gate" else layer.loss.tokens
     total = sum(values) or 1
     return [value / total for value in values]
 
 
 def _number_per_layer(choice: ChoiceConfig, layers: Iterable[MoeLayer], where: str, lora: LoraConfig | None) -> int:
-    """Return the number of experts that a choice by `k`, `experts` or `parameters` takes of each layer."""
+    """Return how many experts a choice by `k`, `experts` or `parameters` takes from each layer.
+
+    Raises:
+        UserError: the number is 0 or more than a layer has; or the budget is still an amount of memory.
+    """
     shapes = [layer.shape for layer in layers]
     fewest = min((shape.num_experts for shape in shapes), default=0)
     if isinstance(choice.budget, str):

@@ -1,6 +1,6 @@
-"""DeepSpeed's configuration of a run: from the run file, and what the user's own JSON file adds.
+"""Configuration for `deepspeed.initialize`: settings of the run file, merged with the user's own JSON file.
 
-Nothing here imports torch or deepspeed, so that a run file is refused before anything is loaded.
+Nothing here imports torch or deepspeed, so a run file can be refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from moetune.errors import UserError
 from moetune.files import expanded
 
 _BUCKET = 2**26
-"""Gradients that are sent at a time. DeepSpeed allocates as many numbers in advance, and by default 5·10⁸ of them: 2 GB
-in float32, which is much beside a few adapters."""
+"""Largest number of gradient elements that are reduced at a time.
+
+DeepSpeed allocates a buffer of this many elements. Its default of 5·10⁸ is 2 GB in float32, much compared with a few
+adapters.
+"""
 _ELSEWHERE = {
     "optimizer": "optimizer: of the run file says it",
     "scheduler": "train.schedule and train.warmup say it",
@@ -42,19 +45,19 @@ _ELSEWHERE = {
     "zero_optimization.zero_quantized_gradients": "it rounds gradients",
     "zero_optimization.compute_grad_norm": "the norm is logged, and says whether gradients are finite",
 }
-"""Keys that a user's file may not have, and why."""
+"""Key that `parallel.deepspeed` may not set -> the reason, for the message."""
 
 
 def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`.
 
     Args:
-        config: with `model.dtype` resolved.
-        trained: number of parameters that train, if it is known.
+        config: a run file whose `model.dtype` is not `auto`.
+        trained: number of parameters that train; 0 if unknown.
 
     Raises:
-        UserError: DeepSpeed cannot do what the run file asks for; or the file of `parallel.deepspeed` cannot be read,
-            or contradicts the run file.
+        UserError: DeepSpeed does not support a setting of the run file; or the file `parallel.deepspeed` cannot be
+            read, or sets a key that the run file decides.
     """
     if problems := _problems(config):
         raise UserError("\n".join(f"parallel.engine: deepspeed and {problem}" for problem in problems))
@@ -71,14 +74,27 @@ def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
 
 
 def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
-    """Return the number of gradients that are sent at a time; raise `UserError` as `read_json`."""
+    """Return the number of gradient elements that DeepSpeed reduces at a time.
+
+    This is `zero_optimization.reduce_bucket_size` of the user's file if it is a number, else `_BUCKET`, or `trained` if
+    fewer parameters train.
+
+    Args:
+        trained: number of parameters that train; 0 if unknown.
+
+    Raises:
+        UserError: the file `parallel.deepspeed` cannot be read.
+    """
     of_zero = {} if parallel.deepspeed is None else _read(parallel.deepspeed).get("zero_optimization", {})
     said = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
     return min(trained or _BUCKET, _BUCKET) if said == "auto" else int(said)
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:
-    """Return what follows from the run file, DeepSpeed's own defaults included: it would clip gradients at 1."""
+    """Return the settings that the run file decides.
+
+    They include some that DeepSpeed would otherwise default differently: it would clip gradients at a norm of 1.
+    """
     train, parallel = config.train, config.parallel
     device = "cpu" if parallel.offload == "optimizer" else "none"
     return {
@@ -88,17 +104,18 @@ def _decided(config: RunConfig) -> dict[str, Any]:
         "gradient_clipping": train.max_grad_norm,
         "zero_optimization": {"stage": parallel.zero, "offload_optimizer": {"device": device}},
         "bf16": {"enabled": trains_in_bf16(config), "check_grad_overflow": True},
-        "zero_force_ds_cpu_optimizer": False,  # the optimizer is torch's, on the host as well
-        "zero_allow_untested_optimizer": True,  # so DeepSpeed calls all but Adam
+        "zero_force_ds_cpu_optimizer": False,  # use torch's optimizer, also with offload to the host
+        "zero_allow_untested_optimizer": True,  # DeepSpeed calls every optimizer but Adam untested
     }
 
 
 def trains_in_bf16(config: RunConfig) -> bool:
-    """Return whether trained weights are bfloat16; low-rank factors are always float32."""
+    """Return whether trained weights are bfloat16: `model.dtype` is bf16 and there is no LoRA, which is in float32."""
     return config.model.dtype == "bf16" and config.adapt.lora is None
 
 
 def _problems(config: RunConfig) -> list[str]:
+    """Return a line for each setting of the run file that DeepSpeed does not support."""
     parallel, model, adapt = config.parallel, config.model, config.adapt
     problems = [
         f"parallel.{axis} {size}: DeepSpeed shares over parallel.fsdp alone; set {axis}: 1, or use engine: fsdp2"
@@ -153,6 +170,11 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = "") -> list[str]:
+    """Return a line for each key of the user's file with another value than the run file gives the key.
+
+    Args:
+        section: the keys above these, such as `zero_optimization.`, for messages.
+    """
     problems = []
     for key, said in decided.items():
         value = given.get(key, "auto")
@@ -164,6 +186,7 @@ def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = ""
 
 
 def _has(tree: Any, key: str) -> bool:
+    """Return whether nested dicts have a key, with its levels separated by dots."""
     for word in key.split("."):
         if not isinstance(tree, dict) or word not in tree:
             return False
@@ -172,7 +195,7 @@ def _has(tree: Any, key: str) -> bool:
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merge section by section; `over` wins."""
+    """Return a new dict with both, merged section by section; where both have a value, that of `over` is kept."""
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

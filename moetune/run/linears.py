@@ -1,4 +1,4 @@
-"""Which linear layers are stored in base precision."""
+"""The linear layers outside of experts that are stored in the precision `model.base`, because they stay frozen."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 
 QUANTIZED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
-_SMALLEST = 64  # a linear with fewer rows or columns (a scalar gate, say) is all precision and no memory: left alone
+"""Components whose frozen linear layers are quantized. Embeddings, routers, norms and the LM head never are."""
+_SMALLEST = 64  # rows and columns: smaller layers, such as a scalar gate, save no memory worth the lost precision
 
 
 def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selection: Selection) -> list[str]:
-    """Paths of the linear layers that stay frozen, are worth quantizing and are only ever called."""
+    """Return the paths of the linear layers to store in the precision `model.base`.
+
+    A layer is listed if it is of a quantized component, stays frozen, has at least 64 rows and columns, and if the
+    model only calls it, so that replacing the layer has no effect elsewhere.
+
+    Args:
+        model: the plain model, before any adaptation; the meta device will do.
+        selection: what trains.
+    """
     return [
         path
         for path, linear in structure.linears().items()
@@ -26,6 +35,11 @@ def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selec
 
 
 def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:
-    """Whether the code around a linear layer uses its weight, or with `or_its_dtype` its dtype, without calling it."""
+    """Return whether the parent module's code uses a linear layer's weight without calling the layer.
+
+    Args:
+        path: module path of the linear layer.
+        or_its_dtype: return True as well if the code reads the dtype of the weight.
+    """
     parent, _, name = path.rpartition(".")
     return reads_weight(model.get_submodule(parent), name, or_its_dtype=or_its_dtype)

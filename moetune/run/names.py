@@ -1,11 +1,14 @@
-"""Names of trained parameters in the adapted model, and the part of the run file that each belongs to.
+"""Names of trained parameters in the adapted model, and each name's part (`router`, `experts`, `lora`, `other`).
 
 | part | parameter | name |
 |---|---|---|
-| router, other | of the plain model | its own; in a linear layer that PEFT wraps, below `base_layer` |
-| experts | a matrix of one trained expert | `<experts>.trained.<id>.<gate_up or down>.<weight or bias>` |
+| router, other | a parameter of the plain model | its name there; `base_layer` is inserted where PEFT wraps the layer |
+| experts | a matrix or bias of an expert that trains | `<experts>.trained.<id>.<gate_up or down>.<weight or bias>` |
 | lora | PEFT's factors of a linear layer | `<linear>.lora_<A or B>.default.weight` |
 | lora | factors of all experts of a layer | `<experts>.lora.<gate_up or down>_<A or B>` |
+
+The plain model is the one that transformers builds; the adapted model is the same with expert banks and LoRA in place.
+`<experts>` is the path of a layer's module of experts, and `<linear>` that of a linear layer.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 
 Matrix = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
-"""A bank's name for one expert's slice of a stack."""
+"""An expert bank's name of one expert's share of a stacked parameter."""
 
 
 def parts_by_name(structure: ModelStructure, selection: Selection) -> dict[str, Part]:
-    """Return name in the adapted model -> part, of every parameter that trains on all ranks of a run together."""
+    """Return name in the adapted model -> part, for all parameters that train, over all ranks of a run together."""
     routers = {one.name for one in structure.parameters_of("router")}
     parts: dict[str, Part] = {
         whole_name(name, selection): "router" if name in routers else "other" for name in sorted(selection.full)
@@ -38,36 +41,41 @@ def parts_by_name(structure: ModelStructure, selection: Selection) -> dict[str, 
 
 
 def whole_name(parameter: str, selection: Selection) -> str:
-    """Return the adapted model's name of a parameter of the plain one."""
+    """Return the name that a parameter of the plain model has in the adapted model."""
     module, _, last = parameter.rpartition(".")
     return f"{module}.base_layer.{last}" if module in selection.lora_linears else parameter
 
 
 def linear_factors(path: str) -> dict[str, str]:
-    """Return `A` and `B` -> the name of that factor of a linear layer."""
+    """Return `{"A": name, "B": name}` of the LoRA factors of the linear layer at `path`."""
     return {factor: f"{path}.lora_{factor}.default.weight" for factor in "AB"}
 
 
 def is_second_factor(name: str) -> bool:
-    """Return whether a parameter of the part `lora` is a B."""
+    """Return whether a parameter of the part `lora` is a factor B."""
     return name.endswith((".lora_B.default.weight", "_B"))
 
 
 def stacks(layer: MoeLayer) -> list[str]:
-    """Return transformers' names of the parameters that hold a layer's experts."""
+    """Return transformers' names of the parameters that hold all experts of a layer, such as `gate_up_proj`."""
     names = ["gate_up_proj" if layer.shape.has_gate else "up_proj", "down_proj"]
     return names + [f"{name}_bias" for name in names] if layer.shape.has_bias else names
 
 
 def matrix_of(stack: str) -> Matrix:
-    """Return a bank's name for one expert's slice of a stack."""
+    """Return the bank's name of a stacked parameter, such as `gate_up` for `gate_up_proj` or `up_proj`."""
     if stack.startswith("down"):
         return "down_bias" if stack.endswith("bias") else "down"
     return "gate_up_bias" if stack.endswith("bias") else "gate_up"
 
 
 def trained_name(layer: MoeLayer, expert: int, stack: str) -> str:
-    """Return the name of a trained expert's slice of a stack."""
+    """Return the name of an expert's trained share of a stacked parameter.
+
+    Args:
+        expert: id of the expert in the layer.
+        stack: one of `stacks(layer)`, such as `down_proj_bias`.
+    """
     matrix = matrix_of(stack)
     kind = "bias" if matrix.endswith("_bias") else "weight"
     return f"{layer.experts}.trained.{expert}.{matrix.removesuffix('_bias')}.{kind}"

@@ -1,8 +1,8 @@
-"""Placement of experts on ranks.
+"""Placement of experts on the ranks of `parallel.ep`, balanced by trained parameters and by load.
 
-Every rank holds equally many experts of a layer, so frozen ones take the same memory everywhere; trained parameters and
-load are balanced. The costliest expert goes first, each to the rank with least so far over all layers: longest
-processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+Every rank holds the same number of a layer's experts, so the memory of frozen experts is equal. Experts are placed in
+order of cost, each on the rank with the least so far over all layers: longest processing time first (Graham, "Bounds on
+multiprocessing timing anomalies", 1969).
 """
 
 from __future__ import annotations
@@ -18,35 +18,43 @@ from moetune.models.structure import ModelStructure
 
 @dataclass(frozen=True)
 class Placement:
-    """The experts of one rank.
+    """The experts that one rank holds.
 
     Attributes:
-        ep: the rank's number among those that experts are spread over.
-        experts: layer index -> expert ids of each of these ranks, in the order of their slots.
+        ep: index of the rank among the `parallel.ep` ranks that the experts are divided over.
+        experts: layer index -> the expert ids of every such rank, ascending; empty if experts are not divided.
     """
 
     ep: int = 0
     experts: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def held(self, layer: int, num_experts: int) -> tuple[int, ...]:
-        """Return the ids of a layer's experts on this rank; all where they are not spread."""
+        """Return the ids of a layer's experts on this rank; all of the `num_experts` ids if they are not divided."""
         return self.experts[layer][self.ep] if layer in self.experts else tuple(range(num_experts))
 
 
 EVERYTHING = Placement()
-"""A rank with all experts."""
+"""The placement of a rank that holds all experts."""
 
 
 def balance_experts(
     structure: ModelStructure, selection: Selection, ep: int, load: Mapping[int, Sequence[float]] | None = None
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Return layer index -> the expert ids of each of `ep` ranks.
+    """Divide the experts of every layer over `ep` ranks.
 
-    Trained parameters are balanced first, because each costs several times its size in gradients and optimizer states;
-    then the load. Where neither differs, ids are contiguous.
+    Trained parameters are balanced first, because each costs several times its own size in gradients and optimizer
+    states; then the load. In a layer whose experts are all alike in both, each rank gets contiguous ids.
 
     Args:
-        load: layer index -> tokens per expert, in any scale.
+        ep: number of ranks; must divide the number of experts of every layer.
+        load: layer index -> tokens per expert, in any scale; layers without an entry, or all layers if None, count as
+            evenly loaded.
+
+    Returns:
+        Layer index -> for each rank, its expert ids in ascending order.
+
+    Raises:
+        UserError: `load` has another number of experts for a layer than the model.
     """
     trained_so_far, load_so_far = [0] * ep, [0.0] * ep
     placement: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -72,7 +80,7 @@ def balance_experts(
 
 
 def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
-    """Count what trains of each expert of a layer."""
+    """Return the number of trained parameters of each expert of a layer."""
     counts = [0] * layer.shape.num_experts
     for expert in selection.lora_experts.get(layer.index, ()):
         counts[expert] = layer.shape.trained_parameters(selection.lora)

@@ -1,4 +1,4 @@
-"""Files of a run folder that are read back: `metrics.jsonl`, `memory.json`, `drift.json`."""
+"""Types and readers of the files in a run folder: `metrics.jsonl`, `memory.json`, `drift.json`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from moetune.documents import Amount, Number, parse_json, read_json
 from moetune.errors import UserError, reading
 
 _REMEDY = "delete that line, if this is a run's metrics.jsonl"
-_LARGEST = 1e300  # sums and shares of such are finite
+_LARGEST = 1e300  # so that sums and shares of such numbers are finite
 
 
 def _check_load(load: list[float]) -> list[float]:
+    """Raise `ValueError` if a count is negative or not finite, or if all are 0."""
     if not 0 < sum(load) < _LARGEST or min(load) < 0:
         raise ValueError("a layer's counts are numbers from 0 up, and not all 0")
     return load
 
 
 ExpertLoad = dict[Amount, Annotated[list[float], Field(min_length=1), AfterValidator(_check_load)]]
-"""Layer index -> tokens that each expert received."""
+"""Layer index -> number of tokens that each expert received."""
 _Loss = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
 
 class MetricsLine(TypedDict, total=False):
-    """One line of `metrics.jsonl`, of a logged step or of an evaluation; further keys are kept."""
+    """One line of `metrics.jsonl`: a logged training step, or an evaluation (`eval_loss`). Other keys are kept."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -42,17 +43,21 @@ class MetricsLine(TypedDict, total=False):
 
 
 class _Predicted(TypedDict):
+    """Predicted peaks in bytes: `peak_allocated` with an even load of experts, `as_routed` with the measured load."""
+
     peak_allocated: Amount | None
     as_routed: Amount | None
 
 
 class _Measured(TypedDict):
+    """Measured peaks in bytes, as torch's allocator counts them."""
+
     peak_allocated: Amount | None
     peak_reserved: Amount | None
 
 
 class MemoryFile(TypedDict):
-    """`memory.json`."""
+    """`memory.json` of a run folder: predicted and measured peak memory in bytes, and the tokens per expert."""
 
     device: str
     steps: Amount
@@ -62,6 +67,8 @@ class MemoryFile(TypedDict):
 
 
 class _LayerDrift(TypedDict):
+    """Routing of one layer before and after a run, as `LayerDrift` in routing/drift.py describes it."""
+
     before: Annotated[list[Amount], Field(min_length=1)]
     after: Annotated[list[Amount], Field(min_length=1)]
     distance: Number
@@ -71,7 +78,7 @@ class _LayerDrift(TypedDict):
 
 
 class DriftFile(TypedDict):
-    """`drift.json`, as far as it is shown on a page."""
+    """`drift.json` of a run folder: the keys that pages show."""
 
     step: Amount
     tokens: Amount
@@ -83,11 +90,17 @@ class _WithLoad(TypedDict):
 
 
 def read_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
-    """Return layer index -> tokens that each expert received, of `{"expert_load": {"<layer>": [tokens, ...]}}`, which
-    `memory.json` holds.
+    """Read the tokens per expert from a file with the key `expert_load`, such as the `memory.json` of a run.
+
+    Args:
+        file: a JSON file `{"expert_load": {"<layer>": [tokens, …]}}`; other keys are ignored.
+        what: the key of the run file or the option that names the file, for messages.
+
+    Returns:
+        Layer index -> tokens that each expert received.
 
     Raises:
-        UserError: the file, named by the key or option `what`, does not hold that.
+        UserError: the file cannot be read or has no such key.
     """
     remedy = "it holds {'expert_load': {layer: [tokens of each expert]}}"
     found = read_json(file, _WithLoad, f"{what} {str(file)!r}", remedy)
@@ -95,14 +108,21 @@ def read_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
 
 
 def read_metrics(file: Path) -> list[MetricsLine]:
-    """Read `metrics.jsonl`; raise `UserError` as `parse_metrics`, or if it cannot be read."""
+    """Read the lines of a `metrics.jsonl` file.
+
+    Raises:
+        UserError: the file cannot be read, or a line before the last is not what a run writes.
+    """
     with reading(repr(str(file))):
         text = file.read_bytes()
     return parse_metrics(text, file)
 
 
 def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
-    """Return the lines of `metrics.jsonl`, without a last one that a kill cut short.
+    """Parse the text of `metrics.jsonl`; a last line that is incomplete, because the run was killed, is left out.
+
+    Args:
+        file: path of the file, for messages.
 
     Raises:
         UserError: another line is not what a run writes.

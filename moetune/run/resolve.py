@@ -1,4 +1,4 @@
-"""`resolve`: from a run file to a `ResolvedRun`, on a model that is built without storage."""
+"""`resolve`: build a run file's model on the meta device, check all settings, and return a `ResolvedRun`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ from moetune.run.records import read_load
 from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
-"""A resolved run, the values of a run file, or the path of one."""
+"""A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""
 __all__ = ["AnyRun", "ResolvedModel", "ResolvedRun", "examine", "raise_problems", "resolve", "resolve_model"]
 
 
 def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
-    """Resolve a run file; reads no weights, no data and, for catalog names and folders, nothing from the network.
+    """Resolve a run file on its model, and raise `UserError` if it has any problem.
+
+    No weights and no data are read, and for models of the catalog or in local folders nothing is read from the network.
 
     Args:
-        run: a resolved one is returned as it is.
-        device_type: what the run is for, which sets `dtype: auto`; by default this machine's GPU, else its CPU.
-        like: a run whose model is reused if it is the same.
+        run: a `ResolvedRun` is returned unchanged.
+        device_type: the kind of device that the run is for, which decides `model.dtype: auto`; by default `cuda` if
+            this machine has a GPU, else `cpu`.
+        like: a resolved run; its model is reused if `model.path`, dtype and attention are equal.
 
     Raises:
-        UserError: the file or the model cannot be found or read; or everything that the run file asks for and cannot
-            have, a line each.
+        UserError: the file or the model cannot be found or read; or settings cannot be met on this model or together,
+            one line for each.
     """
     run = examine(run, device_type, like=like)
     raise_problems(run.problems)
@@ -47,7 +50,9 @@ def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
 
 
 def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
-    """Resolve as `resolve`, and leave problems of the run file in `problems`, to be reported with others.
+    """Resolve a run file as `resolve` does, but return its problems in `ResolvedRun.problems` instead of raising them.
+
+    The arguments are those of `resolve`.
 
     Raises:
         UserError: the file or the model cannot be found or read.
@@ -101,10 +106,13 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
 
 
 def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:
-    """Resolve a `model:` block without a run.
+    """Resolve a `model:` section without a run.
+
+    Args:
+        device_type: decides `dtype: auto`.
 
     Raises:
-        UserError: the model cannot be found or read, or is not as the block says.
+        UserError: the model cannot be found or read, or does not support the section's settings.
     """
     model, problems = _resolve_model(config, device_type, None)
     raise_problems(problems)
@@ -114,6 +122,11 @@ def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> Reso
 def _resolve_model(
     written: ModelConfig, device_type: DeviceType, like: ResolvedModel | None
 ) -> tuple[ResolvedModel, list[str]]:
+    """Return the resolved model and a line for each setting that the model does not support.
+
+    Args:
+        like: a resolved model to reuse if path, dtype and attention are equal; None to build the model.
+    """
     dtype = dtype_on(device_type) if written.dtype == "auto" else written.dtype
     wanted = (written.path, dtype, written.attention)
     known = (
@@ -129,7 +142,7 @@ def _resolve_model(
     settings = copy.deepcopy(source.config)
     if getattr(settings, "quantization_config", None) is not None:
         del settings.quantization_config
-    # transformers makes no model for flash attention where its package is missing; `build` chooses what runs.
+    # Without the package flash-attn transformers refuses to build such a model; adapt/build.py sets the real one.
     plain_attention = "sdpa" if config.attention == "flash_attention_2" else config.attention
     settings._attn_implementation = "eager" if no_attention else plain_attention
     settings.use_cache = False

@@ -1,4 +1,7 @@
-"""A run file resolved on its model: the one value that prediction, training and export work on."""
+"""`ResolvedRun` and `ResolvedModel`: a run file together with the model it applies to, the input of every command.
+
+The resolved run file itself (`ResolvedConfig`, values without torch) is in config/resolved.py.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,22 @@ from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores, refuse_other_base
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
-"""`train.expert_memory: auto`: on a GPU a few launches for a layer of small experts, on a CPU what fits its caches
-(docs/concepts/expert-bank.md)."""
+"""Value of `train.expert_memory: auto` on each kind of device (docs/concepts/expert-bank.md).
+
+On a GPU it holds a layer of small experts in a few kernel launches; on a CPU it fits the caches.
+"""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """The model of a run: found, configured, and built on the meta device.
+    """The model of a run: its source, its configuration, and the model itself on the meta device, without storage.
 
     Attributes:
-        config: the `model:` block.
-        source: its name, where its weights are, and how they are stored there.
-        settings: transformers' configuration with the run's attention and dtype. Not to be changed.
-        plain: the model on the meta device, before any adaptation. Not to be changed.
+        config: the `model:` section, without `auto`.
+        source: the name of the model, where its weights are, and how the weights are stored there.
+        settings: transformers' configuration, with the run's attention and dtype. Must not be modified.
+        plain: the model on the meta device as transformers builds it, before any adaptation. Must not be modified.
+        structure: parameters, linear layers and expert layers of `plain`.
     """
 
     config: ResolvedModelConfig
@@ -49,28 +55,31 @@ class ResolvedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of compute and of trained weights, except low-rank factors, which are float32."""
+        """Dtype of compute and of trained weights. Low-rank factors are always float32."""
         return DTYPES[self.config.dtype]
 
     @property
     def gate_up_apart(self) -> bool:
-        """Whether an expert's gate and up are quantized separately: they are kept as they are published."""
+        """Whether each expert's gate and up projections stay quantized separately, as in the published checkpoint."""
         return self.source.quantization.keeps_gate_up_apart(self.config)
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run file on its model, for a kind of device.
+    """A run file resolved on its model, for one kind of device: what prediction, training and export work on.
 
     Attributes:
-        selection: what trains.
-        parts: name in the adapted model -> part, of every parameter that trains, on all ranks together.
-        optimizers: of the parts that train.
-        placement: layer index -> expert ids of each of the `ep` ranks; empty where experts are not spread.
-        router_scores: layer index -> the function of its router's logits, under `train.dense_router_gradient`.
-        router_biases: layer index -> the buffer that `train.router_bias_rate` updates.
-        scored: the scores that experts were chosen by, each with its key of the run file.
-        problems: why it can be neither predicted nor trained; empty for a run of `resolve`.
+        config: the run file with the values that depend on the model filled in (config/resolved.py).
+        device_type: the kind of device that `model.dtype: auto` was resolved for.
+        selection: which parameters and experts train, and which layers get LoRA.
+        parts: name of each trained parameter in the adapted model -> its part, over all ranks together.
+        optimizers: part that trains -> its optimizer settings.
+        placement: layer index -> expert ids of each of the `parallel.ep` ranks; empty if experts are not divided.
+        router_scores: layer index -> whether routing weights are a softmax or a sigmoid of the logits; filled only with
+            `train.dense_router_gradient`.
+        router_biases: layer index -> name of the correction bias to update; filled only with `train.router_bias_rate`.
+        scored: (key of the run file, scores) for each choice of experts by scores.
+        problems: one line for each reason why the run can be neither predicted nor trained. Empty if `resolve` made it.
     """
 
     config: ResolvedConfig
@@ -87,33 +96,38 @@ class ResolvedRun:
 
     @property
     def structure(self) -> ModelStructure:
+        """Structure of the plain model."""
         return self.model.structure
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of compute and of trained weights, except low-rank factors."""
         return self.model.dtype
 
     @property
     def trains(self) -> frozenset[Part]:
-        """The parts that train."""
+        """The parts with at least one trained parameter."""
         return frozenset(self.parts.values())
 
     @property
     def expert_memory(self) -> int:
-        """Bytes for the dequantized matrices of experts that are computed together."""
+        """Bytes that the dequantized matrices of experts computed together may take; 0 for one expert at a time."""
         asked = self.config.train.expert_memory
         return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
     @cached_property
     def quantized_linears(self) -> tuple[str, ...]:
-        """Paths of the linear layers that are stored in base precision."""
+        """Paths of the linear layers outside of experts that are stored in the precision `model.base`."""
         return tuple(linears_to_quantize(self.model.plain, self.structure, self.selection))
 
     def device(self, device: torch.device | str | None = None) -> torch.device:
-        """Return `device`, or the first one of this machine of the kind that the run is resolved for.
+        """Return the torch device to run on.
+
+        Args:
+            device: the device to check; None for the default device of the kind that the run was resolved for.
 
         Raises:
-            UserError: it is of another kind, or there is none.
+            UserError: the device is of another kind than the run was resolved for, or this machine has no GPU.
         """
         chosen = torch.device(device or self.device_type)
         if chosen.type != self.device_type:
@@ -123,16 +137,26 @@ class ResolvedRun:
         return chosen
 
     def placed_at(self, ep: int) -> Placement:
-        """Return the experts of one of the `ep` ranks."""
+        """Return the placement of experts on one of the `parallel.ep` ranks.
+
+        Args:
+            ep: index of the rank among them, from 0.
+
+        Returns:
+            The experts of this rank; if `parallel.ep` is 1, a placement with all experts.
+        """
         return Placement(ep, self.placement) if self.placement else EVERYTHING
 
     def with_random_weights(self) -> ResolvedRun:
-        """Return the same run with `model.weights: random`."""
+        """Return a copy of the run with `model.weights: random`. The model is shared, not copied."""
         config = self.config.but(model={"weights": "random"})
         return replace(self, config=config, model=replace(self.model, config=config.model))
 
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
-        """Return the same run on a model that skips these decoder layers, for a prediction."""
+        """Return a copy of the run whose model skips the decoder layers with these indices; predictions use it.
+
+        The copy has its own meta model; parameters, parts, selection and placement of these layers are left out.
+        """
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
         plain = copy.deepcopy(self.model.plain)
         leave_out(plain, layers)
@@ -145,12 +169,16 @@ class ResolvedRun:
         )
 
     def refuse_other_scores(self, base: str | None) -> None:
-        """Raise `UserError` if experts were chosen by scores of another checkpoint than the one with this digest."""
+        """Raise `UserError` if experts were chosen by scores of another checkpoint.
+
+        Args:
+            base: digest of the checkpoint's files (`Fingerprint.content`); None for random weights.
+        """
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise `UserError` with all problems, each once, if there are any."""
+    """Raise one `UserError` with all distinct problems, one on each line; return if there are none."""
     if lines := dict.fromkeys(problems):
         raise UserError("\n".join(lines))

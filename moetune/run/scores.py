@@ -1,6 +1,6 @@
-"""`scores.json`: statistics of a model's routing on data sets, as `moetune score` records them.
+"""Format and reader of `scores.json`, the routing statistics of a model on data sets, from `moetune score`.
 
-Shapes, of one layer: E experts, K of them per token, T tokens.
+Shapes, for one layer: E experts, K experts per token, T tokens.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from moetune.models.structure import ModelStructure
 
 SCHEMA: Literal[1] = 1
 SCOPES = ("loss", "all")
-"""Tokens that carry loss, whose next token trains; and all, without padding."""
+"""Sets of tokens with statistics: `loss`, tokens whose next token counts in the loss; `all`, all but padding."""
 
 
 class Statistics(BaseModel):
-    """Statistics of one layer over the tokens of one scope; lists have a value per expert.
+    """Routing statistics of one layer over one scope of tokens; lists have E entries, one for each expert.
 
     Attributes:
-        count: T.
-        tokens: tokens that were routed to the expert.
-        share: its part of the layer's routed tokens; shares sum to 1.
-        interval: 95 % interval of the share, by bootstrap over documents.
-        weight_sum, weight_mean: sum and mean of its gate weights over its tokens.
-        probability: mean of the router's softmax over all T; null where the router does not return its logits.
-        entropy: mean entropy of that softmax, in nats.
-        reap: mean over its tokens of gate weight × ‖expert output‖₂ (REAP, arXiv 2510.13999).
-        pairs: row e has the number of tokens with both e and e + 1, e + 2, …
-        unused: experts without a token.
+        count: number of tokens, T.
+        tokens: number of tokens routed to the expert.
+        share: `tokens` over their sum, so shares sum to 1.
+        interval: lower and upper end of the 95 % confidence interval of `share`, by bootstrap over documents.
+        weight_sum: sum of the expert's routing weights over its tokens.
+        weight_mean: mean of the expert's routing weights over its tokens.
+        probability: mean over all T tokens of the softmax of the router's logits; None if the router does not return
+            logits.
+        entropy: mean entropy of that softmax, in nats; None if the router does not return logits.
+        reap: mean over the expert's tokens of routing weight × ‖expert output‖₂ (REAP, arXiv 2510.13999).
+        pairs: entry e lists the number of tokens routed to both e and e + 1, to both e and e + 2, ….
+        unused: ids of experts that received no token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +56,7 @@ class Statistics(BaseModel):
 
 
 class LayerScores(BaseModel):
-    """Statistics of one layer, in both scopes."""
+    """Statistics of one layer, over the tokens that carry loss and over all tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,6 +67,7 @@ class LayerScores(BaseModel):
 
     @model_validator(mode="after")
     def _a_value_an_expert(self) -> LayerScores:
+        """Refuse lists that do not have one entry for each expert."""
         for of_scope in (self.loss, self.all):
             for name in ("tokens", "share", "weight_sum", "reap"):
                 if len(getattr(of_scope, name)) != self.num_experts:
@@ -73,12 +76,13 @@ class LayerScores(BaseModel):
 
 
 class Scored(BaseModel):
-    """One data set that was scored.
+    """One of the data sets that scores were recorded on.
 
     Attributes:
-        digest: SHA-256 of the ids, labels and positions of its rows.
-        tokens, loss_tokens: without padding; those that carry loss.
-        layers: its own statistics, if there are several data sets.
+        digest: SHA-256 of the token ids, labels and positions of the data set's rows.
+        tokens: number of tokens without padding.
+        loss_tokens: number of tokens that carry loss.
+        layers: layer index -> statistics of this data set alone; None if it is the only one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,12 +96,17 @@ class Scored(BaseModel):
 
 
 class Scores(BaseModel):
-    """The file.
+    """Contents of a `scores.json` file.
 
     Attributes:
-        base: digest of the checkpoint's files; null for random weights.
-        run: the settings of the run file that the result depends on: the model, and how rows are made of data.
-        expert_load: layer index -> tokens per expert, for `predict --routing` and `parallel.load`.
+        model: name of the model that was scored.
+        base: digest of the checkpoint's files (`Fingerprint.content`); None for random weights.
+        run: the settings of the run file that scores depend on: the model, and how rows are made of the data.
+        data: the data sets.
+        tokens: number of tokens in all data sets, without padding.
+        loss_tokens: number of those that carry loss.
+        expert_load: layer index -> tokens per expert, in the form that `predict --routing` and `parallel.load` read.
+        layers: layer index -> statistics over all data sets.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,17 +122,28 @@ class Scores(BaseModel):
     layers: dict[int, LayerScores]
 
     def to_text(self) -> str:
-        """Return JSON with a line for each list."""
+        """Return the scores as JSON text, each list on one line."""
         return _lines(self.model_dump(mode="json", by_alias=True)) + "\n"
 
 
 def read_scores(file: str | Path, where: str) -> Scores:
-    """Read scores; raise `UserError`, with the key or option `where`, if the file holds something else."""
+    """Read a `scores.json` file.
+
+    Args:
+        where: the key of the run file or the option that names the file, for messages.
+
+    Raises:
+        UserError: the file cannot be read or does not hold scores.
+    """
     return read_json(expanded(file), Scores, f"{where}: {str(file)!r}", "give what moetune score writes")
 
 
 def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:
-    """Raise `UserError` unless the scores are of a model with these layers and experts."""
+    """Raise `UserError` unless the scores have the same expert layers, with as many experts each, as the model.
+
+    Args:
+        where: the key of the run file, for messages.
+    """
     found = {index: layer.num_experts for index, layer in scores.layers.items()}
     expected = {layer.index: layer.shape.num_experts for layer in structure.moe_layers}
     for index in sorted(found.keys() | expected.keys()):
@@ -135,7 +155,13 @@ def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) ->
 
 
 def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) -> None:
-    """Raise `UserError` unless the scores are of the checkpoint with the digest `base`, None for random weights."""
+    """Raise `UserError` unless the scores were recorded on the checkpoint with the digest `base`.
+
+    Args:
+        model: `model.path`, for the message.
+        base: digest of the checkpoint's files (`Fingerprint.content`); None for random weights.
+        where: the key of the run file, for the message.
+    """
     if scores.base != base:
         there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))
         raise UserError(
@@ -145,7 +171,7 @@ def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) 
 
 
 def _lines(value: Any, indent: str = "") -> str:
-    """Return JSON with objects over several lines and lists on one."""
+    """Return JSON text with objects over several lines, indented, and every list on one line."""
     if not isinstance(value, Mapping) or not value:
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             return "[" + ", ".join(_lines(item, indent) for item in value) + "]"

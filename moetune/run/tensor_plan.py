@@ -1,4 +1,4 @@
-"""How transformers splits a model's attention over `parallel.tp` ranks, by the plan of the model's class."""
+"""How transformers splits each attention module over the `parallel.tp` ranks, from the model class's `tp_plan`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 SPLIT = ("colwise", "rowwise")
+"""Styles of `tp_plan` that divide a linear layer's weight over the ranks."""
 LEFT_ALONE = ("replicated_with_grad_allreduce",)
-"""A norm of split heads: nothing to do while it is frozen."""
+"""Style of norms inside split heads, whose weight every rank holds whole.
+
+Only a norm that trains would need its gradient summed over ranks.
+"""
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return path, with `*` for a layer's number -> style. Experts, which tp does not split, are left out."""
+    """Return module path -> style of split, with `*` in place of layer numbers.
+
+    Experts are left out, because `parallel.tp` does not split them.
+    """
     return {name: style for name, style in (model.tp_plan or {}).items() if ".experts" not in name}
 
 
 def style_of(path: str, plan: Mapping[str, str]) -> str | None:
-    """Return how a module is split."""
+    """Return the style in which the module at `path` is split, such as `colwise`; None if the plan does not name it."""
     return plan.get(re.sub(r"\.\d+\.", ".*.", path))

@@ -1,6 +1,6 @@
-"""Refusals of settings that a run file cannot have, as far as they need no weights, data or other processes.
+"""Checks of a run file's settings against its model, its ranks and each other, without weights, data or processes.
 
-Each function yields a line per problem; `resolve` reports all of them together.
+Each function yields one line for each problem; `resolve` raises all of them together in one `UserError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_fl
 
 
 def problems_of(run: ResolvedRun) -> Iterator[str]:
-    """Yield what the model, the optimizers or the ranks of a run cannot do."""
+    """Yield every problem of a run's model, optimizers and ranks."""
     yield from unsupported_experts(run.model.plain, run.structure)
     yield from _model_problems(run)
     yield from _float16_problems(run)
@@ -41,7 +41,15 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
 
 
 def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
-    """Yield why a checkpoint cannot be read, or not kept as it is published."""
+    """Yield the reasons why a published checkpoint cannot be read, or not kept in its format.
+
+    The checkpoint may be quantized in a format that is not read, or `model.double_quant` may contradict a format to
+    keep.
+
+    Args:
+        published: how the checkpoint is stored.
+        model: the `model:` section as written.
+    """
     if not published.is_read and model.weights == "pretrained":
         yield (
             f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
@@ -56,6 +64,7 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
 
 
 def unsupported_attention(config: PretrainedConfig, attention: str) -> Iterator[str]:
+    """Yield a line if the model class does not support the attention implementation `attention`."""
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     if not getattr(model_class, _ATTENTION_FLAGS.get(attention, ""), True):
         yield (
@@ -65,7 +74,7 @@ def unsupported_attention(config: PretrainedConfig, attention: str) -> Iterator[
 
 
 def mismatched_dtypes(model: ResolvedModelConfig) -> Iterator[str]:
-    """Yield a base that is stored in more bits than are used, or in another 16-bit format."""
+    """Yield a line if `model.base` stores more bits than compute uses, or bf16 weights for fp16 compute."""
     if model.base == "fp32" and model.dtype != "fp32":
         yield (
             f"model.base: fp32 needs model.dtype: fp32; with {model.dtype} compute, which auto is on a GPU, store the "
@@ -76,7 +85,7 @@ def mismatched_dtypes(model: ResolvedModelConfig) -> Iterator[str]:
 
 
 def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> Iterator[str]:
-    """Yield the first layer whose experts an `ExpertBank` cannot replace."""
+    """Yield a line for the first layer whose experts cannot be replaced by an `ExpertBank`."""
     for layer in structure.moe_layers:
         experts = plain.get_submodule(layer.experts)
         if getattr(experts, "has_post_expert_norm", False):
@@ -91,7 +100,7 @@ def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> It
 
 
 def _model_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield LoRA, router losses and checkpointing that the model cannot have."""
+    """Yield settings of LoRA, router losses and activation checkpointing that the model does not support."""
     selection, train, plain = run.selection, run.config.train, run.model.plain
     inert = [path for path in selection.lora_linears if read_directly(plain, path)]
     if inert:
@@ -117,7 +126,7 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield why the routers' gradient cannot go through all experts."""
+    """Yield the reasons why `train.dense_router_gradient` is not possible for this run."""
     option, ep = "train.dense_router_gradient", run.config.parallel.ep
     if "router" not in run.trains:
         yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
@@ -135,7 +144,7 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
-    """Yield why correction biases cannot be updated.
+    """Yield a line if `train.router_bias_rate` is set and no correction bias can be updated.
 
     Args:
         routers: number of layers whose router trains.
@@ -154,7 +163,7 @@ def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
 
 
 def unmatched_optimizers(run: ResolvedRun) -> Iterator[str]:
-    """Yield parts that train without an optimizer, and optimizers without a part that trains."""
+    """Yield each part that trains without an optimizer, and each optimizer whose part does not train."""
     if isinstance(run.config.optimizer, OptimizerConfig):
         return
     for part in sorted(run.trains - run.config.optimizers.keys()):
@@ -165,7 +174,7 @@ def unmatched_optimizers(run: ResolvedRun) -> Iterator[str]:
 
 
 def _float16_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield optimizers that would unscale float16 gradients in float16, where small ones become zero again."""
+    """Yield optimizers that would unscale float16 gradients in float16, where small gradients underflow to zero."""
     plain = run.model.plain
     if plain.dtype != torch.float16:
         return
@@ -185,7 +194,11 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
-    """Yield why optimizers cannot update a rank's share of a weight, or need gradients of one rank."""
+    """Yield the optimizer settings that do not work over several ranks with FSDP2.
+
+    These need whole matrices where ranks hold shards, use gradients before they have been summed over ranks, or let the
+    ranks' copies of a weight diverge.
+    """
     if config.parallel.ranks == 1 or config.parallel.engine == "deepspeed":
         return
     problems = []
@@ -210,7 +223,7 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
 
 
 def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
-    """Yield sizes of `parallel:` that the model's layers, experts or key/value heads cannot be divided by."""
+    """Yield `parallel:` sizes that do not divide the model: pp its layers, tp its key/value heads, ep its experts."""
     pp, ep, tp = run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.tp
     layers = run.structure.num_layers
     kv_heads = getattr(run.model.settings.get_text_config(), "num_key_value_heads", None)
@@ -237,7 +250,10 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
 
 
 def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
-    """Yield attention that transformers' plan does not split over `parallel.tp`, or that is quantized."""
+    """Yield a line if `parallel.tp` > 1 and an attention layer cannot be split.
+
+    Either transformers' plan does not split the layer, or it is quantized, or a norm inside its heads trains.
+    """
     if run.config.parallel.tp == 1:
         return
     plan, structure, selection = tensor_plan(run.model.plain), run.structure, run.selection
@@ -261,6 +277,7 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
 
 
 def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield the problems that `deepspeed_json` finds, if the engine is DeepSpeed."""
     if run.config.parallel.engine == "deepspeed":
         try:
             deepspeed_json(run.config)
@@ -272,7 +289,7 @@ def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def untrainable_settings(config: RunConfig) -> Iterator[str]:
-    """Yield settings that can be neither trained nor predicted."""
+    """Yield settings with which a run can be neither trained nor predicted, whatever the model."""
     parallel = config.parallel
     if parallel.pp > 1:
         yield (
@@ -297,7 +314,10 @@ def untrainable_settings(config: RunConfig) -> Iterator[str]:
 
 
 def unpredictable_settings(config: RunConfig) -> Iterator[str]:
-    """Yield settings that cannot be trained, and ZeRO-Offload: on a CPU, its host and device memory are the same."""
+    """Yield settings with which a run cannot be predicted: those that cannot be trained, and ZeRO-Offload.
+
+    A prediction runs on a CPU, where host memory and device memory cannot be told apart.
+    """
     yield from untrainable_settings(config)
     if config.parallel.engine == "deepspeed" and config.parallel.offload != "none":
         yield (
@@ -307,12 +327,12 @@ def unpredictable_settings(config: RunConfig) -> Iterator[str]:
 
 
 def refuse_unpredictable(config: RunConfig) -> None:
-    """Raise `UserError` for settings that cannot be predicted."""
+    """Raise `UserError` if the run file has settings with which it cannot be predicted."""
     raise_problems(unpredictable_settings(config))
 
 
 def missing_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str]:
-    """Yield packages that the run needs on this machine and that are not installed."""
+    """Yield a line if the run needs a package, or a GPU, that this machine does not have."""
     if config.model.attention != "flash_attention_2":
         return
     if device_type != "cuda":

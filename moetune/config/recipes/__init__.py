@@ -1,14 +1,14 @@
-"""Run files to start from, one a task; `configs/` holds the same."""
+"""Example run files, one for each task, for `moetune init`; the repository's `configs/` folder has the same files."""
 
 from pathlib import Path
 
 
 def recipes() -> dict[str, str]:
-    """Return the name of each recipe and what it does (the first line of its file)."""
+    """Return name of a recipe -> what it does, from the first line of its file."""
     files = sorted(Path(__file__).parent.glob("*.yaml"), key=lambda file: file.stem)
     return {file.stem: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in files}
 
 
 def read_recipe(name: str) -> str:
-    """Return the text of a recipe's run file."""
+    """Return the YAML text of the recipe `name`."""
     return Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Known models as data files, read without torch, transformers or a network.
+"""Catalog of known models: configurations and published parameter counts as JSON files; figures of GPUs.
 
-Each `models/<name>.json` holds a model's `config.json` and its published parameter count with its source
-(docs/reference/catalog.md).
+Nothing here needs torch, transformers or a network. Each file `models/<name>.json` holds a model's `config.json` and
+its published parameter count with the source (docs/reference/catalog.md).
 """
 
 import json
@@ -15,17 +15,17 @@ _MODELS = _ROOT / "models"
 
 @dataclass(frozen=True)
 class CatalogModel:
-    """One entry of the catalog.
+    """One model of the catalog.
 
     Attributes:
-        name: in lower case, such as `mixtral-8x7b`.
-        hub_id: repository on the Hugging Face hub, if there is one.
-        license: of the weights.
-        config: the model's `config.json`.
-        published: `total`, the exact parameter count, and its `source`. Optional: `note`; `buffers`, elements that
-            `total` counts though they are buffers in transformers, by buffer name; `hub_metadata`, a larger `total`
-            that the hub displays, with the parts that transformers does not build in `not_built`.
-        folder: a local folder as a hub repository, if config, tokenizer and weights are shipped.
+        name: name in lower case, such as `mixtral-8x7b`.
+        hub_id: repository on the Hugging Face hub; None if the model is not published there.
+        license: license of the weights.
+        config: contents of the model's `config.json`.
+        published: `total`, the exact parameter count, and its `source`. Optional keys: `note`; `buffers`, buffer name
+            -> number of elements that `total` counts and transformers keeps as buffers; `hub_metadata`, a larger
+            `total` that the hub displays, with the parts in `not_built` that transformers does not build.
+        folder: local folder with config, tokenizer and weights in hub format; None if the package has only the config.
     """
 
     name: str
@@ -42,7 +42,7 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> CatalogModel | None:
-    """Return a model by its catalog name or hub id, in any case; None if the catalog does not have it."""
+    """Return a model by its catalog name or hub id, ignoring case; None if the catalog does not have it."""
     wanted = name.lower()
     if wanted in model_names():
         return _read(wanted)

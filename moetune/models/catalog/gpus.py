@@ -1,6 +1,6 @@
-"""GPUs as data: memory, what CUDA takes of it, and speed. Read without torch.
+"""Catalog of GPUs: memory, memory that CUDA takes of it, and speed, from `gpus.yaml`. Read without torch.
 
-`gpus.yaml` holds the figures, each with its source (docs/reference/gpus.md).
+Every figure in the file names its source (docs/reference/gpus.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, its source, and whether this project measured it."""
+    """A number with its source.
+
+    Attributes:
+        value: the number, in the unit that the field of `Gpu` states.
+        source: where the number comes from: a document, a measurement, or "estimate: …".
+        measured_here: whether this project measured the number.
+    """
 
     value: int
     source: str
@@ -34,28 +40,29 @@ class Figure:
 
 
 _RATES = {"bandwidth": 10**9, "bf16": 10**12, "fp16": 10**12, "fp32": 10**12, "host_link": 10**9, "interconnect": 10**9}
-"""Units of speeds in `gpus.yaml`."""
+"""Field of `Gpu` -> factor from its unit in `gpus.yaml` (GB/s, TFLOP/s) to bytes/s or FLOP/s."""
 PCIE_CHANNELS = Figure(2, "estimate: as many as NCCL's log has between two cards in PCIe slots")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of card.
+    """One type of GPU. Optional figures are None if unknown.
 
     Attributes:
-        name: catalog name such as `l40s`, or the size it was asked for by, such as `44GiB`.
-        full_name: what `torch.cuda.get_device_name` says.
+        name: catalog name such as `l40s`; for a GPU given by its memory, this size, such as `44GiB`.
+        full_name: name that `torch.cuda.get_device_name` returns.
         capability: CUDA compute capability, (major, minor).
-        memory: bytes that all processes on the card share, as cudaMemGetInfo reports the total.
-        context: bytes that a process takes outside the allocator: CUDA context, driver, loaded kernels.
-        cublas_workspace: bytes of one cuBLAS workspace; inside the allocator, one for each thread that multiplies.
-        bandwidth: bytes/s between the card's memory and its processors; None if unknown.
-        bf16: dense FLOP/s in bfloat16 with float32 accumulation; None if unknown or without tensor cores for it.
-        fp16: the same in float16, where there are no tensor cores for bfloat16.
+        memory: bytes of memory, as cudaMemGetInfo reports the total; all processes on the GPU share it.
+        context: bytes that a process takes outside of torch's allocator: CUDA context, driver, loaded kernels.
+        cublas_workspace: bytes of a cuBLAS workspace, allocated by torch's allocator once for each thread that
+            multiplies matrices.
+        bandwidth: bytes/s between the GPU's memory and its processors.
+        bf16: dense FLOP/s in bfloat16 with float32 accumulation; None also without tensor cores for bfloat16.
+        fp16: dense FLOP/s in float16 with float32 accumulation, for GPUs without tensor cores for bfloat16.
         fp32: FLOP/s in float32 without tensor cores.
         host_link: bytes/s from or to the host.
-        interconnect: bytes/s between two cards, both directions together; None if unknown.
-        channels: that NCCL opens between two cards.
+        interconnect: bytes/s between two GPUs, both directions together.
+        channels: number of channels that NCCL opens between two GPUs.
     """
 
     name: str
@@ -74,7 +81,7 @@ class Gpu:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Sources of the figures of memory that are not measured here: "context of NVIDIA L40S: <source>"."""
+        """One line "context of NVIDIA L40S: <source>" for each memory figure that was not measured by this project."""
         figures = {"memory": self.memory, "context": self.context, "cuBLAS workspace": self.cublas_workspace}
         assumed = {what: figure for what, figure in figures.items() if not figure.measured_here}
         return tuple(f"{what} of {self.full_name}: {figure.source}" for what, figure in assumed.items())
@@ -86,14 +93,17 @@ def gpu_names() -> list[str]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by name, or an Ada card of a size.
+    """Return a GPU by name, or a hypothetical one with a given amount of memory.
+
+    For a memory size, context and workspace are those of the L40S, and all speeds are unknown.
 
     Args:
-        name: a catalog name, an alias or torch's name of a card, in any case (`l40s`, `4090`, `NVIDIA L40S`); or a size
-            with its unit (`44GiB`, `48 GB`, `45056MiB`).
+        name: a catalog name, an alias or torch's name of a GPU, ignoring case (`l40s`, `4090`, `NVIDIA L40S`); or a
+            memory size with its unit (`44GiB`, `48 GB`, `45056MiB`).
 
     Raises:
-        UserError: neither a known GPU nor a size above zero.
+        UserError: `name` is neither a known GPU nor a memory size above zero. Several GPUs (`2 x l40s`) are refused
+            too.
     """
     wanted = _spelling(name)
     if wanted in _names():
@@ -122,12 +132,13 @@ def find_gpu(name: str) -> Gpu:
 
 
 def alike_in_size(card: Gpu) -> tuple[str, ...]:
-    """Return catalog names of cards with as much memory, within a tenth: the driver keeps some of what is sold."""
+    """Return the catalog names of GPUs whose memory is within 10 % of the memory of `card`."""
     size = card.memory.value
     return tuple(name for name, other in _gpus().items() if 0.9 * size <= other.memory.value <= 1.1 * size)
 
 
 def _of_size(name: str, size: int) -> Gpu:
+    """Return a GPU with `size` bytes of memory, and with the other memory figures of the L40S."""
     model = _gpus()["l40s"]
 
     def assumed(figure: Figure) -> Figure:
@@ -147,6 +158,7 @@ def _of_size(name: str, size: int) -> Gpu:
 
 
 def _spelling(name: str) -> str:
+    """Return a name in lower case with hyphens for spaces and underscores, as names are compared."""
     return re.sub(r"[\s_]+", "-", name.strip().lower())
 
 
@@ -157,7 +169,7 @@ def _gpus() -> Mapping[str, Gpu]:
 
 @cache
 def _names() -> Mapping[str, str]:
-    """Return every spelling of a GPU -> its catalog name."""
+    """Return every accepted spelling of a GPU's name -> its catalog name."""
     names: dict[str, str] = {}
     for name, entry in _entries().items():
         for spelling in {name, _spelling(entry["full_name"]), *entry.get("aliases", ())}:

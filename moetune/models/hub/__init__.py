@@ -1,1 +1,1 @@
-"""Checkpoints in the format that the hub has: files, names, which one exactly."""
+"""Checkpoints in hub format: download, safetensors files, quantized formats, key mappings, fingerprints, deltas."""

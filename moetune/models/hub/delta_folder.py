@@ -1,10 +1,10 @@
-"""A delta on disk: `delta.safetensors`, a part of a checkpoint under its own names, and `manifest.json`.
+"""Format and reader of a delta: the tensors that training changed, in `delta.safetensors` with a `manifest.json`.
 
-    {"format": "delta", "base": {"name", "fingerprint"}, "sha256": of the tensors' file,
+    {"format": "delta", "base": {"name", "fingerprint"}, "sha256": SHA-256 of delta.safetensors,
      "slices": {tensor: [expert, …]}, "step", "run", "selection", …}
 
-Every tensor has the shape that the base gives it; of one that holds a layer's experts in one stack it may have only
-the rows of some experts, and then `slices` says which.
+Tensors have the names and shapes of the base checkpoint, the one that training began with. If a tensor holds all
+experts of a layer, the delta may contain only the rows of some experts, whose ids `slices` lists.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class _Manifest:
 
 @dataclass(frozen=True)
 class Delta:
-    """A delta folder, read; no weights yet.
+    """A delta folder whose manifest and header have been read; tensor values are read on demand.
 
     Attributes:
-        base: what it was made for.
-        about: where it comes from: `run`, `step`, `run_file`, `selection`.
-        slices: tensor -> the experts whose rows it has, for those that have not the rows of all.
+        base: the checkpoint that the delta applies to.
+        tensors: tensor name -> its place in `delta.safetensors`.
+        slices: tensor name -> ids of the experts whose rows it has; tensors with all rows are not listed.
+        about: origin of the delta, from the manifest: `run`, `step`, `run_file` and `selection`; values may be None.
     """
 
     folder: Path
@@ -54,10 +55,10 @@ class Delta:
 
 
 def read_delta(folder: Path) -> Delta:
-    """Read manifest and header, and compares every byte of the tensors with the manifest's digest.
+    """Read a delta's manifest and header, and verify the SHA-256 of its tensor file.
 
     Raises:
-        UserError: this is no delta, or it is damaged.
+        UserError: the folder holds no delta, its manifest contradicts the tensors, or the tensor file was changed.
     """
     what, remedy = f"{str(folder)!r} is not a delta: its {MANIFEST}", "export the delta again"
     manifest = read_json(folder / MANIFEST, _Manifest, what, remedy)
@@ -72,7 +73,7 @@ def read_delta(folder: Path) -> Delta:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of an export; None if there is none that could be read."""
+    """Return the contents of `manifest.json` in an export folder; None if there is no readable one."""
     with suppress(UserError):
         return read_json(folder / MANIFEST, dict[str, Any])
     return None

@@ -1,4 +1,7 @@
-"""Which checkpoint exactly: its tensors' names, shapes and dtypes, and a digest of its bytes."""
+"""Fingerprint of a checkpoint: the name, shape and dtype of every tensor, and the SHA-256 of every weight file.
+
+Two checkpoints with equal fingerprints have the same weights.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _BLOCK = 2**22  # bytes read at a time
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of one checkpoint folder.
+    """Identity of a checkpoint's weights.
 
     Attributes:
-        tensors: name -> dtype and shape, `BF16 [8, 64]` say.
-        files: name of a safetensors file -> SHA-256 of its bytes, hexadecimal.
+        tensors: tensor name -> dtype and shape, such as `BF16 [8, 64]`.
+        files: name of a safetensors file -> hexadecimal SHA-256 of its bytes.
     """
 
     tensors: Mapping[str, str]
@@ -33,11 +36,11 @@ class Fingerprint:
 
     @property
     def content(self) -> str:
-        """One SHA-256 for all files: of `name digest` lines, in the order of names."""
+        """The digest of the checkpoint: SHA-256 of the lines `<file name> <digest>`, sorted by name."""
         return hashlib.sha256("".join(f"{n} {d}\n" for n, d in sorted(self.files.items())).encode()).hexdigest()
 
     def difference(self, other: Fingerprint) -> str | None:
-        """Why `other` is another checkpoint, in one line; None if it is the same."""
+        """Return in one line how `other` differs from this fingerprint; None if both are of the same weights."""
         if (of_tensors := self.difference_of_tensors(other.tensors)) is not None:
             return of_tensors
         if self.content == other.content:
@@ -48,7 +51,11 @@ class Fingerprint:
         return f"the same tensors with other values ({changed[0]})" if changed else "the same tensors in other files"
 
     def difference_of_tensors(self, tensors: Mapping[str, str]) -> str | None:
-        """The same of names, shapes and dtypes alone (`headers`)."""
+        """Return the first difference in tensor names, shapes or dtypes in one line; None if there is none.
+
+        Args:
+            tensors: tensor name -> dtype and shape of the other checkpoint, as `headers` returns them.
+        """
         for name in sorted(self.tensors.keys() | tensors.keys()):
             mine, its = self.tensors.get(name, "no such tensor"), tensors.get(name, "no such tensor")
             if mine != its:
@@ -56,12 +63,13 @@ class Fingerprint:
         return None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fingerprint as a JSON object, with its `content` as a check."""
         return {"content": self.content, "files": dict(self.files), "tensors": dict(self.tensors)}
 
     @model_validator(mode="wrap")
     @classmethod
     def _check_content(cls, raw: Any, read: Callable[[Any], Fingerprint]) -> Fingerprint:
-        """Refuse what `to_json` did not give."""
+        """Refuse JSON whose `content` is not the digest of its `files`."""
         made = read(raw)
         if made.content != raw.get("content"):
             raise ValueError("the fingerprint of the base is damaged")
@@ -70,7 +78,8 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that something was trained on, or was made for."""
+    """Name and fingerprint of the checkpoint that a model was trained on, or that a delta or quantized base was made
+    for."""
 
     name: str
     fingerprint: Fingerprint
@@ -85,14 +94,16 @@ def take_fingerprint(
     on_read: Callable[[int], None] | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> Fingerprint:
-    """Read the headers, then every byte once, in blocks; with `copy_to` the files are copied there on the way.
+    """Compute the fingerprint of a checkpoint folder; every byte of its weight files is read once.
 
     Args:
-        on_read: called with the bytes of each block.
-        part: (k, n) if n readers share the files and this is the k-th: its fingerprint has its files only.
+        copy_to: an existing folder to copy the weight files to while they are read; None for no copy.
+        on_read: called after each block with its number of bytes, for progress.
+        part: (k, n) to read only every n-th weight file from the k-th on, so that n processes share the work; `files`
+            of the result then lists these files only.
 
     Raises:
-        UserError: no safetensors in the folder, or a file is damaged.
+        UserError: there are no safetensors in the folder, or a file is damaged.
     """
     files = weight_files(folder)[part[0] :: part[1]]
     return Fingerprint(headers(folder), {file.name: digest(file, copy_to, on_read) for file in files})
@@ -100,7 +111,17 @@ def take_fingerprint(
 
 @contextmanager
 def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator[Callable[[], Fingerprint]]:
-    """Take a fingerprint while the body of the `with` reads the same files; what is yielded waits for it."""
+    """Compute a fingerprint in another thread while the body of the `with` reads the same files.
+
+    Args:
+        part: as in `take_fingerprint`.
+
+    Yields:
+        A function that waits for the digests and returns the fingerprint; call it inside the body.
+
+    Raises:
+        UserError: there are no safetensors in the folder, or a file is damaged.
+    """
     files = weight_files(folder)[part[0] :: part[1]]
     with digesting(files, 1) as digests:
         yield lambda: Fingerprint(headers(folder), digests())
@@ -108,9 +129,13 @@ def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator
 
 @contextmanager
 def digesting(files: Sequence[Path], threads: int) -> Iterator[Callable[[], dict[str, str]]]:
-    """Digest files in other threads while the body of the `with` runs; what is yielded waits for name -> SHA-256.
+    """Compute the SHA-256 of files in background threads while the body of the `with` runs.
 
-    Python's other threads run on while a digest is computed or a file is read.
+    Hashing and reading release Python's interpreter lock, so the body continues meanwhile. Leaving the body stops
+    digests that are not finished.
+
+    Yields:
+        A function that waits for all digests and returns file name -> hexadecimal SHA-256; call it inside the body.
     """
     left = threading.Event()
     with ThreadPoolExecutor(threads) as pool:
@@ -118,16 +143,21 @@ def digesting(files: Sequence[Path], threads: int) -> Iterator[Callable[[], dict
         try:
             yield lambda: {name: one.result() for name, one in taken.items()}
         finally:
-            left.set()  # after a body that failed nobody waits for the digests
+            left.set()  # stop unfinished digests, which are not needed after a failed body
 
 
 def headers(folder: Path) -> dict[str, str]:
-    """The part of a fingerprint that needs no reading of weights: tensor name -> dtype and shape."""
+    """Return tensor name -> dtype and shape for all tensors of a checkpoint, from the file headers alone."""
     return {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in sorted(read_checkpoint(folder).items())}
 
 
 def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file, hexadecimal; with `copy_to` it is copied into that folder on the way."""
+    """Return the hexadecimal SHA-256 of a file.
+
+    Args:
+        copy_to: an existing folder to copy the file to while it is read; None for no copy.
+        on_read: called after each block with its number of bytes.
+    """
     sha256 = hashlib.sha256()
     with file.open("rb") as source, open(copy_to / file.name if copy_to else os.devnull, "wb") as target:
         while block := source.read(_BLOCK):
@@ -140,7 +170,7 @@ def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], Non
 
 
 class _Left(Exception):
-    """The digest is no longer needed."""
+    """Raised in a digest thread to stop it, once its result is no longer needed."""
 
 
 def _stop_if(left: threading.Event) -> None:

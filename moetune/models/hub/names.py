@@ -1,8 +1,8 @@
-"""Checkpoint key mappings: of which tensors of a checkpoint each parameter of a model is made, and how.
+"""Key mappings: the checkpoint tensors that each model parameter is made of, and conversion in both directions.
 
-transformers loads a checkpoint by renaming its tensors and merging some (an expert's w1 and w3 into rows of
-`gate_up_proj`). The same rules rename every tensor of the checkpoint at hand here, so the names that come out are the
-checkpoint's own, in any layout that transformers reads; and values are written back by the reversed operations, one
+When transformers loads a checkpoint, it renames tensors and merges some (an expert's w1 and w3 into rows of
+`gate_up_proj`). Here the same rules are applied to the tensor names of a given checkpoint, so every layout that
+transformers reads is supported. Values are written back under the checkpoint's own names by the reverse operations, one
 expert at a time.
 """
 
@@ -29,16 +29,19 @@ from transformers.core_model_loading import (
 from moetune.errors import UserError
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""What transformers calls the stacks of a layer's experts."""
+"""transformers' names of the parameters that hold all experts of a layer."""
 
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """The checkpoint's tensors that one parameter is made of.
+    """The checkpoint tensors that one model parameter is made of, and how.
 
     Attributes:
-        keys: source pattern of the conversion -> tensor names, in order. Without a conversion one name, under itself.
-        conversion: how transformers merges them; None where the one tensor is the parameter as it is.
+        parameter: name of the parameter in the plain model.
+        model: the plain model.
+        keys: source pattern of the conversion -> names of the matching tensors, in order. Without a conversion, the one
+            tensor name -> itself.
+        conversion: transformers' rule that merges the tensors; None if the one tensor is the parameter unchanged.
     """
 
     parameter: str
@@ -48,18 +51,19 @@ class KeyMapping:
 
     @property
     def has_experts_apart(self) -> bool:
-        """Whether each expert has tensors of its own; else a stack holds them all along its first axis."""
+        """Whether the checkpoint has separate tensors for each expert, not one tensor with all experts along its
+        first axis."""
         return self.parameter.rpartition(".")[2] in STACKS and all("*" in pattern for pattern in self.keys)
 
     @property
     def only_merges(self) -> bool:
-        """Whether an expert's tensors become its share of a stack one after the other, unchanged."""
+        """Whether the conversion only stacks and concatenates tensors, without changing their values or layout."""
         operations = () if self.conversion is None else self.conversion.operations
         return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in operations)
 
     @cached_property
     def experts(self) -> dict[int, KeyMapping]:
-        """Expert -> the mapping of its share [1, ...] of the parameter, where the experts are apart."""
+        """Expert id -> mapping of this expert's share [1, ...] of the parameter; only if `has_experts_apart`."""
         found: dict[int, dict[str, list[str]]] = {}
         for pattern, keys in self.keys.items():
             for key in keys:
@@ -68,11 +72,15 @@ class KeyMapping:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every pattern of the conversion has a tensor."""
+        """Whether the checkpoint has tensors for every source pattern of the conversion."""
         return len(self.keys) == (1 if self.conversion is None else len(self.conversion.source_patterns))
 
     def of_expert(self, expert: int) -> KeyMapping:
-        """The mapping of one expert's share: [1, ...] of the parameter where the experts are apart, else the whole."""
+        """Return the mapping of one expert's share [1, ...] of the parameter; `self` if experts are not apart.
+
+        Raises:
+            UserError: the checkpoint does not have all tensors of this expert.
+        """
         if not self.has_experts_apart:
             return self
         found = self.experts.get(expert)
@@ -81,13 +89,14 @@ class KeyMapping:
         return found
 
     def every_key(self) -> list[str]:
+        """Return the names of all checkpoint tensors of the parameter."""
         return [key for keys in self.keys.values() for key in keys]
 
     def to_model(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Make the parameter (or one expert's share, [1, ...]) of the checkpoint's tensors.
+        """Read the checkpoint tensors and convert them to the parameter's value; for one expert's mapping, to [1, ...].
 
         Args:
-            read: the tensor of a name.
+            read: returns the tensor with a given name.
         """
         if self.conversion is None:
             return read(self.every_key()[0])
@@ -99,7 +108,11 @@ class KeyMapping:
         return _only(next(iter(merged.values())))
 
     def to_checkpoint(self, value: Tensor) -> dict[str, Tensor]:
-        """The reverse of `to_model`: the checkpoint's tensors, by name, that a parameter's value becomes."""
+        """Convert a parameter's value back to checkpoint tensors, the reverse of `to_model`.
+
+        Returns:
+            Name of each checkpoint tensor -> its value.
+        """
         if self.conversion is None:
             return {self.every_key()[0]: value}
         backward = self.conversion.reverse_transform()
@@ -112,6 +125,14 @@ class KeyMapping:
         }
 
     def _run(self, conversion: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Apply a conversion's operations in order.
+
+        Args:
+            tensors: source pattern -> its tensors.
+
+        Returns:
+            Target pattern -> tensor, or list of one tensor.
+        """
         for operation in conversion.operations:
             tensors = operation.convert(
                 tensors,
@@ -126,12 +147,12 @@ class KeyMapping:
 
 
 def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = False) -> dict[str, KeyMapping]:
-    """Parameter or buffer of the plain model -> its tensors among the checkpoint's tensor names `keys`.
+    """Return name of a parameter or buffer -> its mapping, for all that the checkpoint has every tensor of.
 
     Args:
-        model: as transformers builds it, on the meta device will do.
-        split: include the parameters that are parts of one tensor of the checkpoint, for which `to_checkpoint` is not
-            defined.
+        model: the plain model; the meta device will do.
+        keys: names of all tensors of the checkpoint.
+        split: include parameters that are only a part of a checkpoint tensor; `to_checkpoint` is not defined for them.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -156,12 +177,15 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]
-"""How a checkpoint holds a layer's experts: each in tensors of its own, which are merged; as rows of one tensor; or in
-one tensor that is converted as a whole."""
+"""How a checkpoint stores a layer's experts.
+
+`apart`: in separate tensors for each expert; `rows`: as rows of one tensor, which is the parameter; `converted`: in one
+tensor that is converted as a whole.
+"""
 
 
 def expert_layout(model_type: str) -> ExpertLayout:
-    """The layout of experts in checkpoints of a type, as its authors publish them."""
+    """Return the layout of experts in published checkpoints of a model type, from transformers' conversion rules."""
 
     conversions = get_checkpoint_conversion_mapping(model_type) or []
     of_stacks = [
@@ -176,4 +200,5 @@ def expert_layout(model_type: str) -> ExpertLayout:
 
 
 def _only(tensor: Any) -> Tensor:
+    """Return the first tensor of a list, or the tensor itself."""
     return tensor[0] if isinstance(tensor, list) else tensor

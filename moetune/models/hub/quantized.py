@@ -1,13 +1,13 @@
-"""Checkpoints that are published quantized, seen as the tensors that they stand for.
+"""Readers of checkpoints published in MXFP4, block FP8 or bitsandbytes 4 bits, which dequantize rows on demand.
 
-Each weight of such a checkpoint is stored as several tensors, whose names say how:
+A quantized weight is stored in several tensors, named by a pattern:
 
     MXFP4    <w>_blocks, <w>_scales                                          a layer's experts (gpt-oss)
-    FP8      <w>, <w>_scale_inv                                              a scale a block (DeepSeek-V3)
-    4 bits   <w>, <w>.absmax, …, <w>.quant_state.bitsandbytes__<nf4 or fp4>  by bitsandbytes
+    FP8      <w>, <w>_scale_inv                                              a scale for each block (DeepSeek-V3)
+    4 bits   <w>, <w>.absmax, …, <w>.quant_state.bitsandbytes__<nf4 or fp4>  bitsandbytes
 
-`open_checkpoint` gives each under the one name, with the shape that a checkpoint in 16 bits has; its rows are computed
-when they are asked for, as transformers and bitsandbytes compute them.
+`open_checkpoint` returns one entry for each weight, under the name and with the shape that it has in 16 bits. Rows are
+dequantized when they are read, with the results of transformers and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -35,34 +35,43 @@ _PARTS = (
     re.compile(r"(.+\.weight)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"),
     re.compile(r"(.+\.weight)_(scale_inv)"),
 )
-"""What a part of a weight is called."""
+"""Patterns of the names of stored parts: group 1 is the weight's name, group 2 the part."""
 
 
 @dataclass(frozen=True)
 class Quantized(Stored, ABC):
-    """A weight that is stored in `parts`, by the end of their names.
+    """A weight that is stored quantized, in several tensors.
 
     Attributes:
-        dtype: what its rows are computed in.
-        file: that of its largest part.
+        file: file of the weight's largest part.
+        dtype: dtype of dequantized rows, in safetensors' spelling.
+        shape: shape of the dequantized weight.
+        offset: not used.
+        parts: end of the part's name (`scales`, `absmax`, …; empty for the weight's own name) -> stored tensor.
     """
 
     parts: Mapping[str, Stored] = field(default_factory=dict, repr=False)
 
     @abstractmethod
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Rows `start` to `stop` [stop - start, ...], computed on `device`."""
+        """Return the dequantized rows `start` to `stop` (excluded; None for all), [stop - start, ...], on `device`."""
 
     def write(self, rows: Tensor, start: int = 0) -> None:
+        """Fail: quantized weights are read only."""
         raise AssertionError("what is quantized is not written to")
 
 
 @dataclass(frozen=True)
 class Mxfp4(Quantized):
-    """A layer's experts [E, in, out], of blocks [E, out, in / 32, 16] and their scales [E, out, in / 32], all bytes."""
+    """A layer's experts in MXFP4, dequantized to [E, in, out].
+
+    Parts are uint8: `blocks` [E, out, in / 32, 16], two 4-bit floats per byte, and `scales` [E, out, in / 32],
+    exponents.
+    """
 
     def quantized(self, expert: int) -> dict[str, Tensor]:
-        """What is stored of an expert, row by row of [out, in]: `data`, two weights a byte, and `scales`."""
+        """Return one expert's stored bytes in the order [out, in]: `data` [out · in / 2] and `scales` [out · in /
+        32]."""
         blocks, scales = (self.parts[name].rows(expert, expert + 1) for name in ("blocks", "scales"))
         return {"data": blocks.flatten(), "scales": scales.flatten()}
 
@@ -75,8 +84,13 @@ class Mxfp4(Quantized):
 
 @dataclass(frozen=True)
 class BlockFp8(Quantized):
-    """A matrix [out, in] of 8-bit floats, which are multiplied by a scale for each block [⌈out / b0⌉, ⌈in / b1⌉]: in
-    float32, and rounded once, as transformers does."""
+    """A matrix [out, in] of 8-bit floats with a scale for each block, of shape [⌈out / b0⌉, ⌈in / b1⌉].
+
+    Weight and scale are multiplied in float32 and rounded once to `dtype`, as transformers does.
+
+    Attributes:
+        block: rows and columns of a block, (b0, b1).
+    """
 
     block: tuple[int, int] = (128, 128)
 
@@ -87,7 +101,7 @@ class BlockFp8(Quantized):
         scales = self.parts["scale_inv"].rows(first, -(-(start + len(weight)) // high)).to(device).float()
         scales = scales.repeat_interleave(wide, 1)[:, : weight.shape[1]]
         rows = torch.empty(weight.shape, dtype=self.torch_dtype, device=device)
-        for number, scale in enumerate(scales, first):  # a row of blocks at a time, in float32
+        for number, scale in enumerate(scales, first):  # one row of blocks at a time, to save memory
             those = slice(max(number * high - start, 0), (number + 1) * high - start)
             rows[those] = weight[those].float() * scale
         return rows
@@ -95,27 +109,42 @@ class BlockFp8(Quantized):
 
 @dataclass(frozen=True)
 class BitsAndBytes(Quantized):
-    """A matrix [out, in] in 4 bits; `state` is what bitsandbytes says of it in JSON."""
+    """A matrix [out, in] that bitsandbytes quantized to 4 bits (NF4 or FP4).
+
+    Attributes:
+        state: bitsandbytes' `quant_state` of the matrix, from JSON.
+    """
 
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        yield 0, self.num_rows  # which are unpacked at once
+        """Yield one block with all rows: they are dequantized together."""
+        yield 0, self.num_rows  # (first row, row after the last)
 
     def stored(self) -> dict[str, Tensor]:
-        """The parts as bitsandbytes takes them: the bytes [.., 1] under an empty name, and what belongs to them."""
+        """Return part -> tensor as bitsandbytes expects them: the weight's bytes [n, 1] have the empty name."""
         parts = {name: part.rows().reshape(part.shape) for name, part in self.parts.items()}
         return parts | {"": parts[""].view(torch.uint8).reshape(-1, 1)}
 
     def is_nf4(self, *, double_quant: bool) -> bool:
-        """Whether it is in the layout of QLoRA: 64 weights a scale; double-quantized, 256 scales a second one."""
+        """Return whether the matrix is in QLoRA's NF4 layout: 64 weights share a scale.
+
+        Args:
+            double_quant: require scales quantized to 8 bits, 256 of which share a second scale; else require plain
+                scales.
+        """
         scales = self.state["blocksize"], self.state.get("nested_blocksize")
         if self.state["quant_type"] != "nf4" or scales != (64, 256 if double_quant else None):
             return False
         return not double_quant or self.parts["nested_quant_map"].rows().equal(create_dynamic_map())
 
     def quantized(self) -> dict[str, Tensor]:
-        """What is stored of it in that layout."""
+        """Return the stored tensors of a matrix for which `is_nf4` is True.
+
+        Returns:
+            `data`, two weights per byte, and `absmax`, the scales; with double quantization also `nested_absmax`, the
+            scales of the scales, and `offset`.
+        """
         parts = self.stored()
         nested = {}
         if "nested_absmax" in parts:
@@ -126,15 +155,18 @@ class BitsAndBytes(Quantized):
         parts = {name: part.to(device) for name, part in self.stored().items()}
         data = parts.pop("")
         state = QuantState.from_dict(parts, torch.device(device))
-        state.dtype, state.shape = self.torch_dtype, torch.Size([self.numel])  # flat: on a CPU it is exact only so
+        # The shape must be flat: only then is the result on a CPU exact.
+        state.dtype, state.shape = self.torch_dtype, torch.Size([self.numel])
         return dequantize_4bit(data, state).view(self.shape)[start:stop]
 
 
 def open_checkpoint(folder: Path) -> dict[str, Stored]:
-    """As `read_checkpoint`, with weights that are quantized under the names and in the shapes that they stand for.
+    """Read the headers of a checkpoint, and return weight name -> stored tensor or `Quantized` weight.
+
+    Weights that are not quantized are returned as by `read_checkpoint`.
 
     Raises:
-        UserError: as `read_checkpoint`; or the parts of a weight do not fit together.
+        UserError: as `read_checkpoint`; or the parts of a quantized weight do not fit together.
     """
     stored = read_checkpoint(folder)
     opened: dict[str, Stored] = {}
@@ -148,12 +180,12 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
 
 
 def weights_of(names: Iterable[str]) -> list[str]:
-    """The names that `open_checkpoint` gives to the tensors of these names."""
+    """Return the weight names that `open_checkpoint` gives for a checkpoint with these tensor names."""
     return list(_grouped(names))
 
 
 def _grouped(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Weight -> part -> name of the tensor; a tensor of the weight's own name is the part \"\"."""
+    """Return weight name -> part -> tensor name; a tensor with the weight's own name is the part ""."""
     known = set(names)
     groups: dict[str, dict[str, str]] = {}
     for name in sorted(known):
@@ -161,7 +193,7 @@ def _grouped(names: Iterable[str]) -> dict[str, dict[str, str]]:
             (match.groups() for pattern in _PARTS if (match := pattern.fullmatch(name)) is not None), (name, "")
         )
         if part and not (weight in known or {f"{weight}_blocks", f"{weight}_scales"} <= known):
-            weight, part = name, ""  # it is only called so
+            weight, part = name, ""  # the other parts are missing: an ordinary tensor with such a name
         groups.setdefault(weight, {})[part.removeprefix("_")] = name
     return groups
 
@@ -175,6 +207,11 @@ class _Config(TypedDict):
 
 
 def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
+    """Return the quantized weight with these parts.
+
+    Raises:
+        ValueError: the parts do not fit together.
+    """
     if "blocks" in parts:
         blocks, scales = parts["blocks"], parts["scales"]
         experts, out, groups, _ = blocks.shape
@@ -196,6 +233,7 @@ def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
 
 
 def _require(fits: bool, parts: Mapping[str, Stored]) -> None:
+    """Raise `ValueError`, with the parts' dtypes and shapes, unless `fits`."""
     if not fits:
         found = ", ".join(f"{name or 'weight'} {part.dtype} {[*part.shape]}" for name, part in parts.items())
         raise ValueError(f"its parts do not fit together: {found}")

@@ -1,4 +1,4 @@
-"""Whether the hub answers, known within seconds: its clients try again and again for most of a minute."""
+"""Check, within three seconds, whether the Hugging Face hub can be reached; its clients retry for most of a minute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from urllib.request import getproxies
 from huggingface_hub import constants
 
 SECONDS = 3.0
+"""Time limit of the check, in seconds."""
 UNREACHABLE = "the hub cannot be reached, and not all of it was downloaded before."
 
 
 def how_to_get(hub_id: str) -> str:
-    """What a user can do about a repository that the hub does not give."""
+    """Return advice, for a message, on a repository that cannot be downloaded: log in, or download it elsewhere."""
     return (
         f"Where the model asks for access: hf auth login. Without network here: hf download {hub_id} elsewhere, and "
         "give the folder."
@@ -23,7 +24,10 @@ def how_to_get(hub_id: str) -> str:
 
 
 def hub_is_reachable() -> bool:
-    """Whether a connection to the hub can be opened; behind a proxy it is taken to be."""
+    """Return whether a connection to the hub can be opened within `SECONDS`.
+
+    The result is False in huggingface_hub's offline mode, and True without a check if an HTTPS proxy is configured.
+    """
     if constants.HF_HUB_OFFLINE:
         return False
     if getproxies().get("https"):
@@ -34,7 +38,7 @@ def hub_is_reachable() -> bool:
         with suppress(OSError), socket.create_connection((address.hostname or "", address.port or 443), SECONDS):
             answered.append(True)
 
-    thread = Thread(target=connect, daemon=True)  # looking up a name has no time limit of its own
+    thread = Thread(target=connect, daemon=True)  # a thread, because the lookup of a host name has no time limit
     thread.start()
     thread.join(SECONDS)
     return bool(answered)

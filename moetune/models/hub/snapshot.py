@@ -1,4 +1,4 @@
-"""A model on the hub: the folder that it was downloaded to."""
+"""Download of a model from the hub, its folder in the local cache, and the small files that belong to a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, weight_file
 CARRIED = (
     "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
-"""What belongs to a checkpoint beside its weights."""
+"""Patterns of the files that belong to a checkpoint besides its weights: config, tokenizer, templates, license."""
 QUANTIZED_MANIFEST = "packed.json"
-"""In a folder that `moetune quantize` wrote."""
+"""Name of the manifest in a folder that `moetune quantize` wrote."""
 _OF_OTHERS = ("adapter_*", "*.index.json", "manifest.json", QUANTIZED_MANIFEST)
-"""What matches and does not: an adapter's, and what speaks of files by their names."""
+"""Patterns of files that match `CARRIED` but are not copied: adapters' files, and lists of other files."""
 
 
 def small_files(folder: Path) -> list[Path]:
-    """What belongs to a checkpoint beside its weights, in the order of names."""
+    """Return the paths of the files in a checkpoint folder that belong to it besides the weights, sorted."""
     found = {file for pattern in CARRIED for file in folder.glob(pattern) if file.is_file()}
     return sorted(file for file in found if not any(file.match(name) for name in _OF_OTHERS))
 
 
 def copy_small_file(file: Path, folder: Path, to: Path) -> None:
-    """Copy a file of a checkpoint's `folder` to the same place in another.
+    """Copy a file of the checkpoint in `folder` to the same relative path below the folder `to`.
 
     Raises:
-        UserError: it is a link to a file outside of the folder, which belongs to something else. Links of the hub's
-            snapshots point into their own cache, and are followed.
+        UserError: the file is a link to a file outside of `folder`. Links of hub snapshots into their own cache are
+            followed.
     """
     homes = [folder.resolve()]
     if homes[0].parent.name == "snapshots":
@@ -51,26 +51,27 @@ def copy_small_file(file: Path, folder: Path, to: Path) -> None:
 
 
 def downloaded(hub_id: str) -> Path | None:
-    """The snapshot that loading takes, if all of its weights are on this machine."""
+    """Return the folder of a model in the local hub cache; None unless all of its weight files are there."""
     for name in (SINGLE_FILE, INDEX_FILE):
         found = try_to_load_from_cache(hub_id, name)
         if isinstance(found, str):
             folder = Path(found).parent
             try:
                 weight_files(folder)
-            except UserError:  # some shards are not there yet
+            except UserError:  # some weight files are missing
                 return None
             return folder
     return None
 
 
 def download(hub_id: str) -> Path:
-    """The snapshot with its weights, from this machine or else from the hub, and all that belongs to them.
+    """Download a model and return its folder in the local hub cache.
 
-    What is downloaded, and how large it is, is said on stderr first.
+    If the weights are in the cache, only small files that are missing are downloaded, and failing to do so is no error.
+    The size of a download of weights is printed on stderr first.
 
     Raises:
-        UserError: it is not here and cannot be had: no network, no such model, or no right to it.
+        UserError: the weights are not in the cache and cannot be downloaded: no network, no such model, or no access.
     """
     folder = downloaded(hub_id)
     wanted: dict[str, Any] = {"allow_patterns": list(CARRIED), "revision": folder and folder.name}
@@ -84,7 +85,7 @@ def download(hub_id: str) -> Path:
             size = sum(file.file_size for file in missing) / 1e9
             print(f"downloading {hub_id}: {size:.2f} GB in {counted(len(missing), 'file')}", file=sys.stderr)
         return Path(snapshot_download(hub_id, **wanted))
-    except Exception as error:  # no network, gated, removed: all end here
+    except Exception as error:  # no network, no access, or no such model
         if folder is not None:
             return folder
         raise UserError(

@@ -1,6 +1,7 @@
-"""Safetensors files, tensor by tensor: read a few rows, or write a few rows in place, at the place the header gives.
+"""Safetensors files: read headers, read or overwrite rows of a tensor, list a checkpoint's files, create files.
 
-Plain reads and writes, no memory map: memory holds what was asked for and nothing else. Nothing in a file is executed.
+Files are read and written with plain I/O, not memory-mapped, so only the requested rows are in memory. Nothing in a
+file is executed.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-_BLOCK = 2**22  # elements of a tensor that are in memory at a time
+"""Dtype in safetensors' spelling -> torch dtype."""
+_BLOCK = 2**22  # elements in a block of `Stored.blocks`
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Torch dtype -> safetensors' spelling."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file. A row is an element of its first axis; a scalar has one row.
+    """One tensor in a safetensors file. Rows are slices along its first axis; a scalar has one row.
 
     Attributes:
-        dtype: as safetensors spells it, `BF16` say.
-        offset: of its first byte in the file.
+        file: path of the file.
+        dtype: dtype in safetensors' spelling, such as `BF16`.
+        offset: position of the tensor's first byte in the file.
     """
 
     file: Path
@@ -47,22 +51,27 @@ class Stored:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
+        """Shape without the first axis."""
         return self.shape[1:]
 
     @property
     def num_rows(self) -> int:
+        """Length of the first axis; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.numel * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Torch dtype of the tensor; raises `UserError` if torch or moetune has none for it."""
         if self.dtype not in DTYPES:
             raise UserError(f"{str(self.file)!r}: tensors of type {self.dtype} cannot be read")
         return DTYPES[self.dtype]
@@ -72,7 +81,16 @@ class Stored:
         return math.prod(self.row_shape) * self.torch_dtype.itemsize
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Rows `start` to `stop` [stop - start, ...] on `device`, in the file's dtype."""
+        """Read rows as a new tensor [stop - start, ...] in the file's dtype.
+
+        Args:
+            start: first row.
+            stop: row after the last; None for the end.
+            device: device of the result.
+
+        Raises:
+            UserError: the file is too short, or its dtype is not supported.
+        """
         count = (self.num_rows if stop is None else stop) - start
         rows = torch.empty((count, *self.row_shape), dtype=self.torch_dtype)
         data = rows.view(-1).view(torch.uint8).numpy()
@@ -83,11 +101,15 @@ class Stored:
         return rows.to(device)
 
     def whole(self, device: torch.device | str = "cpu") -> Tensor:
-        """The tensor in its own shape on `device`."""
+        """Read the whole tensor, in its own shape, to `device`."""
         return self.rows(device=device).reshape(self.shape)
 
     def write(self, rows: Tensor, start: int = 0) -> None:
-        """Overwrite rows from `start` on, cast to the file's dtype."""
+        """Overwrite rows from `start` on in the file, after a cast to the file's dtype.
+
+        Args:
+            rows: a CPU tensor [n, ...] with the row shape of the stored tensor.
+        """
         assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
         assert start + len(rows) <= self.num_rows
         data = rows.to(self.torch_dtype).contiguous().view(-1).view(torch.uint8).numpy()
@@ -96,19 +118,19 @@ class Stored:
             file.write(data.data)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """All rows, in blocks of some million elements: the first row of each, and the one after its last."""
+        """Yield (first row, row after the last) of consecutive blocks of at most about 4 million elements."""
         step = max(1, _BLOCK * self.num_rows // max(1, self.numel))
         for start in range(0, self.num_rows, step):
             yield start, min(start + step, self.num_rows)
 
     def within(self, folder: Path) -> Stored:
-        """The same tensor in a copy of the file."""
+        """Return the same tensor in a copy of its file, with the same name, in another folder."""
         return replace(self, file=folder / self.file.name)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in memory, read as a stored one is."""
+    """A tensor in memory that is read by rows like a `Stored` tensor."""
 
     tensor: Tensor
 
@@ -117,7 +139,10 @@ class Held:
         return self.tensor.dtype
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` [stop - start, ...], on the CPU. Not to be written to."""
+        """Return the rows `start` to `stop` (excluded; None for all) on the CPU.
+
+        The result may be a view of the tensor and must not be modified.
+        """
         tensor = self.tensor.detach()
         return (tensor if tensor.dim() else tensor[None])[start:stop].cpu()
 
@@ -127,10 +152,10 @@ class _Index(TypedDict):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint in hub format: the single one, or those that the index lists.
+    """Return the paths of a checkpoint's safetensors files: `model.safetensors`, else the files of the index, sorted.
 
     Raises:
-        UserError: there is none, or the index is broken. Pickled weights are never looked at.
+        UserError: there are none (other formats are not read), the index is invalid, or a listed file is missing.
     """
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -151,15 +176,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_name_of_weights(name: object) -> bool:
-    """Whether it can only be a safetensors file beside the one that names it."""
+    """Return whether `name` is a plain file name, without a folder, that ends in `.safetensors`."""
     return isinstance(name, str) and Path(name).name == name and "\0" not in name and name.endswith(".safetensors")
 
 
 def read_checkpoint(folder: Path) -> dict[str, Stored]:
-    """Name -> place of every tensor of a checkpoint, from the headers alone.
+    """Read the headers of a checkpoint's files, and return tensor name -> its place.
 
     Raises:
-        UserError: no safetensors in the folder, or a file is damaged.
+        UserError: there are no safetensors in the folder, a file is damaged, or a tensor is in two files.
     """
     stored: dict[str, Stored] = {}
     for file in weight_files(folder):
@@ -171,13 +196,13 @@ def read_checkpoint(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Name -> place of every tensor of one file.
+    """Read the header of one safetensors file, and return tensor name -> its place.
 
     Raises:
-        UserError: it cannot be read, is no safetensors file, or is cut short.
+        UserError: the file cannot be read, is not a safetensors file, or is cut short.
     """
     with reading(repr(str(file))):
-        with safe_open(file, framework="pt"):  # checks that offsets, shapes and the file's size agree
+        with safe_open(file, framework="pt"):  # safetensors checks that offsets, shapes and file size agree
             pass
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -190,7 +215,11 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
-    """Raise `UserError` naming the first tensor of `what` with a value that is no finite number."""
+    """Raise `UserError` with the name of the first tensor that contains a NaN or an infinity.
+
+    Args:
+        what: how the message names the tensors' origin.
+    """
     for name, tensor in tensors.items():
         for start, stop in tensor.blocks():
             if not tensor.rows(start, stop).isfinite().all():
@@ -198,10 +227,17 @@ def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
 
 
 def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:
-    """Write a file with these tensors, all zero until `Stored.write` fills them, and gives their places."""
+    """Create a safetensors file whose tensors are all zero; `Stored.write` fills them later.
+
+    Args:
+        tensors: tensor name -> (dtype, shape).
+
+    Returns:
+        Tensor name -> its place in the file.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # Widest dtype first: then every tensor begins at a multiple of its item size, as readers of safetensors want.
+    # Widest dtype first, so that every tensor begins at a multiple of its item size, as safetensors readers expect.
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
