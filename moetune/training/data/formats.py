@@ -66,10 +66,12 @@ def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
     """Convert an Alpaca record to `messages`: system, the turns of `history`, instruction with input, output.
 
     Raises:
-        MalformedError: `instruction`, `input` or `system` is not text.
+        MalformedError: `instruction`, `input` or `system` is not text, or `history` is not a list of pairs.
     """
     system, given = _optional(record, "system"), _optional(record, "input")
-    turns = [(question, answer) for question, answer in record.get("history") or ()]
+    turns = record.get("history") or []
+    if not isinstance(turns, list) or any(not isinstance(turn, list) or len(turn) != 2 for turn in turns):
+        raise MalformedError("history is not a list of pairs of question and answer")
     asked = "\n\n".join((checked_text(record["instruction"], "instruction"), *([given] if given else ())))
     messages = [{"role": "system", "content": system}] if system else []
     for question, answer in (*turns, (asked, record["output"])):

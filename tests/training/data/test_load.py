@@ -266,6 +266,12 @@ def test_alpaca_is_a_chat_where_there_is_a_template(tmp_path):
     assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\n3<|im_end|>\n"
 
 
+@pytest.mark.parametrize("history", [[["q"]], [["q", "a", "b"]], ["qa"], {"q": "a"}, "text", 5, True])
+def test_a_history_that_is_no_list_of_pairs(tmp_path, history):
+    file = write(tmp_path / "one.jsonl", ALPACA | {"history": history})
+    assert "line 1: history is not a list of pairs" in message(file, make_tokenizer(CHATML))
+
+
 def test_alpaca_is_stanfords_prompt_where_there_is_none(tmp_path):
     tokenizer = make_tokenizer(bos=False)
     ids, labels = load_one(tmp_path, ALPACA, tokenizer)
