@@ -122,8 +122,7 @@ class ChoiceConfig(Section):
 
     @model_validator(mode="after")
     def _one_size(self) -> ChoiceConfig:
-        """Refuse a choice with no size or several, `p` with a rule without shares, and a background without its
-        rule."""
+        """Refuse no size or several sizes, `p` with a rule without shares, and a background without its rule."""
         given = [name for name in SIZES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -214,7 +213,7 @@ class AdaptConfig(Section):
         experts: experts that train in full precision; None for no experts.
         lora: settings of LoRA; None for no LoRA.
         also: further components, or patterns of parameter names, that train in full precision.
-        start_from: a folder with a PEFT adapter or a delta, whose values trained weights begin with.
+        start_from: a folder with a PEFT adapter or a delta (hub/delta_folder.py) to initialize training from.
     """
 
     router: Ids = "none"

@@ -78,8 +78,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Base:
-    """Name and fingerprint of the checkpoint that a model was trained on, or that a delta or quantized base was made
-    for."""
+    """Name and fingerprint of the checkpoint that was the base of a training run, a delta or a quantized base."""
 
     name: str
     fingerprint: Fingerprint
