@@ -78,7 +78,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Base:
-    """A base checkpoint: the one that a training run started from, or that a delta or quantized base was made of."""
+    """A base checkpoint: the one that a training run, a delta or a quantized base was derived from."""
 
     name: str
     fingerprint: Fingerprint
