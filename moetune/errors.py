@@ -106,8 +106,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, up to 300 characters; the name of its type if there is no
-    message."""
+    """Return the first line of an error's message, up to 300 characters, or else the name of the error's type."""
     said = getattr(error, "strerror", None) if isinstance(error, OSError) else None
     return (str(said or error).strip() or type(error).__name__).splitlines()[0][:300]
 

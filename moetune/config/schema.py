@@ -98,13 +98,15 @@ class ChoiceConfig(Section):
 
     Attributes:
         from_: path of a `scores.json` file (the key `from`).
-        rule: what experts are ranked by; `random` and `least` serve as baselines.
+        rule: what experts are ranked by, best first: most `tokens` routed to the expert, largest sum of routing weights
+            (`gate`), largest `reap` score (arXiv 2510.13999), or largest difference of token shares to `background`
+            (`foreground`); as baselines, `random` order, or fewest tokens (`least`).
         p: take the shortest prefix of the ranking whose share of the routing reaches `p`.
         k: number of experts in each layer.
         experts: upper bound of the number of experts in all layers together.
         parameters: upper bound of the number of trained parameters in all layers together.
         budget: a fraction of each layer's experts, or the memory that the run may use, such as `44GiB`.
-        background: path of a second `scores.json`, whose shares the rule `foreground` subtracts.
+        background: path of a second `scores.json`, for the rule `foreground`; None for all others.
         layers: layers to choose in.
         seed: seed of the rule `random`.
     """
@@ -122,8 +124,7 @@ class ChoiceConfig(Section):
 
     @model_validator(mode="after")
     def _one_size(self) -> ChoiceConfig:
-        """Refuse a choice with no size or several, `p` with a rule without shares, and a background without its
-        rule."""
+        """Raise `ValueError` unless exactly one size is set and the rule goes with `p` and `background`."""
         given = [name for name in SIZES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -156,6 +157,7 @@ class ExpertsConfig(Section):
 
     @model_validator(mode="after")
     def _layers_once(self) -> ExpertsConfig:
+        """Raise `ValueError` if `ids` is given by layer and `layers` as well."""
         if isinstance(self.ids, dict) and self.layers != "all":
             raise ValueError("ids: names the layers already; leave layers out")
         return self
@@ -214,7 +216,7 @@ class AdaptConfig(Section):
         experts: experts that train in full precision; None for no experts.
         lora: settings of LoRA; None for no LoRA.
         also: further components, or patterns of parameter names, that train in full precision.
-        start_from: a folder with a PEFT adapter or a delta, whose values trained weights begin with.
+        start_from: a folder with a PEFT adapter or a delta (hub/delta_folder.py) to initialize training from.
     """
 
     router: Ids = "none"
@@ -291,7 +293,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _no_setting_of_another(self) -> OptimizerConfig:
-        """Refuse settings that the optimizer would ignore or cannot combine."""
+        """Raise `ValueError` for settings that the optimizer would ignore or that cannot be combined."""
         own = _OWN_SETTINGS.get(self.name, {})
         for key in ("betas", "eps", "momentum"):
             if key not in own and getattr(self, key) is not None:
@@ -324,7 +326,7 @@ class PartOptimizers(Section):
     @model_validator(mode="before")
     @classmethod
     def _not_both_forms(cls, raw: Any) -> Any:
-        """Refuse settings of one optimizer beside parts."""
+        """Raise `ValueError` if settings of a single optimizer stand beside parts."""
         if both := [key for key in raw if key in OptimizerConfig.model_fields]:
             raise ValueError(
                 f"is either one optimizer (name, lr, …) or one for each part ({', '.join(PARTS)}); move "
@@ -350,17 +352,29 @@ class TrainConfig(Section):
         micro_batch: sequences in one forward and backward pass.
         accumulate: forward and backward passes per step.
         sequence_length: tokens per sequence.
+        steps: length of the training in steps.
         epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
+        checkpointing: activations that are recomputed in the backward pass: none, those of experts, or all but each
+            layer's input, which `offload` keeps in host memory.
+        log_every: steps between two lines of metrics.
+        eval_every: steps between two evaluations.
+        save_every: steps between two checkpoints.
+        keep_checkpoints: number of newest checkpoints to keep.
         eval_micro_batch: sequences in one forward pass of an evaluation; None for `micro_batch`.
         warmup: steps of linear warm-up.
+        schedule: the learning rate after the warm-up: constant, or linear or cosine decay to zero.
         max_grad_norm: gradients are clipped to this norm; 0 does not clip.
         max_grad_value: bound of each gradient element, applied before the norm is clipped; 0 does not clip.
+        on_nonfinite: if a gradient is NaN or infinite, end the run or skip the update.
         on_oom: when memory runs out, end the run or repeat the step with half the micro-batch.
         router_aux_loss: coefficient of the load-balancing loss; `auto` is the architecture's own.
         router_aux_scope: balance the sum over layers, or each layer.
+        router_z_loss: coefficient of the router z-loss.
+        dense_router_gradient: compute the routers' gradient through all experts (DenseMixer).
         router_bias_rate: step size of correction biases; 0 does not update them.
         loss_memory: memory of logits that the loss may hold at once; `none` for no limit.
         expert_memory: memory of dequantized experts that are computed together; `0` for one expert at a time.
+        neftune_alpha: strength of noise on embeddings (NEFTune, arXiv 2310.05914); 0 for none.
         report_to: names of accelerate's trackers.
     """
 
@@ -402,7 +416,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
-        """Refuse `steps` together with `epochs`."""
+        """Raise `ValueError` if both `steps` and `epochs` are set."""
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("steps and epochs both say how long to train; leave one out")
         return self
@@ -459,7 +473,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _held_out_once(self) -> DataConfig:
-        """Refuse `validation` together with `eval`."""
+        """Raise `ValueError` if both `validation` and `eval` are set."""
         if self.eval is not None and self.validation is not None:
             raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")
         return self
@@ -516,7 +530,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
-        """Refuse `deepspeed:` without its engine, and an `ep` that does not divide the ranks."""
+        """Raise `ValueError` for `deepspeed:` without its engine, and for an `ep` that does not divide the ranks."""
         if self.deepspeed is not None and self.engine != "deepspeed":
             raise ValueError("deepspeed: has settings of another engine; set engine: deepspeed, or leave it out")
         sharing = self.replicate * self.fsdp * self.tp
@@ -585,7 +599,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fused_steps_are_single(self) -> RunConfig:
-        """Refuse `fused_backward` with more than one micro-step per update."""
+        """Raise `ValueError` for `fused_backward` with more than one micro-step per update."""
         fused = {optimizer.name: None for optimizer in self.optimizers.values() if optimizer.fused_backward}
         if self.train.accumulate > 1 and fused:
             raise ValueError(
@@ -597,7 +611,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> RunConfig:
-        """Refuse a `hardware.count` other than the number of ranks."""
+        """Raise `ValueError` if `hardware.count` is not the number of ranks."""
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(
                 f"parallel: asks for {counted(self.parallel.ranks, 'rank')} and hardware.count is "

@@ -34,7 +34,7 @@ class Landmarks:
     """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
     Args:
-        model: the plain model; the meta device will do.
+        model: a model as transformers builds it; the meta device will do.
         marked: parameter name -> component, for parameters whose component is known already: routers and experts.
 
     Attributes:

@@ -186,7 +186,7 @@ def unknown_experts(model: PreTrainedModel) -> str | None:
 
     Returns:
         The path of the first such module with its class, or the parameter with its shape, for a message; None if there
-            is none.
+        is none.
     """
     known = [name for name, module in model.named_modules() if is_experts(module)]
     holders = {name.rpartition(".")[0] for name in known}

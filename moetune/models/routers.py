@@ -75,7 +75,7 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
 
     Returns:
         None if the weights match neither function, if the router does not return its logits, or if the block cannot run
-            alone.
+        alone.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     logits: list[Tensor | None] = []

@@ -16,7 +16,7 @@ from moetune.models.structure import ModelStructure, ParameterInfo
 
 @dataclass(frozen=True)
 class Selection:
-    """What trains in one model.
+    """What trains in one model. The plain model is the one that transformers builds, before any adaptation.
 
     Attributes:
         full: names, in the plain model, of the parameters that train in full precision, without those of experts.
@@ -241,8 +241,7 @@ class _Resolver:
         return [layer for layer in layers if layer in existing]
 
     def _tied_to(self, target: str) -> ParameterInfo | None:
-        """Return the parameter that `target` matches only under the second name of a tied weight; None if there is
-        none."""
+        """Return the parameter that `target` matches only under the second name of a tied weight, or None."""
         linears = self.structure.linears()
         names = {
             first

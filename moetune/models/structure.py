@@ -29,9 +29,10 @@ from moetune.models.moe import (
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the plain model.
+    """One parameter of a model as transformers builds it.
 
     Attributes:
+        component: what the parameter belongs to, such as `attention` (components.py).
         layer: index of the decoder layer; None for embeddings, LM head and final norm.
         numel: number of elements.
         has_gradient: False if no gradient can reach the parameter, because it is only used to choose tokens or experts
@@ -47,9 +48,10 @@ class ParameterInfo:
 
 
 class LinearInfo(NamedTuple):
-    """One `nn.Linear` of the plain model.
+    """One `nn.Linear` of a model as transformers builds it.
 
     Attributes:
+        component: what the layer belongs to, such as `attention` (components.py).
         layer: index of the decoder layer; None outside of the decoder layers.
         has_gradient: False if no gradient can reach the weight, so that LoRA has no effect.
     """

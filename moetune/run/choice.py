@@ -1,6 +1,7 @@
 """Choices of experts by recorded scores: `from:` under `adapt.experts` or `adapt.lora.ids` becomes a list of ids.
 
-Each layer is ranked separately, by statistics of the tokens that carry loss (docs/concepts/choosing-experts.md).
+Scores are the statistics that `moetune score` records (scores.py). Each layer is ranked separately, by the tokens that
+carry loss: those whose next token counts in the loss (docs/concepts/choosing-experts.md).
 """
 
 from __future__ import annotations

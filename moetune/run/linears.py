@@ -21,7 +21,7 @@ def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selec
     model only calls it, so that replacing the layer has no effect elsewhere.
 
     Args:
-        model: the plain model, before any adaptation; the meta device will do.
+        model: the model as transformers builds it; the meta device will do.
         selection: what trains.
     """
     return [

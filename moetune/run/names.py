@@ -7,8 +7,9 @@
 | lora | PEFT's factors of a linear layer | `<linear>.lora_<A or B>.default.weight` |
 | lora | factors of all experts of a layer | `<experts>.lora.<gate_up or down>_<A or B>` |
 
-The plain model is the one that transformers builds; the adapted model is the same with expert banks and LoRA in place.
-`<experts>` is the path of a layer's module of experts, and `<linear>` that of a linear layer.
+The plain model is the one that transformers builds; the adapted model is the same with LoRA on linear layers and with
+expert banks (experts/bank.py) in place of the modules of experts. `<experts>` is the path of
+such a module, and `<linear>` the path of a linear layer.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SCOPES = ("loss", "all")
 
 
 class Statistics(BaseModel):
-    """Routing statistics of one layer over one scope of tokens; lists have E entries, one for each expert.
+    """Routing statistics of one layer over one scope of tokens; all lists but `unused` have E entries, one per expert.
 
     Attributes:
         count: number of tokens, T.
@@ -67,7 +67,7 @@ class LayerScores(BaseModel):
 
     @model_validator(mode="after")
     def _a_value_an_expert(self) -> LayerScores:
-        """Refuse lists that do not have one entry for each expert."""
+        """Raise `ValueError` for lists that do not have one entry for each expert."""
         for of_scope in (self.loss, self.all):
             for name in ("tokens", "share", "weight_sum", "reap"):
                 if len(getattr(of_scope, name)) != self.num_experts:

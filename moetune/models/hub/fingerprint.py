@@ -69,7 +69,7 @@ class Fingerprint:
     @model_validator(mode="wrap")
     @classmethod
     def _check_content(cls, raw: Any, read: Callable[[Any], Fingerprint]) -> Fingerprint:
-        """Refuse JSON whose `content` is not the digest of its `files`."""
+        """Validate JSON that `to_json` wrote; raise `ValueError` if `content` is not the digest of `files`."""
         made = read(raw)
         if made.content != raw.get("content"):
             raise ValueError("the fingerprint of the base is damaged")
@@ -78,8 +78,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Base:
-    """Name and fingerprint of the checkpoint that a model was trained on, or that a delta or quantized base was made
-    for."""
+    """A base checkpoint: the one that a training run, a delta or a quantized base was derived from."""
 
     name: str
     fingerprint: Fingerprint

@@ -37,10 +37,10 @@ class KeyMapping:
     """The checkpoint tensors that one model parameter is made of, and how.
 
     Attributes:
-        parameter: name of the parameter in the plain model.
-        model: the plain model.
-        keys: source pattern of the conversion -> names of the matching tensors, in order. Without a conversion, the one
-            tensor name -> itself.
+        parameter: name of the parameter in `model`.
+        model: the model as transformers builds it.
+        keys: tensor-name pattern of the conversion (`experts.*.w1.weight`) -> names of the matching tensors, in order.
+            Without a conversion, the one tensor name -> itself.
         conversion: transformers' rule that merges the tensors; None if the one tensor is the parameter unchanged.
     """
 
@@ -51,8 +51,7 @@ class KeyMapping:
 
     @property
     def has_experts_apart(self) -> bool:
-        """Whether the checkpoint has separate tensors for each expert, not one tensor with all experts along its
-        first axis."""
+        """Whether the checkpoint has separate tensors for each expert, not all experts in rows of one tensor."""
         return self.parameter.rpartition(".")[2] in STACKS and all("*" in pattern for pattern in self.keys)
 
     @property
@@ -72,7 +71,7 @@ class KeyMapping:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the checkpoint has tensors for every source pattern of the conversion."""
+        """Whether the checkpoint has tensors for every pattern of the conversion."""
         return len(self.keys) == (1 if self.conversion is None else len(self.conversion.source_patterns))
 
     def of_expert(self, expert: int) -> KeyMapping:
@@ -128,10 +127,10 @@ class KeyMapping:
         """Apply a conversion's operations in order.
 
         Args:
-            tensors: source pattern -> its tensors.
+            tensors: pattern of tensor names on the source side -> its tensors.
 
         Returns:
-            Target pattern -> tensor, or list of one tensor.
+            Pattern of tensor names on the target side -> tensor, or list of one tensor.
         """
         for operation in conversion.operations:
             tensors = operation.convert(
@@ -150,7 +149,7 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
     """Return name of a parameter or buffer -> its mapping, for all that the checkpoint has every tensor of.
 
     Args:
-        model: the plain model; the meta device will do.
+        model: a model as transformers builds it; the meta device will do.
         keys: names of all tensors of the checkpoint.
         split: include parameters that are only a part of a checkpoint tensor; `to_checkpoint` is not defined for them.
     """
