@@ -48,22 +48,16 @@ class Loop:
     """Train an adapted model; write checkpoints and `metrics.jsonl`.
 
     Args:
-        adapted: the model, with the parameters that train.
-        data: the tokenized training and evaluation data.
         folder: the run folder, locked and created.
         pad_token_id: the token that fills rows shorter than the longest of their batch.
-        console: where messages are printed.
         warnings: the run's warnings, after `about_data`.
-        watcher: observes the run.
         resume: the folder of the checkpoint to continue from; None to begin at step 0.
 
     Attributes:
         step: number of updates since the run began.
         micro_batch: rows per forward pass: `train.micro_batch`, or fewer after memory ran out (`train.on_oom`).
-        tokens: number of tokens trained on since the run began, without padding, on all ranks, up to the last line of
-            metrics.
-        total_load: layer index -> tokens [E] that each expert received since the run began, up to the last line of
-            metrics.
+        tokens: tokens trained on up to the last line of metrics, without padding, on all ranks.
+        total_load: layer index -> tokens [E] that each expert received up to the last line of metrics.
         where: the current step, micro-step and phase, for reports of memory.
     """
 
@@ -367,8 +361,7 @@ class Watcher:
     """Interface of an observer of a run; this base class does nothing. The implementation is in `moetune/watch/`.
 
     Attributes:
-        pace: predicted operations of a step and the card's limit, with which `metrics.jsonl` compares the measured
-            speed.
+        pace: predicted operations of a step and the card's limit, to compare the measured speed with.
     """
 
     pace = Pace()
@@ -377,10 +370,10 @@ class Watcher:
         """Return a context manager to enter while weights are read.
 
         Args:
-            folder: the folder or hub name of the checkpoint that is read; None for random weights.
+            folder: the checkpoint's folder or hub name; None for random weights.
 
         Yields:
-            a function to call with the fraction read so far (0 to 1), or None if progress is not shown.
+            a function to call with the fraction read so far, or None if progress is not shown.
         """
         return nullcontext()
 
