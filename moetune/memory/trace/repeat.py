@@ -267,6 +267,7 @@ class _Expansion:
         self.rows: list[tuple[np.ndarray, ...]] = [(np.arange(0),) * 4]
 
     def events(self) -> Events:
+        """Return the events of the whole model."""
         for stretch in self.owners.stretches:
             if stretch.unit is None:
                 self._outside(stretch)
@@ -297,9 +298,11 @@ class _Expansion:
         return Events(self.owners, like, copy[keep][births], storages, np.where(births, 1, -1), born, died, marks)
 
     def _add(self, turn: int | np.ndarray, place: np.ndarray, block: np.ndarray, copy: np.ndarray) -> None:
+        """Append entries to `rows`."""
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:
+        """Add a stretch once; entries of blocks that belong to a repeated group are repeated in place."""
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
         count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
@@ -315,6 +318,7 @@ class _Expansion:
         self.turns.append((stretch, 0))
 
     def _copied(self, stretch: Stretch, unit: Unit) -> None:
+        """Add a group's stretch once for each group that it stands for, in falling order in backward."""
         own, last = unit.layers[-1], len(unit.copies) - 1
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
@@ -346,6 +350,7 @@ class _Expansion:
             storages[deaths] = storages[there[births[there]]][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, Unit | None, int]]:
+        """Return `Events.marks`, given for each event its index in `turns` and its index in `Log.entries`."""
         length, of_stretch = len(self.log.entries), defaultdict[int, list[Mark]](list)
         for mark in self.log.marks:
             if mark.at < length:

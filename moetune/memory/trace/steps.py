@@ -90,7 +90,7 @@ class Feed:
         held_out_rows: rows of an evaluation's batch, or 0 to run no evaluation. Only a batch with more rows than a
             micro-batch can take more memory than training.
         chunks: division of a micro-batch's tokens in the loss; None to divide by `train.loss_memory`.
-        held_out_chunks: the same for an evaluation's batch.
+        held_out_chunks: division of an evaluation's batch; None to divide by `train.loss_memory`.
     """
 
     batch_of: Callable[[int], Batch]
@@ -141,7 +141,7 @@ class Steps(Watched):
         adapted: model to train; its tensors may be fake.
         batch_of: makes a batch from a number of rows, as `batches_of` returns it.
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
-        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
 
     Attributes:
         feed: input of a step at the run's own sizes.
@@ -190,7 +190,7 @@ class Steps(Watched):
             short: layers that ran and groups that stand for others; None if all layers ran.
 
         Raises:
-            UserError: as `Trace.of`.
+            UserError: the last step calls a collective whose bytes are not known.
         """
         with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
