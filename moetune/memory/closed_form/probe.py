@@ -36,7 +36,7 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> ProbeSizes:
-        """Choose probe sizes for a shape.
+        """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
 
         Args:
             shape: shape of the batches.

@@ -205,13 +205,14 @@ class Events:
         return self._columns[name]
 
     def times(self, at: int, block: int | None) -> int:
-        """Return how often something that was recorded once in the log happens in the whole model.
+        """Return how often an operation or message, recorded once in the log, happens in the whole model.
+
+        In the stretch of a group that stands for others, this is the number of groups in `Unit.copies`. Outside of layers
+        it is the number for the group of `block`, and elsewhere 1.
 
         Args:
-            at: index in `Log.entries` at which it was recorded. In the stretch of a group that stands for others it
-                happens once for each of these groups.
-            block: number of a block that it refers to, or None. Outside of layers it happens once for each group that
-                the block's group stands for.
+            at: index in `Log.entries` at which the operation was recorded.
+            block: number of the block that the operation refers to; None if there is none.
         """
         owners = self.owners
         if not owners.units:
@@ -230,7 +231,9 @@ class Events:
 
 @cache
 def named(module: str, unit: Unit | None, copy: int) -> str:
-    """Return a module's path with the layer number of one of the groups that its group stands for.
+    """Return a module's path with the number of its layer replaced by that of the layer it stands for.
+
+    With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp".
 
     Args:
         module: path in the shortened model; may be empty.
@@ -277,7 +280,7 @@ class _Expansion:
         births = self.births[place]
         most = int(copy.max(initial=0)) + 1
         pair = block * most + copy
-        # Storages are numbered by their births.
+        # Storages are numbered in the order of their allocation.
         number = np.full(len(self.log.blocks) * most, -1, dtype=np.int64)
         number[pair[births]] = np.arange(int(births.sum()))
         storages = number[pair]

@@ -41,7 +41,7 @@ STEPS = 2
 
 
 def vocabulary_of(adapted: Adapted) -> int:
-    """Return the number of rows of a model's input embedding."""
+    """Return the size of a model's vocabulary: the number of rows of its input embedding."""
     embeddings: Any = adapted.model.get_input_embeddings()
     return embeddings.num_embeddings
 
@@ -145,7 +145,7 @@ class Steps(Watched):
 
     Attributes:
         feed: input of a step at the run's own sizes.
-        trained: the parameters that train.
+        trained: the trainable parameters.
         watch: hooks that count expert load; `run` removes them at its end, the other methods do not.
         phases: recorder of the forward and backward phases.
     """
@@ -236,7 +236,7 @@ class Steps(Watched):
             self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
         tracker.stop()
-        reshard(self.adapted.model)  # the next record begins as this one did
+        reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:

@@ -247,7 +247,7 @@ class Trace:
         # Sections have equal lengths but for the starts of phases; the moment before a section counts as part of it.
         regular = range(begin + 1, self.end + 1, stretch)
         starts = sorted({begin, *regular, *(at for at in labels if at <= self.end)})
-        alive = np.concatenate([[0], self._device])  # shifted: [n] is what is alive at place n - 1
+        alive = np.concatenate([[0], self._device])  # alive[n]: bytes before event n
         fullest = [start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairwise((*starts, self.end + 1))]
         parts = [np.concatenate([[0], self._alive(self._of_part(part))])[fullest] for part in PART_NAMES]
         return tuple(
