@@ -207,8 +207,8 @@ class Events:
     def times(self, at: int, block: int | None) -> int:
         """Return how often an operation or message, recorded once in the log, happens in the whole model.
 
-        In the stretch of a group that stands for others, this is the number of groups in `Unit.copies`. Outside of layers
-        it is the number for the group of `block`, and elsewhere 1.
+        In the stretch of a group that stands for others, this is the number of groups in `Unit.copies`. Outside of
+        layers it is that number for the group of `block`; everywhere else it is 1.
 
         Args:
             at: index in `Log.entries` at which the operation was recorded.
