@@ -51,7 +51,7 @@ class Loop:
         folder: the run folder, locked and created.
         pad_token_id: the token that fills rows shorter than the longest of their batch.
         warnings: the run's warnings, after `about_data`.
-        resume: the folder of the checkpoint to continue from; None to begin at step 0.
+        resume: the checkpoint to continue from; None to begin at step 0.
 
     Attributes:
         step: number of updates since the run began.
@@ -390,12 +390,7 @@ class Watcher:
         """Called with each line of metrics."""
 
     def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
-        """Return an error that explains why memory ran out; None if the reason is not known.
-
-        Args:
-            run: the resolved run.
-            loop: the loop in which memory ran out; None if it ran out while the model was built.
-        """
+        """Return an error that explains why memory ran out (`loop` None: in building the model), if that is known."""
         return None
 
     def end(self) -> None:

@@ -1,8 +1,13 @@
 """`Depths`: reuses one recorded step for runs that differ only in which decoder layers are identical.
 
 A record lists the storages of a shortened model, in which groups of layers stand for identical ones (trace/alike.py).
+<<<<<<< HEAD
 Runs with the same shortened model, such as those that train the experts of the first 6 or of the first 12 layers,
 differ only in the layers that each group stands for.
+=======
+Runs with the same shortened model, such as two that train the experts of the first 6 and of the first 12 layers, differ
+only in the layers that each group stands for.
+>>>>>>> 999c2e6
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ _WHERE = ("targets", "layers", "ids")
 class Depths:
     """Cache of closed forms that reuses a record for all runs with the same shortened model.
 
-    Lives in memory; the records themselves are also kept on disk (store.py).
+    A closed form is the memory of a run as formulas of its sizes. The cache is in memory; the records are also kept on
+    disk (store.py).
     """
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
@@ -36,13 +42,17 @@ class Depths:
         """Evaluate the closed form of a run; record a step first if no run with the same shortened model has one.
 
         Args:
+            run: run to evaluate, at its own sizes.
             rank: number of the rank, from 0.
-            gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
-            routing: assumed number of tokens of each expert.
+            gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
+            routing: assumed number of tokens that each expert receives.
+
+        Returns:
+            The trace of the run's last step, with bytes by formula, as from `ClosedForm.at`.
 
         Raises:
-            NoClosedForm: as `ClosedForm.at`.
-            UserError: as `ClosedForm.at`.
+            NoClosedForm: the run has no closed form, for instance because its engine is DeepSpeed.
+            UserError: a recorded load in `routing` does not match the model's layers or experts.
         """
         form = ClosedForm(run, rank, gpu)
         if can_be_shortened(run.config):

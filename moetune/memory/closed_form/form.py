@@ -48,7 +48,7 @@ class _Size:
         sizes: values of the named sizes, without those of experts.
         rows: decoder layer -> tokens of each of its experts.
         batch: division of a micro-batch's tokens in the loss.
-        held_out: the same for an evaluation's batch; None if that has no more rows than a micro-batch.
+        held_out: division of an evaluation's batch; None if that batch has no more rows than a micro-batch.
     """
 
     shape: Shape
@@ -60,12 +60,14 @@ class _Size:
 
 @dataclass
 class ClosedForm:
-    """Memory of one rank, for all runs of one kind.
+    """Formulas for the memory of one rank of a run, valid for all runs that differ from it only in sizes (its kind).
+
+    The formulas come from a step of the trainer, recorded on fake tensors when `at` first needs it.
 
     Attributes:
-        run: any run of the kind.
+        run: a run of the kind.
         rank: number of the rank, from 0.
-        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         recorded: records that were read from disk or made; None before the first evaluation.
     """
 
@@ -76,14 +78,14 @@ class ClosedForm:
 
     @cached_property
     def kinds(self) -> list[Hashable]:
-        """For each decoder layer, all properties that its memory depends on; equal for identical layers."""
+        """For each decoder layer, the properties that its memory depends on; equal for identical layers."""
         return kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep)
 
     @cached_property
     def short(self) -> Shortened:
         """The decoder layers that are recorded, and the groups among them that stand for others.
 
-        Its `run` is the whole run, unlike that of `alike.shorten`.
+        `short.run` is the run with all its layers, unlike in the result of `alike.shorten`.
         """
         if not can_be_shortened(self.run.config):
             return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
@@ -97,7 +99,7 @@ class ClosedForm:
 
     @cached_property
     def key(self) -> str:
-        """Name of the records' file: a digest of kind, rank and compute capability, and of versions and source."""
+        """Name of the records' file: a digest of kind, rank, compute capability, library versions and source code."""
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
@@ -113,11 +115,11 @@ class ClosedForm:
 
         Args:
             config: run of this kind, whose sizes are used.
-            routing: assumed number of tokens of each expert.
-            may_record: False to return None instead of recording a step.
+            routing: assumed number of tokens that each expert receives.
+            may_record: False to return None if no step of this shape has been recorded.
 
         Returns:
-            The trace of the whole model's last step, with bytes by formula and without collectives and work.
+            The trace of the run's last step on the whole model, with bytes by formula, without collectives and work.
 
         Raises:
             NoClosedForm: a storage's bytes are no product of sizes; the number of storages depends on the length; the
@@ -251,7 +253,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return the settings of an optimizer that its tensors depend on; numbers are reduced to whether they are not 0."""
+    """Return the settings of an optimizer that its tensors depend on; a number is replaced by whether it is not 0."""
     settings = optimizer.model_dump(mode="json", exclude={"lr", "eps"})
     settings["betas"] = None if optimizer.betas is None else [bool(beta) for beta in optimizer.betas]
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
@@ -295,8 +297,8 @@ def _head_trains(model: PreTrainedModel) -> bool:
 def record_ahead(run: ResolvedRun) -> None:
     """Record the steps of all kinds of ranks of a run and write them to disk, before the ranks start.
 
-    A rank cannot record while it runs, because recording needs a process group of its own. A run without a closed form
-    is ignored: its `memory.json` has no prediction.
+    A rank cannot record while it runs, because recording needs a fake process group. For a run without a closed form
+    nothing is raised: the `memory.json` in its run folder then has no prediction.
     """
     card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
     try:

@@ -1,4 +1,4 @@
-"""Choice of the sizes at which a closed form records a step: primes by which nothing else in a model is divisible.
+"""Choice of the batch sizes and lengths at which a step is recorded: primes that divide nothing else in a model.
 
 At such sizes the bytes of a tensor show which sizes they are a product of. Lengths are a large prime times the power of
 two that their alignment requires.
@@ -16,7 +16,7 @@ from moetune.training.step.loss import Chunks
 
 @dataclass(frozen=True)
 class ProbeSizes:
-    """Sizes of one recorded step.
+    """Probe sizes: the sizes at which one step is recorded, to factor the bytes of its tensors into sizes.
 
     Attributes:
         rows: rows of a micro-batch.
@@ -36,7 +36,7 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> ProbeSizes:
-        """Choose probe sizes for a shape.
+        """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
 
         Args:
             shape: shape of the batches.
@@ -48,8 +48,13 @@ class ProbeSizes:
             rows = next(free)
             held_out_rows = next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
         rows = 1 if shape.one_row else rows
+<<<<<<< HEAD
         # The length is 128·k + aligned: rounding it up to 8, 16, … 128 then gives different numbers, where these are
         # not the length itself.
+=======
+        # The length is 128·k + aligned: rounded up to multiples of 8, 16, … 128 it gives different numbers, except
+        # where it is a multiple already.
+>>>>>>> 999c2e6
         shortest = 2**16 // shape.aligned if shape.one_row else 53
         candidates = (shape.aligned * p for p in primes(shortest) if p % (2 * MOST_ALIGNED // shape.aligned) == 1)
         usable = (n for n in candidates if _is_probe_length(n, {rows, held_out_rows} - {1}))
@@ -81,18 +86,18 @@ class ProbeSizes:
         return replace(self, sequence=sequence, batch=chunks(self.rows, alone=shape.is_alone), held_out=held_out)
 
     def count(self, total: int, experts: int, top_k: int, tp: int) -> list[int]:
-        """Return the rows of each of `experts` experts, which sum to `total`; idle experts receive none.
+        """Return the tokens that each of `experts` experts receives, which sum to `total`; idle experts receive none.
 
         Args:
-            total: rows of all experts; a total of a micro-batch's tokens × top_k / tp selects that batch's idle
-                experts, any other the evaluation's.
+            total: tokens × top_k. If this is the total of a micro-batch on one of the `tp` ranks, the experts that are
+                idle in a micro-batch receive none, else the experts that are idle in the evaluation.
             top_k: experts of each token.
             tp: ranks that divide the tokens of a batch among them.
         """
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
 
     def sizes(self) -> Sizes:
-        """Return all named sizes except those of experts; without B and 2B+1 if there is a single row."""
+        """Return name -> value of all sizes but the tokens of experts; without B and 2B+1 if there is a single row."""
         sizes = sizes_of(self.rows, self.sequence, self.batch, self.held_out_rows, self.held_out)
         # A single row cannot be found as a factor, and the size of its cu_seqlens is constant.
         return sizes if self.rows > 1 else {name: size for name, size in sizes.items() if name not in ("B", "2B+1")}
@@ -124,7 +129,7 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
 
 
 def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
-    """Return the rows of each expert, which sum to `total`.
+    """Return the tokens that each expert receives, which sum to `total`.
 
     Idle experts receive none, the last busy expert the rest, and all other experts the same prime number, or an equal
     share where that is less.
@@ -142,7 +147,7 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
 
 
 def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
-    """Return whether every size that follows from a length has a prime factor above 50 and shares none with the rows.
+    """Return whether every size that follows from a length has a prime factor above 50 and no factor that rows have.
 
     Args:
         sequence: length in tokens.

@@ -49,7 +49,10 @@ class NoClosedForm(UserError):
 
 @dataclass(frozen=True)
 class Record:
-    """One step of a shortened model. A block's bytes are coefficient × monomial × tokens of its experts.
+    """One step of a shortened model (trace/alike.py), with the bytes of each storage as a formula of sizes.
+
+    Arrays have one element for each of `log.blocks`: [blocks]. A block's bytes are coefficient × monomial, and × the
+    tokens of its experts if `experts` is not -1.
 
     Attributes:
         log: allocations and releases; the bytes in it are those at the first probe sizes.
@@ -74,7 +77,7 @@ class Record:
 
     @cached_property
     def held_out(self) -> np.ndarray:
-        """[blocks] whether each is allocated in the evaluation, and so depends on the held-out batch."""
+        """[blocks] whether each block is allocated in the evaluation, and so depends on the evaluation's batch."""
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
@@ -82,9 +85,9 @@ class Record:
 
         Args:
             sizes: values of all sizes in `powers`.
-            rows: tokens of each expert.
+            rows: tokens that each expert receives.
             batch: division of a micro-batch's tokens in the loss.
-            held_out: the same for an evaluation's batch; None if there is none.
+            held_out: division of an evaluation's batch; None without an evaluation.
         """
         values = self.coefficients * values_of(self.powers, sizes)[self.monomials]
         for counts, which in ((rows.trained, ~self.held_out), (rows.held_out, self.held_out)):
@@ -96,7 +99,7 @@ class Record:
         return values
 
     def repeated(self, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Expand the record into the events of a whole model.
+        """Expand the record into the allocations and releases of a whole model.
 
         Args:
             short: decoder layers that ran, numbered as in the whole model, and the groups that stand for others.
@@ -119,7 +122,11 @@ class Record:
         return events, table[self.layers[events.like], events.copies]
 
     def formula(self, block: int) -> str:
-        """Return the formula of a block's bytes as text, such as "2·B·S·n". The sizes' names are in sizes.py."""
+        """Return the formula of a block's bytes as text, such as "2·B·S·n"; sizes.py lists the names of the sizes.
+
+        Args:
+            block: index in `log.blocks`.
+        """
         exponents = {1: "", 2: "²"}
         powers = self.powers[self.monomials[block]]
         factors = [f"{name}{exponents.get(exponent, f'^{exponent}')}" for name, exponent in powers]

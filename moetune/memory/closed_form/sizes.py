@@ -1,4 +1,4 @@
-"""Sizes on which a step's memory depends (rows, length, chunks of the loss, tokens of experts), and monomials in them.
+"""Sizes that a step's memory depends on, such as rows, length and tokens of experts, and monomials of sizes.
 
 A monomial is a product of powers of sizes, such as B·S². The sizes have these names in formulas:
 
@@ -74,7 +74,11 @@ PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), (""
 
 
 def places(chunks: Chunks | None) -> np.ndarray:
-    """Return [places] whether each of `PLACES` occurs in a loss that is divided into these chunks; None for no loss."""
+    """Return [len(PLACES)] whether each of `PLACES` occurs in a step.
+
+    Args:
+        chunks: division of a batch's tokens in the loss; None if the step has no such batch.
+    """
     there: set[Place] = {("", "")}
     if chunks is not None:
         count = -(-chunks.tokens // chunks.size)
@@ -116,7 +120,7 @@ class NotedChunks(Chunks):
         self.noted.append((self.length(), (chunk, block)))
 
     def place(self, at: int) -> int:
-        """Return the index in `PLACES` of the place at which entry `at` of the log was recorded."""
+        """Return the index in `PLACES` of where the loss was when the log's entry with index `at` was recorded."""
         return PLACES.index(self.noted[bisect_right(self.noted, at, key=itemgetter(0)) - 1][1])
 
 
@@ -153,13 +157,13 @@ def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
 
 
 def lengths(sequence: int) -> Sizes:
-    """Return all sizes that follow from the sequence length: S, S-1, S+1, S+256, and S rounded up to multiples."""
+    """Return name -> value of the sizes that follow from a sequence length S: S, S-1, S+1, S+256, and S↑n."""
     near = {f"S{n:+}": sequence + n for n in (-1, 1, 256)}
     return {"S": sequence, **near, **{f"S↑{n}": -(-sequence // n) * n for n in _ROUNDED}}
 
 
 def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out: Chunks | None) -> Sizes:
-    """Return all sizes of a step except those of experts.
+    """Return name -> value of all sizes of a step, except the tokens of experts.
 
     Args:
         rows: rows of a micro-batch.
@@ -176,11 +180,11 @@ def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Tokens that each expert of a layer receives.
+    """Number of tokens that each expert of a layer receives, by expert id.
 
     Attributes:
-        trained: [experts] tokens of a micro-batch.
-        held_out: [experts] tokens of an evaluation's batch; empty without an evaluation.
+        trained: from a micro-batch.
+        held_out: from an evaluation's batch; empty without an evaluation.
     """
 
     trained: tuple[int, ...]
@@ -196,7 +200,10 @@ class ExpertRows:
         return of_batch, of_held_out
 
     def of(self, block: Block) -> int:
-        """Return the tokens of the experts that were computed when a block was allocated; 0 if there were none."""
+        """Return how many tokens the experts of a block receive: those computed at its allocation (`Block.experts`).
+
+        The block's phase selects micro-batch or evaluation. Returns 0 for a block without experts.
+        """
         counts = self.held_out if block.phase == "evaluation" else self.trained
         return sum(counts[expert] for expert in block.experts)
 
@@ -232,14 +239,14 @@ class Monomials:
         self.values = sorted(((value, name) for value, name in first.items()), reverse=True)
 
     def of(self, nbytes: int, rows: int = 0) -> tuple[int, bool, Powers]:
-        """Factor a number of bytes, by dividing it by each size as often as possible.
+        """Factor a number of bytes by dividing by each size, the largest first, as often as possible.
 
         Args:
             nbytes: bytes of a storage.
-            rows: tokens of the experts that were computed when it was allocated; 0 if there were none.
+            rows: tokens of the experts that were computed at the storage's allocation; 0 if there were none.
 
         Returns:
-            The constant coefficient, whether the bytes are also a multiple of `rows`, and the monomial.
+            (coefficient, whether `rows` is a factor, monomial): the product of these is `nbytes`.
         """
         powers: dict[str, int] = {}
         rest, grows = nbytes, bool(rows and nbytes and nbytes % rows == 0)

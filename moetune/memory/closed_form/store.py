@@ -63,14 +63,16 @@ class Recorded:
     _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
     def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Return `Record.repeated` of the record with a shape; cached.
+        """Expand the record with a shape into the allocations and releases of the whole model, by `Record.repeated`.
+
+        The result is cached; do not modify it.
 
         Args:
             shape: shape of the batches.
             short: decoder layers that ran, and the groups that stand for others.
 
         Returns:
-            The events of the whole model, and [storages] the number of the decoder layer in which each storage is
+            The events, and [storages] the number of the decoder layer in which each storage is
             allocated; -1 outside of layers.
 
         Raises:

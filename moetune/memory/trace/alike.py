@@ -41,12 +41,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A run of whose decoder layers only some are run.
+    """A run with the decoder layers that are run, and the groups of them that stand for layers that are left out.
 
     Attributes:
         run: the run; `shorten` returns one whose model skips the layers that are left out.
         kept: numbers of the layers that are run, ascending.
-        units: groups among the kept layers that stand for layers that are left out.
+        units: groups of kept layers that stand for identical groups that are left out.
     """
 
     run: ResolvedRun
@@ -55,9 +55,10 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Return a run with only the decoder layers that a trace has to run.
+    """Leave out the decoder layers of a run for which identical layers can stand.
 
     Args:
+        run: run with all its decoder layers.
         ranks: the traced rank; only its position on the `ep` axis matters, by which it holds experts.
     """
     kinds = kinds_of(run, ranks.coordinates.ep)
@@ -66,7 +67,7 @@ def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
 
 
 def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
-    """Choose the layers to run.
+    """Choose the decoder layers to run, so that groups of them stand for identical groups that are left out.
 
     Args:
         kinds: for each decoder layer a value that is equal for identical layers.

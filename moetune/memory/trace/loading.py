@@ -39,9 +39,10 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
 
     Random weights: banks are allocated, then filled one after the other. All experts of a layer are drawn at once, with
     a mask of one byte a weight that checks the draw. The embedding and the LM head are drawn last; no linear layer is
-    assumed to be larger than these.
+    assumed to be larger than these. The host's peak is what stays in host memory.
 
     Args:
+        run: run whose weights are loaded.
         traced: prediction of the same run, by trace or closed form; only the bytes of its loaded weights are read.
     """
     structure, model = run.structure, run.config.model

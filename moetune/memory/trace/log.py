@@ -19,7 +19,7 @@ class Block:
         part: line of the memory report that counts the storage; may change until the trace ends, because a tensor is
             often identified as a gradient or an optimizer state only after it was allocated.
         phase: phase in which the storage was allocated.
-        module: path of the innermost named module that was running; empty outside of them, and where `op` is a label.
+        module: path of the innermost named module that was running; empty if none was, or if `op` is a label.
         op: name of the operation that allocated the storage; for weights and optimizer states a label for the report.
         born: index in `Log.entries` of the allocation.
         died: index in `Log.entries` of the release; None if the storage outlives the trace.
@@ -84,12 +84,12 @@ class Cut(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective that sends bytes to other ranks.
+    """One call of a collective, which sends bytes to other ranks.
 
     Attributes:
         at: index in `Log.entries` of the first entry after the call.
         step, micro_step: numbers from 0; `micro_step` counts within the step.
-        block: index in `Log.blocks` of the call's first tensor; None if the tracker does not follow that tensor.
+        block: index in `Log.blocks` of the call's first tensor; None if the tracker has not recorded that tensor.
     """
 
     at: int

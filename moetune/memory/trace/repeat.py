@@ -205,13 +205,14 @@ class Events:
         return self._columns[name]
 
     def times(self, at: int, block: int | None) -> int:
-        """Return how often something that was recorded once in the log happens in the whole model.
+        """Return how often an operation or message, recorded once in the log, happens in the whole model.
+
+        In the stretch of a group that stands for others, this is the number of groups in `Unit.copies`. Outside of
+        layers it is that number for the group of `block`; everywhere else it is 1.
 
         Args:
-            at: index in `Log.entries` at which it was recorded. In the stretch of a group that stands for others it
-                happens once for each of these groups.
-            block: number of a block that it refers to, or None. Outside of layers it happens once for each group that
-                the block's group stands for.
+            at: index in `Log.entries` at which the operation was recorded.
+            block: number of the block that the operation refers to; None if there is none.
         """
         owners = self.owners
         if not owners.units:
@@ -230,7 +231,9 @@ class Events:
 
 @cache
 def named(module: str, unit: Unit | None, copy: int) -> str:
-    """Return a module's path with the layer number of one of the groups that its group stands for.
+    """Return a module's path with the number of its layer replaced by that of the layer it stands for.
+
+    With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp".
 
     Args:
         module: path in the shortened model; may be empty.
@@ -267,6 +270,7 @@ class _Expansion:
         self.rows: list[tuple[np.ndarray, ...]] = [(np.arange(0),) * 4]
 
     def events(self) -> Events:
+        """Return the events of the whole model."""
         for stretch in self.owners.stretches:
             if stretch.unit is None:
                 self._outside(stretch)
@@ -276,7 +280,7 @@ class _Expansion:
         births = self.births[place]
         most = int(copy.max(initial=0)) + 1
         pair = block * most + copy
-        # Storages are numbered by their births.
+        # Storages are numbered in the order of their allocation.
         number = np.full(len(self.log.blocks) * most, -1, dtype=np.int64)
         number[pair[births]] = np.arange(int(births.sum()))
         storages = number[pair]
@@ -297,9 +301,11 @@ class _Expansion:
         return Events(self.owners, like, copy[keep][births], storages, np.where(births, 1, -1), born, died, marks)
 
     def _add(self, turn: int | np.ndarray, place: np.ndarray, block: np.ndarray, copy: np.ndarray) -> None:
+        """Append entries to `rows`."""
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:
+        """Add a stretch once; entries of blocks that belong to a repeated group are repeated in place."""
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
         count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
@@ -315,6 +321,7 @@ class _Expansion:
         self.turns.append((stretch, 0))
 
     def _copied(self, stretch: Stretch, unit: Unit) -> None:
+        """Add a group's stretch once for each group that it stands for, in falling order in backward."""
         own, last = unit.layers[-1], len(unit.copies) - 1
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
@@ -346,6 +353,7 @@ class _Expansion:
             storages[deaths] = storages[there[births[there]]][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, Unit | None, int]]:
+        """Return `Events.marks`, given for each event its index in `turns` and its index in `Log.entries`."""
         length, of_stretch = len(self.log.entries), defaultdict[int, list[Mark]](list)
         for mark in self.log.marks:
             if mark.at < length:

@@ -41,7 +41,7 @@ STEPS = 2
 
 
 def vocabulary_of(adapted: Adapted) -> int:
-    """Return the number of rows of a model's input embedding."""
+    """Return the size of a model's vocabulary: the number of rows of its input embedding."""
     embeddings: Any = adapted.model.get_input_embeddings()
     return embeddings.num_embeddings
 
@@ -90,7 +90,7 @@ class Feed:
         held_out_rows: rows of an evaluation's batch, or 0 to run no evaluation. Only a batch with more rows than a
             micro-batch can take more memory than training.
         chunks: division of a micro-batch's tokens in the loss; None to divide by `train.loss_memory`.
-        held_out_chunks: the same for an evaluation's batch.
+        held_out_chunks: division of an evaluation's batch; None to divide by `train.loss_memory`.
     """
 
     batch_of: Callable[[int], Batch]
@@ -141,11 +141,11 @@ class Steps(Watched):
         adapted: model to train; its tensors may be fake.
         batch_of: makes a batch from a number of rows, as `batches_of` returns it.
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
-        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
 
     Attributes:
         feed: input of a step at the run's own sizes.
-        trained: the parameters that train.
+        trained: the trainable parameters.
         watch: hooks that count expert load; `run` removes them at its end, the other methods do not.
         phases: recorder of the forward and backward phases.
     """
@@ -190,7 +190,7 @@ class Steps(Watched):
             short: layers that ran and groups that stand for others; None if all layers ran.
 
         Raises:
-            UserError: as `Trace.of`.
+            UserError: the last step calls a collective whose bytes are not known.
         """
         with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
@@ -236,7 +236,7 @@ class Steps(Watched):
             self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
         tracker.stop()
-        reshard(self.adapted.model)  # the next record begins as this one did
+        reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
 
     def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:

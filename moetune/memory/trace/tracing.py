@@ -45,7 +45,7 @@ def trace(
 ) -> Trace:
     """Trace the first two steps of a run on fake tensors, without weights, data or a GPU.
 
-    With `Replayed` routing as many steps are traced as were recorded, with all their micro-steps.
+    With `Replayed` routing, which holds the counts of recorded steps, all recorded steps and micro-steps are traced.
 
     Args:
         run: a run file's path, its content, or a resolved run.
@@ -62,9 +62,13 @@ def trace(
         gpu: GPU whose attention kernels and workspaces are assumed, and whose work is counted; None for a CPU's,
             without a count of work.
 
+    Returns:
+        The trace of one rank, with the peaks of loading the weights in `load`.
+
     Raises:
-        UserError: as `resolve`; the run has settings that cannot be predicted; a recorded load in `routing` does not
-            match the model's layers or experts; a collective whose bytes are not known is called.
+        UserError: the run file or model cannot be read or is invalid; the run has settings that cannot be predicted; a
+            recorded load in `routing` does not match the model's layers or experts; the last step calls a collective
+            whose bytes are not known.
         NotTraceable: the model's code reads the values of tensors.
     """
     whole = resolve(run, "cuda")
@@ -94,9 +98,9 @@ def trace(
 def faked(
     run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, received: CountReceived = received_as_sent
 ) -> Iterator[tuple[Adapted, Shortened | None, QuickFakeMode]]:
-    """Build a run's model on fake tensors; yield the model, its shortening and its fake mode.
+    """Build a run's model on fake tensors; yield (model, shortened run, fake mode).
 
-    The shortening is None where every decoder layer runs. The mode is not active: enter it to compute.
+    The shortened run is None if every decoder layer runs. The mode is not active: enter it to compute.
 
     Args:
         rank: number of the rank whose part of the model is built, from 0.
@@ -106,7 +110,7 @@ def faked(
 
     Raises:
         NotTraceable: code inside the context reads the values of tensors.
-        UserError: as `build_fake`.
+        UserError: the model cannot be built, as in `build_fake`.
     """
     mode = QuickFakeMode()
     with fake_ranks(run.config.parallel, rank) as ranks:

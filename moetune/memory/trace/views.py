@@ -38,8 +38,8 @@ class Trace:
         load: peaks while weights are loaded; None if not computed, as for a trace of real steps.
         collectives: bytes that this rank sends in the last step, by kind, axis and phase.
         work: the last step's FLOPs, bytes and launches, by part of the model; empty if they were not counted.
-        formula: in a closed form, returns the bytes of a block (its number in the log) as a product of `sizes`, such
-            as "2·B·S"; None in a trace.
+        formula: in a closed form, returns the formula of a block's bytes, given its index in `log.blocks`, such as
+            "2·B·S"; None in a trace.
         sizes: in a closed form, the values of the sizes in the formulas; empty in a trace.
     """
 
@@ -104,19 +104,19 @@ class Trace:
 
     @property
     def end(self) -> int:
-        """The last place."""
+        """Index of the last event."""
         return len(self.events.storages) - 1
 
     @property
     def marks(self) -> list[Mark]:
-        """Starts of phases and modules in the whole model; `Mark.at` is a place."""
+        """Starts of phases and modules in the whole model; `at` of a mark is the index of the first event after it."""
         return [
             replace(mark, at=at, module=named(mark.module, unit, copy)) for at, mark, unit, copy in self.events.marks
         ]
 
     @property
     def blocks(self) -> list[Block]:
-        """Description of each storage of the whole model; `born` and `died` are places."""
+        """Each storage of the whole model, as a new `Block` whose `born` and `died` are indices of events."""
         events, blocks = self.events, []
         times = zip(self.bytes.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
         for storage, (size, born, died) in enumerate(times):
@@ -131,7 +131,7 @@ class Trace:
         return self.events.column("on_host").astype(bool)
 
     def _of_part(self, part: PartName) -> np.ndarray:
-        """Return [storages] bytes of the storages on the device that this part counts, and 0 for all others."""
+        """Return [storages] the bytes of the storages of one part on the device, and 0 for all other storages."""
         return np.where(self._on_host | (self.events.column("part") != part), 0, self.bytes)
 
     def _alive(self, bytes_of: np.ndarray) -> np.ndarray:
@@ -144,7 +144,11 @@ class Trace:
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
     def alive(self, at: int | None = None) -> np.ndarray:
-        """Return the numbers of the storages that are alive on the device at a place; by default at the peak."""
+        """Return the numbers of the storages that are alive on the device once event `at` has happened.
+
+        Args:
+            at: index of the event; None for the peak.
+        """
         at = self.peak if at is None else at
         return np.flatnonzero((self.events.born <= at) & (self.events.died > at) & ~self._on_host)
 
@@ -152,7 +156,7 @@ class Trace:
 
     @cached_property
     def peak(self) -> int:
-        """The first place, from `begin` on, at which the most bytes are alive on the device."""
+        """Index of the first event, from `begin` on, after which the most bytes are alive on the device."""
         return self.begin + int(np.argmax(self._device[self.begin :]))
 
     @cached_property
@@ -167,17 +171,21 @@ class Trace:
         return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
-        """Return the bytes alive on the device at a place, by part; by default at the peak."""
+        """Return the bytes alive on the device once event `at` has happened, by line of the memory report.
+
+        Args:
+            at: index of the event; None for the peak.
+        """
         alive = self.alive(at)
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
 
     def loaded(self, *, on_host: bool = False, in_bank: bool = False) -> int:
-        """Return the bytes of the weights and buffers that exist before the first step.
+        """Return the bytes of the model's weights and buffers that exist before the first step.
 
         Args:
-            on_host: count those in host memory instead of those on the device.
-            in_bank: count only those of expert banks.
+            on_host: True to count weights in host memory, False to count weights on the device.
+            in_bank: True to count only the weights of expert banks.
         """
         column = self.events.column
         is_weight = (column("phase") == "load") & np.isin(column("part"), ("frozen_weights", "trainable_weights"))
@@ -190,11 +198,11 @@ class Trace:
 
     @property
     def workspaces(self) -> int:
-        """Number of cuBLAS workspaces: one for each thread that multiplies; autograd runs backward in its own."""
+        """Number of cuBLAS workspaces: 2 if there is a backward pass, which runs in a thread of its own, else 1."""
         return WORKSPACES if any(mark.phase == "backward" for mark in self.log.marks) else 1
 
     def most(self, part: PartName) -> int:
-        """Return the most bytes of a part that are alive on the device at once, over all steps."""
+        """Return the most bytes of one part of the memory that are alive on the device at once, over all steps."""
         return int(np.max(self._alive(self._of_part(part)), initial=0))
 
     # --- Views --------------------------------------------------------------------------------------------------
@@ -205,7 +213,7 @@ class Trace:
         Storages of the same part, module, phase and operation are summed.
 
         Args:
-            largest: how many of these sums to return, largest first.
+            largest: number of sums to return, largest first; 0 for none.
         """
         _, mark, unit, copy = self.events.marks[bisect_right(self.events.marks, self.peak, key=lambda one: one[0]) - 1]
         groups: dict[tuple[PartName, str, Phase, str], list[int]] = {}
@@ -239,7 +247,7 @@ class Trace:
         # Sections have equal lengths but for the starts of phases; the moment before a section counts as part of it.
         regular = range(begin + 1, self.end + 1, stretch)
         starts = sorted({begin, *regular, *(at for at in labels if at <= self.end)})
-        alive = np.concatenate([[0], self._device])  # shifted: [n] is what is alive at place n - 1
+        alive = np.concatenate([[0], self._device])  # alive[n]: bytes before event n
         fullest = [start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairwise((*starts, self.end + 1))]
         parts = [np.concatenate([[0], self._alive(self._of_part(part))])[fullest] for part in PART_NAMES]
         return tuple(

@@ -24,16 +24,17 @@ from moetune.parallel.ranks import local_tensor
 
 
 class Watched:
-    """An adapted model, prepared for trackers that record its storages.
+    """A model prepared for training, whose tensors and layer boundaries can be registered with a tracker.
 
     Args:
         adapted: model with trained and frozen parameters; its tensors may be fake.
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
-        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU's.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         shards: parameter -> this rank's part of it, for parameters that an engine (DeepSpeed) partitions.
 
     Attributes:
-        layers: number -> decoder layer, for the layers that run.
+        layers: number -> module, for the decoder layers that run.
+        capability: compute capability of `gpu`; None for a CPU.
         named: module -> path, as `named_modules`.
     """
 
@@ -117,10 +118,10 @@ class Watched:
 
 
 def labels_of(adapted: Adapted) -> dict[int, str]:
-    """Return id(storage) -> label in reports, for all weights and buffers: component and quantization.
+    """Return id(storage) -> label for memory reports, for all weights and buffers of a model.
 
-    Labels are such as "experts, nf4" or "attention"; trained parameters of the parts `lora` and `experts` are labelled
-    by the part alone, and tensors of no known component "buffers".
+    A label names the component and, of quantized weights, the format: "attention", "experts, nf4". Trained LoRA factors
+    and experts are labelled "lora" and "experts", and tensors of no known component "buffers".
     """
     run, model = adapted.run, adapted.run.config.model
     stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
