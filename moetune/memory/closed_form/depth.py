@@ -1,13 +1,8 @@
 """`Depths`: reuses one recorded step for runs that differ only in which decoder layers are identical.
 
 A record lists the storages of a shortened model, in which groups of layers stand for identical ones (trace/alike.py).
-<<<<<<< HEAD
-Runs with the same shortened model, such as those that train the experts of the first 6 or of the first 12 layers,
-differ only in the layers that each group stands for.
-=======
 Runs with the same shortened model, such as two that train the experts of the first 6 and of the first 12 layers, differ
 only in the layers that each group stands for.
->>>>>>> 999c2e6
 """
 
 from __future__ import annotations

@@ -48,13 +48,8 @@ class ProbeSizes:
             rows = next(free)
             held_out_rows = next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
         rows = 1 if shape.one_row else rows
-<<<<<<< HEAD
-        # The length is 128·k + aligned: rounding it up to 8, 16, … 128 then gives different numbers, where these are
-        # not the length itself.
-=======
         # The length is 128·k + aligned: rounded up to multiples of 8, 16, … 128 it gives different numbers, except
         # where it is a multiple already.
->>>>>>> 999c2e6
         shortest = 2**16 // shape.aligned if shape.one_row else 53
         candidates = (shape.aligned * p for p in primes(shortest) if p % (2 * MOST_ALIGNED // shape.aligned) == 1)
         usable = (n for n in candidates if _is_probe_length(n, {rows, held_out_rows} - {1}))
