@@ -99,7 +99,11 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dic
 
 
 def prepare_backward(engine: Any) -> None:
-    """Do what DeepSpeed's engine does before backward when it is called instead of the model."""
+    """Prepare DeepSpeed's engine for a backward pass that follows a forward pass of the model itself.
+
+    A forward pass through the engine would reset the engine's record of seen gradients and register its hooks; a run's
+    steps call the model, so they call this function before each backward pass.
+    """
     engine.optimizer.clear_backward_seen_flag()
     engine._backward_prologue()
 

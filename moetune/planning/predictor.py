@@ -38,7 +38,11 @@ class Predictor:
     _like: ResolvedRun | None = None
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
-        """Resolve a run, reusing what the previous run of the model already loaded. Raises `UserError` as `resolve`."""
+        """Resolve a run; the structure of its model is reused from the last call if the model is the same.
+
+        Raises:
+            UserError: as `moetune.run.resolve.resolve`: every setting that the model or the ranks cannot have.
+        """
         self._like = resolve(config, self.device_type, like=self._like)
         return self._like
 

@@ -59,7 +59,10 @@ class MoetuneConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class MoetuneQuantizer(LoadingQuantizer):
-    """The quantizer that transformers selects for a `MoetuneConfig`."""
+    """Quantizes experts and linear layers while `from_pretrained` reads a checkpoint, as a `MoetuneConfig` says.
+
+    transformers creates it for that configuration and calls `load` in place of its own loading.
+    """
 
     quantization_config: MoetuneConfig
 
