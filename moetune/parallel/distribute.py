@@ -33,7 +33,7 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
     """Split and shard a model in place as its ranks' layout says; do nothing for a single rank or for DeepSpeed.
 
     This rank must hold its own experts and everything else whole, and the expert banks must have their dispatcher
-    (adapt/pack.py). DeepSpeed shards when the optimizer is made (training/optim/zero.py).
+    (adapt/weights/target.py). DeepSpeed shards when the optimizer is made (training/optim/zero.py).
 
     Raises:
         AssertionError: tensor parallelism cannot split a linear layer of attention; run/validation.py refuses such

@@ -119,7 +119,7 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
 
 
 def optimizer_over(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return an optimizer of torch, of bitsandbytes or of `optim/lomo.py` over some parameters, by its settings."""
+    """Return an optimizer of torch, of bitsandbytes or of `lomo.py` over some parameters, by its settings."""
     return _maker(config)(parameters)
 
 
