@@ -18,7 +18,8 @@ def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
     """Return (label, text) pairs that describe a run, in the order in which a report prints them."""
     config, train = run.config, run.config.train
     base = f"{config.model.base}{', double-quantized' * (config.model.base == 'nf4' and config.model.double_quant)}"
-    step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {train.accumulate} micro-batches a step"
+    batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
+    step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {batches} a step"
     sizes = {axis: getattr(config.parallel, axis) for axis in ("replicate", "fsdp", "ep", "tp")}
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return (
