@@ -194,8 +194,7 @@ def test_models_on_the_hub(small_model: Path, small_data: Path, tmp_path: Path) 
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert "models--someone--no-weights" in ended.stdout.splitlines()[0]
-    assert "holds no model.safetensors" in ended.stdout.splitlines()[0]
+    assert "'someone/no-weights' cannot be had from the hub" in ended.stdout.splitlines()[0]
     assert f"{commit}' has changed since the run in 'run'" in ended.stdout
     noted = RunFolder(tmp_path / "run").base()
     assert noted is not None
