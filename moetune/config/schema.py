@@ -50,11 +50,15 @@ class Section(BaseModel):
         """Return a copy with some values changed; nothing is validated.
 
         Args:
-            changes: key -> new value; for a key that holds a section, a dict changes only the section's keys in the
-                dict.
+            changes: key -> new value; for a key that holds a section, a dict of some of the section's keys changes only
+                these. Any other dict, such as ids by layer, replaces the section.
         """
         sections = {key: part for key in changes if isinstance(part := getattr(self, key), Section)}
-        nested = {key: part.but(**changes[key]) for key, part in sections.items() if isinstance(changes[key], dict)}
+        nested = {
+            key: part.but(**new)
+            for key, part in sections.items()
+            if isinstance(new := changes[key], dict) and new and new.keys() <= type(part).model_fields.keys()
+        }
         return self.model_copy(update=changes | nested)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from moetune.config.schema import RunConfig
+from moetune.config.schema import LoraConfig, RunConfig
 
 
 def test_cards_follow_from_ranks() -> None:
@@ -25,3 +25,9 @@ def test_a_copy_with_other_values() -> None:
     assert (other.train.steps, other.train.accumulate, other.output) == (3, 8, "runs/a")
     assert (other.adapt.lora.rank, other.adapt.lora.alpha, other.adapt.experts.ids) == (2, 8, {1: (2,)})
     assert config == RunConfig.model_validate(raw)
+
+
+def test_a_change_of_ids_replaces_a_choice() -> None:
+    lora = LoraConfig.model_validate({"rank": 2, "alpha": 4, "ids": {"from": "scores.json", "k": 1}})
+    assert lora.but(ids={0: (1,)}).ids == {0: (1,)}
+    assert lora.but(ids={"k": 2}).ids == lora.ids.but(k=2)
