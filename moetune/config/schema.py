@@ -57,7 +57,7 @@ class Section(BaseModel):
         nested = {
             key: part.but(**new)
             for key, part in sections.items()
-            if isinstance(new := changes[key], dict) and new and new.keys() <= type(part).model_fields.keys()
+            if isinstance(new := changes[key], dict) and new.keys() <= type(part).model_fields.keys()
         }
         return self.model_copy(update=changes | nested)
 

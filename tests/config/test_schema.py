@@ -31,3 +31,4 @@ def test_a_change_of_ids_replaces_a_choice() -> None:
     lora = LoraConfig.model_validate({"rank": 2, "alpha": 4, "ids": {"from": "scores.json", "k": 1}})
     assert lora.but(ids={0: (1,)}).ids == {0: (1,)}
     assert lora.but(ids={"k": 2}).ids == lora.ids.but(k=2)
+    assert lora.but(ids={}) == lora
