@@ -27,6 +27,7 @@ from moetune.memory.closed_form.sizes import (
     Sizes,
     exchanged,
     places,
+    value_of,
     values_of,
 )
 from moetune.memory.trace.alike import Shortened, Unit
@@ -157,9 +158,17 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
         _refuse_other_storages(log, other)
     names = Monomials(sizes)
     found = [names.of(block.bytes, rows.of(block)) for block in log.blocks]
-    for at, (block, *elsewhere) in enumerate(zip(log.blocks, *(other.blocks for other, *_ in others), strict=True)):
-        if all(one.bytes == block.bytes for one in elsewhere):  # constant, even if a probe size divides it
-            found[at] = (block.bytes, False, ())
+    elsewhere = [of_probe for _, of_probe, *_ in others]
+    # Some sizes of the loss's chunks can be equal at all probes: equal bytes do not show that a monomial is wrong.
+    varying = {
+        power
+        for power in {power for *_, power in found}
+        if any(value_of(power, of_probe) != value_of(power, sizes) for of_probe in elsewhere)
+    }
+    for at, (block, *same) in enumerate(zip(log.blocks, *(other.blocks for other, *_ in others), strict=True)):
+        _, grows, power = found[at]
+        if (grows or power in varying) and all(one.bytes == block.bytes for one in same):
+            found[at] = (block.bytes, False, ())  # constant, although a probe size divides it
     powers = list(dict.fromkeys(power for *_, power in found))
     numbers = {power: number for number, power in enumerate(powers)}
     for other, other_sizes, other_rows, _ in others:
