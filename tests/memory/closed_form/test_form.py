@@ -34,8 +34,8 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "adalomo", "offload": True},
     {"name": "sgd", "momentum": 0.9},
 ]
-ON_A_PUSH = (93,)
-"""Of Llama; those of experts take long, and are recorded below and in test_depth.py too."""
+ON_A_PUSH = (6, 93)
+"""One whose loss has chunks of equal size at both probes, and one of Llama; others take long (see test_depth.py too)."""
 SIZES = [(1, 24), (2, 64), (3, 40), (2, 96), (1, 7), (4, 33)]
 
 
@@ -79,7 +79,11 @@ def test_runs_of_every_kind(number: int, tmp_path: Path) -> None:
     form = ClosedForm(run)
     for config in sizes:
         traced = trace(resolve(config, "cuda", like=run))
-        found = form.at(config)
+        try:
+            found = form.at(config)
+        except NoClosedForm:  # below a model's window, a few tokens do not fill the chunks of the loss
+            assert config.train.sequence_length == 7
+            continue
         parts = traced.parts()
         assert found.parts().total == pytest.approx(parts.total, rel=1e-3), config.train
         assert found.host_peak == pytest.approx(traced.host_peak, rel=1e-3)
