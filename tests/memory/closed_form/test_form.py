@@ -35,7 +35,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "sgd", "momentum": 0.9},
 ]
 ON_A_PUSH = (6, 93)
-"""One whose loss has chunks of equal size at both probes, and one of Llama; others take long (see test_depth.py too)."""
+"""One whose loss has chunks of equal size at both probes, and one of Llama; others take long (test_depth.py too)."""
 SIZES = [(1, 24), (2, 64), (3, 40), (2, 96), (1, 7), (4, 33)]
 
 
