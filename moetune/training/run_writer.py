@@ -304,6 +304,12 @@ class RunWriter(RunFolder):
                 self._write(METRICS_FILE, metrics)
         self.ranks.barrier()
 
+    def note_run(self, config: RunConfig) -> None:
+        """Replace the run file; a disk error is ignored."""
+        if self.ranks.is_first:
+            with suppress(OSError):
+                self._write(RUN_FILE, config.to_yaml())
+
     def remove_leftovers(self) -> None:
         """Delete what a run that was killed has left: half-written and half-deleted checkpoints, and temporary
         files."""
