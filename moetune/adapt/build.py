@@ -43,7 +43,6 @@ class Adapted:
     dtype in which transformers loads them.
 
     Attributes:
-        run: the resolved run that the model was built for.
         model: the model, or the part of it that this rank holds.
         ranks: the ranks of the run, as seen by this one.
         expert_context: settings and hooks that the model's expert banks share.
@@ -186,7 +185,6 @@ def build(
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:
-    """Return the context that the model's expert banks share."""
     selection, dispatcher = run.selection, None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}

@@ -40,9 +40,7 @@ class Remedy:
     """Settings with which a run fits, and the prediction of the run with them.
 
     Attributes:
-        settings: dotted run-file key -> new value.
         why: one explanation for each saving that was applied.
-        report: the prediction with these settings.
     """
 
     settings: dict[str, object]
@@ -66,7 +64,6 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterat
     Yields nothing if `report` has no GPU, or if the memory outside torch's allocator alone fills that GPU.
 
     Args:
-        config: the run file.
         report: the prediction for `config`, which does not fit.
         predict: returns the prediction for a changed run file on the GPU of `report`.
     """

@@ -57,7 +57,6 @@ def predict(
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
-        routing: assumption about the rows that each expert receives.
         allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
             variables set, else `expandable`, as in `moetune train`.
         depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
@@ -164,7 +163,6 @@ def _reported(
 
 
 def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
-    """Return the report with more assumptions."""
     return replace(report, assumptions=(*report.assumptions, *more))
 
 

@@ -34,11 +34,9 @@ class Landmarks:
     """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
     Args:
-        model: a model as transformers builds it; the meta device will do.
         marked: parameter name -> component, for parameters whose component is known already: routers and experts.
 
     Attributes:
-        modules: path -> module.
         base: prefix of the base model's parameter names (`model.`), empty if the model is its own base.
         head: prefix of the LM head's parameter names; None without a head.
         stacks: prefixes of the outermost module lists (`model.layers.`), those of vision towers included.

@@ -36,12 +36,7 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> Selection:
-        """Return the selection without the given decoder layers.
-
-        Args:
-            layers: indices of the layers to leave out.
-            structure: the structure of the whole model.
-        """
+        """Return the selection without the given decoder layers."""
         rest = structure.without(layers)
         return Selection(
             self.full & {one.name for one in rest.parameters},

@@ -186,7 +186,6 @@ def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = ""
 
 
 def _has(tree: Any, key: str) -> bool:
-    """Return whether nested dicts have a key, with its levels separated by dots."""
     for word in key.split("."):
         if not isinstance(tree, dict) or word not in tree:
             return False

@@ -47,7 +47,6 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     keep.
 
     Args:
-        published: how the checkpoint is stored.
         model: the `model:` section as written.
     """
     if not published.is_read and model.weights == "pretrained":
@@ -144,11 +143,7 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
-    """Yield a line if `train.router_bias_rate` is set and no correction bias can be updated.
-
-    Args:
-        routers: number of layers whose router trains.
-    """
+    """Yield a line if `train.router_bias_rate` is set and no correction bias can be updated."""
     option = "train.router_bias_rate"
     if not routers:
         yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
@@ -277,7 +272,6 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
 
 
 def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield the problems that `deepspeed_json` finds, if the engine is DeepSpeed."""
     if run.config.parallel.engine == "deepspeed":
         try:
             deepspeed_json(run.config)

@@ -61,7 +61,6 @@ class Inputs:
         """Return the inputs of a run that begins now, with a new random name.
 
         Args:
-            data: the tokenized training and evaluation data.
             base: the folder of the base's weights; None if it is not on this machine, and `config` and `files` are
                 empty then.
         """

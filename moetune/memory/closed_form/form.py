@@ -65,8 +65,6 @@ class ClosedForm:
     The formulas come from a step of the trainer, recorded on fake tensors when `at` first needs it.
 
     Attributes:
-        run: a run of the kind.
-        rank: number of the rank, from 0.
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         recorded: records that were read from disk or made; None before the first evaluation.
     """
@@ -175,7 +173,6 @@ class ClosedForm:
 
         Args:
             trained: tokens of a micro-batch.
-            held_out: tokens of an evaluation's batch; 0 for none.
         """
         tp, known = self.run.config.parallel.tp, dict[Hashable, ExpertRows]()
 

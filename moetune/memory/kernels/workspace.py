@@ -28,29 +28,16 @@ FLOAT = 4
 
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes.
-
-    Args:
-        func: overload of an operator, as a dispatch mode receives it.
-        capability: compute capability of the GPU, as (major, minor).
-        args, kwargs: arguments of the call.
-    """
+    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes."""
     return _FIRST[func](capability, *args, **kwargs) if func in _FIRST else ()
 
 
 def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes.
-
-    Args:
-        func: overload of an operator, as a dispatch mode receives it.
-        capability: compute capability of the GPU, as (major, minor).
-        args: positional arguments of the call.
-    """
+    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes."""
     return _TAKEN[func](capability, *args) if func in _TAKEN else ()
 
 
 def _ceil(number: int, multiple: int) -> int:
-    """Round up to a multiple."""
     return -(-number // multiple) * multiple
 
 
