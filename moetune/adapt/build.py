@@ -113,7 +113,7 @@ def build(
         on_read: called repeatedly while weights are read, with the fraction that has been read (0 to 1).
         ranks: the ranks of the run, as seen by this one.
         capability: with the device `meta`, the CUDA compute capability of the GPU that the model is built for; None for
-            a CPU. Ignored on a GPU, which is asked itself.
+            a CPU. Ignored on a GPU, whose own capability is read.
 
     Raises:
         UserError: the run cannot be resolved, the weights cannot be read or do not fit the model, or a tensor is not in

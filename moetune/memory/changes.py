@@ -159,7 +159,7 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         why = "as full, and the layers' inputs wait in host memory"
         yield Saving({"train.checkpointing": "offload"}, why, _ACTIVATIONS)
     if model.experts_on != "host":
-        why = "packed experts come from host memory in time; wants many tokens a step"
+        why = "quantized experts are kept in host memory; needs many tokens a step"
         yield Saving({"model.experts_on": "host"}, why, ("frozen_weights",))
     if single and single.master_weights == "fp32" and not single.offload:
         why = "no master weights: updates are rounded stochastically"

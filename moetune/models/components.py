@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 Component = Literal[
     "embedding", "attention", "router", "experts", "shared_experts", "dense_mlp", "norm", "lm_head", "other"
 ]
-"""What a parameter belongs to; every parameter is of exactly one component."""
+"""Components of a model; every parameter belongs to exactly one."""
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 _NORM_CLASS = re.compile(r"norm(gated|alization|\dd)?$", re.IGNORECASE)

@@ -16,7 +16,9 @@ from moetune.models.structure import ModelStructure, ParameterInfo
 
 @dataclass(frozen=True)
 class Selection:
-    """What trains in one model. The plain model is the one that transformers builds, before any adaptation.
+    """The parameters and experts of a model that train.
+
+    The plain model is the one that transformers builds, before any adaptation.
 
     Attributes:
         full: names, in the plain model, of the parameters that train in full precision, without those of experts.

@@ -58,7 +58,7 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     if kept and model.double_quant != published.double_quant:
         yield (
             f"model.double_quant: {str(model.double_quant).lower()}, but {model.path!r} is published with "
-            f"{str(published.double_quant).lower()}; leave it out to keep that, or set base: nf4 to pack it anew"
+            f"{str(published.double_quant).lower()}; leave it out to keep that, or set base: nf4 to quantize it again"
         )
 
 
@@ -252,7 +252,7 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
     if run.config.parallel.tp == 1:
         return
     plan, structure, selection = tensor_plan(run.model.plain), run.structure, run.selection
-    packed = run.quantized_linears if run.config.model.base in ("nf4", "int8") else ()
+    quantized = run.quantized_linears if run.config.model.base in ("nf4", "int8") else ()
     for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
             yield (
@@ -260,10 +260,10 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
                 "training; set parallel.tp: 1"
             )
             return
-        if path in packed:
+        if path in quantized:
             yield (
-                f"parallel.tp: {path} is packed (model.base), and packed matrices cannot be split; set parallel.tp: 1, "
-                "or model.base to the precision of compute"
+                f"parallel.tp: {path} is quantized (model.base), and quantized matrices cannot be split; set "
+                "parallel.tp: 1, or model.base to the precision of compute"
             )
             return
     alone = [name for name in sorted(selection.full) if style_of(name.rpartition(".")[0], plan) in LEFT_ALONE]

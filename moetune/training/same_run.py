@@ -41,7 +41,7 @@ _MAKES_TOKENS = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktok
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run depends on beside its run file and its weights; stored in `inputs.json`.
+    """Inputs of a run besides its run file and its weights; stored in `inputs.json`.
 
     Attributes:
         run: a random name, the same in the run folder and in all checkpoints of a run.

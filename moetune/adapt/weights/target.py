@@ -179,7 +179,7 @@ class LoadTarget:
 
         Args:
             path: path of the linear layer, which is replaced by a `Linear4bit` unless it is one.
-            data: the packed weight, two values per byte.
+            data: the quantized weight, two values per byte.
             state: the quantization state, under bitsandbytes' names.
         """
         linear = self.model.get_submodule(path)

@@ -78,7 +78,7 @@ class Record:
 
     @cached_property
     def held_out(self) -> np.ndarray:
-        """[blocks] whether each block is allocated in the evaluation, and so depends on the evaluation's batch."""
+        """Whether each block is allocated in the evaluation, and so depends on its batch: [blocks]."""
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:

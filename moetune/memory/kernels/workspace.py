@@ -203,7 +203,7 @@ def _embedding_backward(capability: Capability, gradient: Tensor, indices: Tenso
 def _gemm_4bit(
     capability: Capability,
     rows: Tensor,
-    packed: Tensor,
+    quantized: Tensor,
     shape: Sequence[int],
     absmax: Tensor,
     blocksize: int,
@@ -220,7 +220,7 @@ def _gemm_4bit(
 
     Args:
         rows: input [..., K].
-        packed: the quantized weight.
+        quantized: the quantized weight.
         shape: (N, K), the shape of the weight.
         absmax_8bit: scales under double quantization; None without.
     """

@@ -185,8 +185,10 @@ def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
     numel, is_nested = shape[0] * shape[1], any(tensor.dtype == torch.uint8 for tensor in tensors[2:])
     weight = numel * rows.element_size()
     scales = 4 * numel / 64 * (3 if is_nested else 0)
-    of_packed = sum(map(size_of, tensors[1:]))
-    yield Share(Work(bytes=of_packed + scales + weight, launches=3 if is_nested else 1), tensors[1], "dequantization")
+    of_quantized = sum(map(size_of, tensors[1:]))
+    yield Share(
+        Work(bytes=of_quantized + scales + weight, launches=3 if is_nested else 1), tensors[1], "dequantization"
+    )
     moved = size_of(rows) + weight + sum(map(size_of, fresh))
     yield Share(_product(2 * (rows.numel() // rows.shape[-1]) * numel, moved, 1, rows), rows)
 

@@ -126,7 +126,7 @@ class Trace:
 
     @cached_property
     def _on_host(self) -> np.ndarray:
-        """[storages] whether each is host memory."""
+        """Whether each storage is host memory: [storages]."""
         return self.events.column("on_host").astype(bool)
 
     def _of_part(self, part: PartName) -> np.ndarray:
@@ -139,7 +139,7 @@ class Trace:
 
     @cached_property
     def _device(self) -> np.ndarray:
-        """[events] bytes alive on the device at each place."""
+        """Bytes alive on the device after each event: [events]."""
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
     def alive(self, at: int | None = None) -> np.ndarray:
