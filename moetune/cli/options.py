@@ -54,8 +54,7 @@ def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
 
 
 def known_gpu(value: str | None) -> str | None:
-    """Return the name of a GPU in the catalog, a size such as `44GiB`, or None; raise `UserError` for any other
-    value."""
+    """Return the name of a GPU in the catalog, a size such as `44GiB`, or None; else raise `UserError`."""
     from moetune.models.catalog.gpus import find_gpu
 
     if value is not None:

@@ -151,8 +151,7 @@ def _clear_leftovers(out: Path) -> None:
 
 
 def _clear(ours: Path, out: Path) -> None:
-    """Remove the temporary folder `ours`, its marker last; first move an older export in it back if `out` is
-    missing."""
+    """Remove the temporary folder `ours`, marker last; if `out` is missing, first restore the older export in it."""
     if (ours / _OLD).exists() and not out.exists():
         (ours / _OLD).rename(out)
     for name in (_NEW, _OLD):

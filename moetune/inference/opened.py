@@ -59,8 +59,7 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with the run file's chat template if it sets one; raises `UserError` if there is no
-        tokenizer."""
+        """The tokenizer, with the run file's chat template if it sets one; `UserError` if there is no tokenizer."""
         tokenizer, data = tokenizer_of(self.name, self.folder), None if self.config is None else self.config.data
         if data is not None and data.chat_template is not None:
             tokenizer.chat_template = chat_template(data.chat_template)

@@ -88,8 +88,7 @@ class Engine:
         self.engine.backward(loss * (self.ranks + 0 * loss.detach()), scale_wrt_gas=False)
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of all ranks' gradients before clipping, as a scalar tensor; infinite if a gradient is
-        not finite."""
+        """Return the L2 norm of all ranks' gradients before clipping, a scalar tensor; inf if one is not finite."""
         return patches.norm_of_all(self.engine, self.stage)
 
     def step(self) -> None:

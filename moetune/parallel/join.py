@@ -98,8 +98,7 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
 
 
 def _die_with_parent() -> None:
-    """On Linux, let the kernel kill this rank if `start_ranks` is killed, so that it does not wait for the other
-    ranks."""
+    """On Linux, let the kernel kill this rank if `start_ranks` is killed, so that it does not wait for others."""
     if PARENT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ[PARENT]):

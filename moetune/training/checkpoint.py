@@ -52,8 +52,7 @@ _BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # states of bitsandbytes: one 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that is saved under one name: a whole parameter, or the row of one expert in a stack of low-rank
-    factors.
+    """A tensor saved under one name: a whole parameter, or one expert's row of stacked LoRA factors.
 
     Attributes:
         parameter: the parameter, of which this rank may hold a part.
@@ -65,8 +64,7 @@ class Part:
     row: int | None = None
 
     def of(self, tensor: Tensor, *, like: bool = True) -> Tensor:
-        """Return what belongs to this `Part` in a local tensor of its parameter, such as the weight or an optimizer
-        state.
+        """Return this `Part` of a local tensor of its parameter, such as the weight or an optimizer state.
 
         Args:
             tensor: this rank's weight or state, for all rows of the parameter.
@@ -153,8 +151,7 @@ def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> Non
 
 
 def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Write tensors as safetensors of about `_FILE_BYTES` each; every rank must call this, and DTensors are written in
-    parts."""
+    """Write tensors, DTensors in parts, as safetensors of about `_FILE_BYTES` each; every rank must call this."""
     sizes = dict(ChainMap(*ranks.gather({name: local_tensor(tensor).nbytes for name, tensor in tensors.items()})))
     if not sizes:  # lomo has no states
         return
@@ -260,7 +257,7 @@ class _Optimizer(TypedDict):
 
 
 def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
-    """Read a JSON file of a checkpoint folder, as a value of type `kind` (`documents.read_json`).
+    """Read a JSON file of a checkpoint folder, as a value of type `kind` (`json_files.read_json`).
 
     Args:
         kind: a TypedDict or another type that pydantic can validate.
@@ -417,8 +414,7 @@ def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warning about saving with a single process, and unwrap the errors of
-    torch.distributed.checkpoint.
+    """Silence torch's warning about saving with one process; unwrap errors of torch.distributed.checkpoint.
 
     Raises:
         BaseException: the wrapped one, if it is not an `Exception`: `KeyboardInterrupt`, for example.

@@ -238,8 +238,7 @@ class Loop:
         )
 
     def smaller_run(self) -> ResolvedRun:
-        """Return the resolved run with the current micro-batch, and `train.accumulate` increased so that a step has the
-        same rows."""
+        """Return the resolved run with the current micro-batch, and `train.accumulate` for the same rows per step."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
         smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
@@ -247,8 +246,7 @@ class Loop:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Prefix a `UserError` of the body with the step. At the first step, if a weight of the base is not finite,
-        raise that."""
+        """Prefix a `UserError` with the step; at the first, raise one for a weight of the base that is not finite."""
         try:
             yield
         except UserError as error:

@@ -34,8 +34,7 @@ class Pace:
     limit: int | None = None
 
     def metrics(self, updates: int, seconds: float, left: int) -> dict[str, float | None]:
-        """Return `flops`, `share_of_limit` (measured speed over `limit`, 0 to 1) and `seconds_left` for a line of
-        metrics.
+        """Return `flops`, `share_of_limit` (speed over `limit`, 0 to 1) and `seconds_left` for a line of metrics.
 
         Args:
             updates: number of steps that were measured.
@@ -103,8 +102,7 @@ class Interval:
             self.losses.append(reduced.loss)
 
     def restart_clock(self) -> None:
-        """Measure `tokens_per_second` from now on, so that the time of an evaluation does not count; other sums are
-        kept."""
+        """Measure `tokens_per_second` from now on, so that evaluation time does not count; other sums are kept."""
         self.since, self.sums.positions, self.timed_updates = time.perf_counter(), 0, 0
 
     def line(

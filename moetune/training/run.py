@@ -342,8 +342,7 @@ def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Cal
 
 
 def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None) -> None:
-    """Raise `UserError` if ranks differ in run file, data, weights or torch version: their gradients could not be
-    summed."""
+    """Raise `UserError` if ranks differ in run file, data, weights or torch version: gradients cannot be summed."""
     ranks, config = adapted.ranks, adapted.run.config
     drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
     mine = {
@@ -361,8 +360,7 @@ def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None)
 
 
 def _checkpoint_bytes(adapted: Adapted) -> int:
-    """Return the size of a checkpoint in bytes: trained weights, float32 copies and optimizer states, over all
-    ranks."""
+    """Return the bytes of a checkpoint: trained weights, float32 copies and optimizer states, over all ranks."""
     optimizers, ranks, experts = adapted.run.optimizers, adapted.ranks, set(adapted.of_experts())
     mine = sum(
         saved_bytes(optimizers[adapted.part_of(name)], tuple(local_tensor(p).shape), p.itemsize)

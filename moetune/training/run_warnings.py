@@ -42,8 +42,7 @@ class RunWarnings:
         self.begin()
 
     def begin(self, first_loss: float | None = None) -> None:
-        """Set what later weights and losses are compared with: a sample of the weights as they are now, and the first
-        loss.
+        """Set the sample of weights and the first loss with which later ones are compared.
 
         Args:
             first_loss: the first loss of a resumed run; None to take the loss of the next line of metrics.
@@ -134,8 +133,7 @@ class RunWarnings:
         return {"idle_experts": len(idle), "unchanged": still if updated else [], "notices": self._kinds}
 
     def at_end(self, received: dict[int, Tensor]) -> None:
-        """Warn of trained experts that received no token in the whole run, and of 16-bit weights whose updates were
-        rounded away.
+        """Warn of trained experts without a token in the run, and of 16-bit weights whose updates were rounded away.
 
         Args:
             received: expert load since the run began, layer index -> tokens [E].
@@ -187,8 +185,7 @@ class RunWarnings:
 
     @torch.no_grad()
     def _sample(self) -> dict[str, Tensor]:
-        """Return at most `_SAMPLED` elements of this rank's part of each trained parameter: float32 copies on the host,
-        by part."""
+        """Return up to `_SAMPLED` elements of each trained parameter on this rank: float32, on the host, by part."""
         parts: dict[str, list[Tensor]] = {}
         for name, parameter in self.adapted.trainable().items():
             flat = local_tensor(parameter).reshape(-1)
@@ -228,8 +225,7 @@ def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, 
 
 
 def refuse_broken_weights(model: nn.Module) -> None:
-    """Raise `UserError` if a weight, buffer or quantization scale of a model is not finite; the message names the
-    first.
+    """Raise `UserError` with the name of the first weight, buffer or quantization scale that is not finite.
 
     Every tensor is read. Of a sharded tensor this rank's part is checked.
     """

@@ -147,8 +147,7 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _digest(rows: datasets.Dataset) -> str:
-    """Return the SHA-256 of all columns' names, values and row lengths; how the data are split into chunks has no
-    effect."""
+    """Return the SHA-256 of all columns' names, values and row lengths, independent of the division into chunks."""
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())

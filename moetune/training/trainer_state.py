@@ -110,8 +110,7 @@ def check_checkpoint(folder: Path) -> None:
 
 @contextmanager
 def refusing_damage(folder: Path) -> Iterator[None]:
-    """Turn every exception that the body raises while it reads a checkpoint into a `UserError` that the checkpoint is
-    damaged.
+    """Turn every exception of the body into a `UserError` that the checkpoint is damaged.
 
     `UserError` and `torch.OutOfMemoryError` pass unchanged. No file of a checkpoint is ever executed (no pickle).
     """

@@ -1,6 +1,6 @@
 """`LoadTarget`: puts weights from any source into expert banks, quantized linear layers and parameters.
 
-Checkpoints (checkpoint.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
+Checkpoints (published.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
 """
 
 from __future__ import annotations
