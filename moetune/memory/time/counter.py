@@ -21,7 +21,7 @@ class TracePosition(Protocol):
         module: path of the module that runs; empty outside any module.
 
     Methods:
-        place: number of entries in the trace's log (births and deaths of storages) so far.
+        place: number of entries in the trace's log (allocations and releases of storages) so far.
         is_host: whether a tensor is in host memory.
         trains: whether a tensor is a trained weight.
         block_of: index of a tensor's storage in the trace's log; None if the storage is not recorded.
