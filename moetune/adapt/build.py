@@ -43,7 +43,6 @@ class Adapted:
     dtype in which transformers loads them.
 
     Attributes:
-        run: the resolved run that the model was built for.
         model: the model, or the part of it that this rank holds.
         ranks: the ranks of the run, as seen by this one.
         expert_context: settings and hooks that the model's expert banks share.
@@ -114,7 +113,7 @@ def build(
         on_read: called repeatedly while weights are read, with the fraction that has been read (0 to 1).
         ranks: the ranks of the run, as seen by this one.
         capability: with the device `meta`, the CUDA compute capability of the GPU that the model is built for; None for
-            a CPU. Ignored on a GPU, which is asked itself.
+            a CPU. Ignored on a GPU, whose own capability is read.
 
     Raises:
         UserError: the run cannot be resolved, the weights cannot be read or do not fit the model, or a tensor is not in
@@ -186,7 +185,6 @@ def build(
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:
-    """Return the context that the model's expert banks share."""
     selection, dispatcher = run.selection, None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}

@@ -93,7 +93,7 @@ def open_model(
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
         if base is not None:
-            raise UserError(f"{what!r} is a run, on a base that is packed as it was in training; leave --base out")
+            raise UserError(f"{what!r} is a run, on a base that is quantized as in training; leave --base out")
         return _open_run(what, open_run(path), device, dtype)
     if (path / "adapter_config.json").is_file():
         if base is not None:

@@ -121,8 +121,7 @@ def _draw_curves(figure: Figure, metrics: Metrics) -> None:
 
 
 def _line(axes: Axes, lines: Metrics, key: str, label: str, colour: str) -> None:
-    """Draw one metric over the steps, leaving out lines that lack it; with markers if there are fewer than 30
-    points."""
+    """Draw one metric over the steps that have it; with markers if there are fewer than 30 points."""
     points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     marker = "." if len(points) < 30 else None
     axes.plot([x for x, _ in points], [y for _, y in points], color=colour, label=label, marker=marker)

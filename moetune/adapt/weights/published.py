@@ -32,9 +32,6 @@ class CheckpointReader:
     Creating the reader checks names, shapes and dtypes, and reads no weight.
 
     Args:
-        folder: the folder of the checkpoint.
-        plain: the model as transformers builds it, on the meta device.
-        name: the model's name, for messages.
         target: stores the tensors in the model.
 
     Raises:
@@ -69,11 +66,7 @@ class CheckpointReader:
         self.read_rest(model)
 
     def read_experts(self, path: str) -> None:
-        """Read those experts of one layer that this rank holds into the layer's bank.
-
-        Args:
-            path: path of the layer's experts module.
-        """
+        """Read those experts of one layer that this rank holds into the layer's bank."""
         layer = self._target.layers[path]
         for stack in stacks(layer):
             mapping = self._mappings[f"{path}.{stack}"]
@@ -87,11 +80,7 @@ class CheckpointReader:
                     self._target.put_expert(path, stack, expert, whole[expert])
 
     def read_rest(self, model: PreTrainedModel) -> None:
-        """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains.
-
-        Args:
-            model: the model of the target.
-        """
+        """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains."""
         experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
         for name, mapping in self._mappings.items():
             path = name.removesuffix(".weight")
@@ -237,7 +226,6 @@ def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
     Args:
         wrong: descriptions of tensors that do not fit.
         what: the weights, in the plural, for the message.
-        model: the model's name, for the message.
     """
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""

@@ -65,8 +65,6 @@ class ClosedForm:
     The formulas come from a step of the trainer, recorded on fake tensors when `at` first needs it.
 
     Attributes:
-        run: a run of the kind.
-        rank: number of the rank, from 0.
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         recorded: records that were read from disk or made; None before the first evaluation.
     """
@@ -187,7 +185,6 @@ class ClosedForm:
 
         Args:
             trained: tokens of a micro-batch.
-            held_out: tokens of an evaluation's batch; 0 for none.
         """
         shares, known = token_shares(self.run.config.parallel), dict[Hashable, ExpertRows]()
 

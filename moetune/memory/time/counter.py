@@ -46,7 +46,6 @@ class Counter:
 
     Args:
         capability: CUDA compute capability of the GPU, which decides which kernels run.
-        where: the current position in the step.
         parts: module path -> the part to which its work counts.
         done: list to which each operation's work is appended.
     """
@@ -61,11 +60,6 @@ class Counter:
 
         Updates of trained weights count as `optimizer`, copies between host and GPU as `transfers`, and operations on
         host tensors as `host`. Anything else counts as the part of the operation or of the module that runs.
-
-        Args:
-            func: the dispatched operator (`OpOverload`).
-            args, kwargs: its arguments.
-            out: its result.
         """
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None

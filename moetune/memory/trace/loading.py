@@ -42,7 +42,6 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     assumed to be larger than these. The host's peak is what stays in host memory.
 
     Args:
-        run: run whose weights are loaded.
         traced: prediction of the same run, by trace or closed form; only the bytes of its loaded weights are read.
     """
     structure, model = run.structure, run.config.model
