@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moetune.compat.transformers import attention_of, fix_rotary_length, has_flash_interface, set_attention
+from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, set_attention
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
@@ -165,7 +165,7 @@ def has_little_shared_memory(capability: Capability) -> bool:
 
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
     """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
-    return attention_of(model) in (VARLEN, "flash_attention_2")
+    return attention_name(model) in (VARLEN, "flash_attention_2")
 
 
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:

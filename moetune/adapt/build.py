@@ -17,7 +17,7 @@ from moetune.adapt.checkpointing import checkpoint_layers
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
-from moetune.adapt.weights.checkpoint import read_checkpoint
+from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
 from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
@@ -31,7 +31,7 @@ from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.dtypes import kind_of
+from moetune.run.dtypes import device_kind
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 
@@ -121,7 +121,7 @@ def build(
             the precision or on the device that the run file sets.
     """
     device = torch.device(device)
-    run = resolve(run, kind_of(device))
+    run = resolve(run, device_kind(device))
     config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -149,7 +149,7 @@ def build(
     if is_drawn:
         fill_randomly(target)
     elif is_checkpoint:
-        read_checkpoint(target, run.model)
+        read_published(target, run.model)
     else:
         read_quantized_base(target, run, ranks, on_read)
     model.requires_grad_(False)

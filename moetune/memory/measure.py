@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetune.adapt.build import build
 from moetune.experts.context import read_received, read_rows
-from moetune.memory.routing import Replayed
+from moetune.memory.assumed_routing import Replayed
 from moetune.memory.trace import Steps, Trace, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.ranks import SINGLE_RANK, Ranks

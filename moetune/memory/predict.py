@@ -12,13 +12,13 @@ from typing import Any, Literal
 from moetune.config.schema import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
+from moetune.memory.equal_ranks import by_kind
 from moetune.memory.outside_allocator import outside_allocator
-from moetune.memory.ranks import by_kind
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
-from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
@@ -43,7 +43,7 @@ def predict(
     *,
     method: Method | None = None,
     gpu: str | Gpu | None = None,
-    routing: Routing = BALANCED,
+    routing: AssumedRouting = BALANCED,
     allocator: Allocator | None = None,
     depths: Depths | None = None,
     advise: bool = True,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.measure import measure
 from moetune.memory.predict import allocator_here, predict
-from moetune.memory.routing import Routing
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
-from moetune.run.dtypes import kind_of
+from moetune.run.dtypes import device_kind
 from moetune.run.resolve import AnyRun, resolve
 
 TOLERANCE = 0.05
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def verify(
-    run: AnyRun, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
+    run: AnyRun, steps: int, routing: AssumedRouting | None = None, device: torch.device | str | None = None
 ) -> Outcome:
     """Take real steps with random weights, and predict the memory of the same steps.
 
@@ -66,7 +66,7 @@ def verify(
     Raises:
         UserError: as `measure`; the run has several ranks; or the device does not exist.
     """
-    run = resolve(run, kind_of(device))
+    run = resolve(run, device_kind(device))
     if run.config.parallel.ranks > 1:
         raise UserError(
             f"parallel: makes {run.config.parallel.ranks} ranks, and verify measures one process; train with them for "

@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 from moetune.config.schema import ParallelConfig, RunConfig
-from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.json_files import read_json
 
 _BUCKET = 2**26
 """Largest number of gradient elements that are reduced at a time.

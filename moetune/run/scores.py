@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moetune.documents import Amount, read_json
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.json_files import Amount, read_json
 from moetune.models.structure import ModelStructure
 
 SCHEMA: Literal[1] = 1

@@ -34,9 +34,9 @@ from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
 from moetune.compat.torch import consolidate, shard_place
-from moetune.documents import Amount, T, read_json
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
+from moetune.json_files import Amount, T, read_json
 from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor

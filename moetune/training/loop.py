@@ -342,7 +342,7 @@ class Loop:
             checkpoint.read_trained(folder, self.adapted)
             losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
             self.warnings.begin(next(losses, None))
-            self.total_load.update(trainer_state.read_load(folder, self.adapted))
+            self.total_load.update(trainer_state.read_total_load(folder, self.adapted))
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch
         if not self.tokens:

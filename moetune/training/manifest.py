@@ -7,8 +7,8 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from moetune.documents import Amount, read_sealed, sealed
 from moetune.errors import UserError, one_line
+from moetune.json_files import Amount, read_sealed, sealed
 
 MANIFEST = "manifest.json"
 

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config.load import refuse_existing_run
 from moetune.config.schema import RunConfig
-from moetune.documents import sealed
 from moetune.errors import UserError
 from moetune.files import (
     Ledger,
@@ -38,6 +37,7 @@ from moetune.files import (
     sync,
     write_whole,
 )
+from moetune.json_files import sealed
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.training.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from moetune.config.load import parse
 from moetune.config.schema import RunConfig
-from moetune.documents import read_json
 from moetune.errors import UserError, reading
+from moetune.json_files import read_json
 from moetune.models.hub.fingerprint import digest
 from moetune.models.hub.snapshot import small_files
 from moetune.parallel.coordinates import data_ranks

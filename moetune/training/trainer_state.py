@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
-from moetune.documents import Amount, Number
 from moetune.errors import UserError, one_line
+from moetune.json_files import Amount, Number
 from moetune.training import checkpoint
 from moetune.training.optim.values import generator_states, set_generator_states
 from moetune.training.run_folder import step_of
@@ -84,7 +84,7 @@ def read_state(folder: Path) -> tuple[int, int | None, int]:
     return state["global_step"], state.get("train_batch_size"), state.get("num_input_tokens_seen") or 0
 
 
-def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
+def read_total_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     """Return the expert load since the run began, layer index -> tokens [E], on the model's device.
 
     Raises:

@@ -16,8 +16,8 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.models.hub.delta_folder import Delta
-from moetune.models.hub.names import KeyMapping, key_mappings
-from moetune.models.hub.quantized import weights_of
+from moetune.models.hub.dequantize import weights_of
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name

@@ -31,8 +31,8 @@ from moetune.adapt.start_from.peft_layout import (
     split_experts,
     split_parts,
 )
-from moetune.documents import read_json
 from moetune.errors import UserError, reading, shown, time_limit
+from moetune.json_files import read_json
 from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors

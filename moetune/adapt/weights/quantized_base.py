@@ -22,16 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.adapt.weights.checkpoint import finish_reading
+from moetune.adapt.weights.published import finish_reading
 from moetune.adapt.weights.random import fill_randomly, realize_buffers
 from moetune.adapt.weights.target import LoadTarget
-from moetune.documents import read_json
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
 from moetune.files import WriterLock, aside_of, settle, write_whole
+from moetune.json_files import read_json
+from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, digesting
-from moetune.models.hub.names import key_mappings
-from moetune.models.hub.quantized import Quantized, open_checkpoint
+from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
 from moetune.models.source_quantization import BEGUN, QuantizedManifest
 from moetune.parallel.ranks import Ranks

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moetune.adapt.weights.checkpoint import CheckpointReader
+from moetune.adapt.weights.published import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import LoadingQuantizer
 from moetune.config.resolved import ResolvedModelConfig

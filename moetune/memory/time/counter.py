@@ -12,7 +12,7 @@ from moetune.adapt.build import Adapted
 from moetune.memory.time.work import Done, Work, WorkPart, part_of, size_of, works, written_by
 
 
-class Where(Protocol):
+class TracePosition(Protocol):
     """The current position in a traced step and its tensors; `Tracker` implements this protocol.
 
     Attributes:
@@ -51,7 +51,9 @@ class Counter:
         done: list to which each operation's work is appended.
     """
 
-    def __init__(self, capability: Capability, where: Where, parts: Mapping[str, WorkPart], done: list[Done]) -> None:
+    def __init__(
+        self, capability: Capability, where: TracePosition, parts: Mapping[str, WorkPart], done: list[Done]
+    ) -> None:
         self.capability, self.where, self.parts, self.done = capability, where, parts, done
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:

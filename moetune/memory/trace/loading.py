@@ -18,7 +18,7 @@ from moetune.experts.quantized import BLOCK, QuantizedExperts
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
-from moetune.models.hub.names import expert_layout
+from moetune.models.hub.key_mapping import expert_layout
 from moetune.models.moe import ExpertShape
 from moetune.run.resolve import ResolvedRun
 

@@ -226,11 +226,11 @@ class Events:
     def module(self, storage: int) -> str:
         """Return the path, in the whole model, of the module that allocated a storage; empty if there was none."""
         block = int(self.like[storage])
-        return named(self.owners.log.blocks[block].module, self.owners.unit_of(block), int(self.copies[storage]))
+        return layer_named(self.owners.log.blocks[block].module, self.owners.unit_of(block), int(self.copies[storage]))
 
 
 @cache
-def named(module: str, unit: Unit | None, copy: int) -> str:
+def layer_named(module: str, unit: Unit | None, copy: int) -> str:
     """Return a module's path with the number of its layer replaced by that of the layer it stands for.
 
     With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp".

@@ -16,7 +16,7 @@ from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
 from moetune.experts.context import CountRows
-from moetune.memory.routing import Routing
+from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.time.work import COUNTING, READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE, Log
@@ -239,13 +239,13 @@ class Steps(Watched):
         reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
 
-    def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
+    def counting(self, routing: AssumedRouting | CountRows) -> AbstractContextManager[None]:
         """Return a context in which the number of tokens of each expert is taken from an assumption.
 
         Args:
             routing: an assumption, or a function that replaces `ExpertHooks.count_rows`.
         """
-        count_rows = routing.count_rows if isinstance(routing, Routing) else routing
+        count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:

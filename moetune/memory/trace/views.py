@@ -16,7 +16,7 @@ from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks,
 from moetune.memory.time.work import Work, WorkPart, sums
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log, Mark
-from moetune.memory.trace.repeat import Events, named
+from moetune.memory.trace.repeat import Events, layer_named
 from moetune.parallel.messages import Message
 
 _BEFORE_ALL = -1_000
@@ -111,7 +111,8 @@ class Trace:
     def marks(self) -> list[Mark]:
         """Starts of phases and modules in the whole model; `at` of a mark is the index of the first event after it."""
         return [
-            replace(mark, at=at, module=named(mark.module, unit, copy)) for at, mark, unit, copy in self.events.marks
+            replace(mark, at=at, module=layer_named(mark.module, unit, copy))
+            for at, mark, unit, copy in self.events.marks
         ]
 
     @property
@@ -223,7 +224,7 @@ class Trace:
             groups.setdefault(key, []).append(int(self.bytes[storage]))
         allocations = [Allocation(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
         allocations.sort(key=lambda allocation: -allocation.bytes)
-        module = named(mark.module, unit, copy)
+        module = layer_named(mark.module, unit, copy)
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:

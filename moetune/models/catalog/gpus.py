@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from moetune.config.sizes import HOW_TO_WRITE_A_SIZE, parse_size
+from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 from moetune.errors import UserError, suggest
 
 _SEVERAL = re.compile(r"(\d{1,4})\s*[x×*]\s*(.+)|(.+?)\s+[x×*]\s*(\d{1,4})", re.IGNORECASE | re.ASCII)

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.documents import parse_json, read_json
 from moetune.errors import UserError, reading, shown
+from moetune.json_files import parse_json, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -180,7 +180,7 @@ def is_name_of_weights(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and "\0" not in name and name.endswith(".safetensors")
 
 
-def read_checkpoint(folder: Path) -> dict[str, Stored]:
+def read_headers(folder: Path) -> dict[str, Stored]:
     """Read the headers of a checkpoint's files, and return tensor name -> its place.
 
     Raises:

@@ -15,8 +15,8 @@ from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, reading
-from moetune.models.hub.names import KeyMapping, key_mappings
-from moetune.models.hub.quantized import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.dequantize import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
@@ -211,7 +211,7 @@ class CheckpointReader:
             return str(error).strip().splitlines()[0]
 
 
-def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
+def read_published(target: LoadTarget, model: ResolvedModel) -> None:
     """Read the checkpoint of a model into the target's model, which is on the meta device; download it first if needed.
 
     Raises:
