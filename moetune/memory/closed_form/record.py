@@ -34,6 +34,7 @@ from moetune.memory.trace.alike import Shortened, Unit
 from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.repeat import Events, Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
+from moetune.parallel.coordinates import token_shares
 from moetune.training.step.loss import Chunks
 
 Integers = Annotated[
@@ -193,7 +194,9 @@ def _refuse_other_storages(log: Log, other: Log) -> None:
         pairs = enumerate(zip(log.entries, other.entries, strict=False))
         at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
         block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
-        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
+        raise NoClosedForm(
+            f"the step makes other storages at another size, from {block.op} in {block.module!r} on; use --method trace"
+        )
 
 
 def _compare(
@@ -211,7 +214,7 @@ def _compare(
         if is_.bytes != coefficient * values[power] * (rows.of(is_) if grows else 1):
             raise NoClosedForm(
                 f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
-                f"and {is_.bytes:,} at another: not a product of sizes"
+                f"and {is_.bytes:,} at another: not a product of sizes; use --method trace"
             )
 
 
@@ -222,11 +225,11 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
         NoClosedForm: as `_places_of`.
     """
     config, adapted = steps.config, steps.adapted
-    tp, moe = config.parallel.tp, adapted.structure.moe_layers
+    shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
 
     def count(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        return probe.count(ids.numel(), num_experts, top_k, tp)
+        return probe.count(ids.numel(), num_experts, top_k, shares)
 
     tracker = steps.tracker()
     batch, held_out = (
@@ -243,7 +246,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
             log = steps.record(tracker, feed, min(3, config.train.accumulate))
     rows = ExpertRows(
         *(
-            () if chunks is None else tuple(probe.count(chunks.tokens * top_k // tp, experts, top_k, tp))
+            () if chunks is None else tuple(probe.count(chunks.tokens * top_k // shares, experts, top_k, shares))
             for chunks in (probe.batch, probe.held_out)
         )
     )
@@ -267,5 +270,8 @@ def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarra
         its_chunk, its_block = PLACES[made[~entry]]
         if (chunk in ("middle", "last") and chunk != its_chunk) or (block == "full" and block != its_block):
             dead = log.blocks[~entry]
-            raise NoClosedForm(f"{dead.op} in {dead.module!r} is freed in another chunk of the loss than it is made in")
+            raise NoClosedForm(
+                f"{dead.op} in {dead.module!r} is freed in another chunk of the loss than it is made in; "
+                "use --method trace"
+            )
     return np.array(made, dtype=np.int64)
