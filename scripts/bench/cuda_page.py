@@ -40,7 +40,7 @@ a GPU, except for
 - **Memory outside the allocator**: the CUDA context, loaded kernels, NCCL's buffers. So there is no `process`.
 - **Times**, and every **value**. Routing is balanced: all experts receive as many tokens.
 
-The card is assumed to have 80 GiB, whatever its capability; micro-steps after the second, which are equal, are left out.
+The card is assumed to have 80 GiB, whatever its capability. Equal micro-steps after the second are left out.
 """
 
 
