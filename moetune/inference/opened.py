@@ -42,7 +42,6 @@ class Opened:
     Attributes:
         name: the name or path that was opened.
         kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
-        model: the model.
         folder: the folder of its tokenizer.
         config: the run file, for a run; else None.
         step: the step of the checkpoint, for a run; else None.
@@ -140,8 +139,6 @@ def _built(
     """Build the adapted model of a run file on one device, for inference.
 
     Args:
-        config: the run file.
-        device: `cuda` or `cpu`.
         dtype: the dtype of computation; None for that of the run file.
         notes: whether to compute the fingerprint of the base while it is read.
 

@@ -43,10 +43,6 @@ def run_of(path: Path) -> ResolvedRun:
 def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
     """Return the content of a run's page, from what the run folder holds now: a view, and charts.
 
-    Args:
-        path: the run folder.
-        run: its resolved run.
-
     Raises:
         UserError: `memory.json` or `drift.json` is damaged.
     """
@@ -71,7 +67,6 @@ def _words(metrics: Metrics, steps: int) -> Iterator[str]:
     """Yield the headline and the summary lines: steps, losses, speed, skipped steps.
 
     Args:
-        metrics: the lines of `metrics.jsonl`.
         steps: the number of steps of the whole run.
     """
     evaluations = [line for line in metrics if "eval_loss" in line]

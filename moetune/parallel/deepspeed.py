@@ -59,7 +59,6 @@ class Engine:
     Attributes:
         engine: DeepSpeed's engine.
         stage: ZeRO stage, 1 to 3.
-        ranks: number of ranks.
 
     Raises:
         UserError: the deepspeed package is not installed.

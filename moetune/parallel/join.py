@@ -56,10 +56,6 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
     environment variables (`RANK`, `WORLD_SIZE`, …) are removed, because libraries that find them would distribute the
     model again. At the end of the block all ranks wait for each other.
 
-    Args:
-        parallel: the run file's `parallel:` section.
-        device_type: "cuda" or "cpu".
-
     Raises:
         UserError: as `check_launch`, or the other ranks cannot be reached with the launcher's variables.
     """
