@@ -89,7 +89,7 @@ def shuffled(tokens: int, top_k: int, experts: int) -> tuple[Tensor, list[int]]:
 
 
 def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
-    """Of NF4 and int8, whole blocks and not; of MXFP4 every byte, at exponents of normal numbers."""
+    """Of NF4 and int8, whole blocks and not; of MXFP4 every byte, at nine exponents of normal numbers."""
     for shape, double_quant in product([(64, 512), (24, 20), (96, 32), (15, 9)], [True, False]):
         nf4 = QuantizedExperts(3, shape, "nf4", double_quant=double_quant)
         for number in range(3):
@@ -101,7 +101,7 @@ def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
         int8.quantize_(0, random(*shape))
         yield "dequantize_int8", [int8.data[0], int8.absmax[0], dtype]
     near = 120 if dtype == torch.float32 else 12
-    exponents = torch.arange(127 - near, 128 + near, dtype=torch.uint8)
+    exponents = torch.arange(127 - near, 128 + near, near // 4, dtype=torch.uint8)
     data, scales = torch.arange(256, dtype=torch.uint8).repeat(len(exponents)), exponents.repeat_interleave(16)
     yield "dequantize_mxfp4", [data, scales, QuantizedExperts(1, (64, 64), "mxfp4").pairs, dtype]
 
