@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moetune.experts.kernels import operators as kernels
+from moetune.experts.kernels import rotary  # noqa: F401  defines its operators
 from moetune.experts.quantized import QuantizedExperts
 
 TOP_K, EXPERTS = 3, 5
@@ -45,7 +46,10 @@ def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, toke
 def _results(run: Callable[..., Any], args: list[Any]) -> list[Tensor]:
     """Run an operator on copies of its arguments; return the tensors of its result and its arguments afterwards."""
     copies = [arg.clone(memory_format=torch.preserve_format) if torch.is_tensor(arg) else arg for arg in args]
-    return [tensor for tensor in (run(*copies), *copies) if torch.is_tensor(tensor)]
+    given = run(*copies)
+    return [
+        tensor for tensor in (*(given if isinstance(given, tuple) else [given]), *copies) if torch.is_tensor(tensor)
+    ]
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:
@@ -123,3 +127,10 @@ def calls(
         yield "low_rank", [wide, B.mT, A.mT, rows, torch.zeros_like(rows), *groups, 0.5]
         gradients = torch.zeros_like(A), torch.zeros_like(B)
         yield "low_rank_gradients_", [narrow, rows, narrow, wide, *gradients, weights, order, *groups, 0.5]
+
+    heads = [drawn(2, tokens // 2, count, 2 * rank).transpose(1, 2) for count in (4, 1)]
+    angles = [drawn(1, tokens // 2, 2 * rank) for _ in range(2)]
+    norms, none = [drawn(2 * rank) for _ in range(2)], [None, None]
+    for of_heads, kept in ((norms, heads), (none, none)):
+        yield "rotate", [*heads, *angles, *of_heads, 1e-6]
+        yield "rotate_backward", [*heads, *kept, *angles, *of_heads, 1e-6]

@@ -28,13 +28,16 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def load() -> ModuleType:
-    """A copy of its own of the kernels' module."""
+    """A copy of its own of the kernels' module, and of those that it imports kernels from."""
     file = Path(kernels.__file__).with_name("triton_kernels.py")
     spec = importlib.util.spec_from_file_location("kernels_under_test", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith(f"{kernels.__package__}.triton_")]:
+            patch.delitem(sys.modules, name)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -67,7 +70,8 @@ def both(interpreted: ModuleType, name: str, *args: Any) -> tuple[list[Tensor], 
     for run in (getattr(interpreted, name), getattr(torch.ops.moetune, name)):
         copies = [arg.clone(memory_format=torch.preserve_format) if torch.is_tensor(arg) else arg for arg in args]
         given = run(*copies)
-        results.append([one for one in ([given] if given is not None else []) + copies if torch.is_tensor(one)])
+        given = given if isinstance(given, tuple) else (given,)
+        results.append([one for one in (*given, *copies) if torch.is_tensor(one)])
     return results[0], results[1]
 
 
@@ -288,10 +292,12 @@ def type_of(value: object) -> str:
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Each kernel as it is called for an expert of Qwen3-30B-A3B's width, and with the ranks that are unlike."""
     module = load()
-    taken = {name: Launch(value.jitted) for name, value in vars(module).items() if isinstance(value, QuickLaunch)}
-    assert taken
-    for name, launch in taken.items():
-        setattr(module, name, launch)
+    taken = {}
+    for names in (module.gated.__globals__, module.rotate.__globals__):  # of each file
+        found = {name: Launch(value.jitted) for name, value in names.items() if isinstance(value, QuickLaunch)}
+        assert found
+        names.update(found)
+        taken |= found
     for rank in (16, 64, 256):
         for name, args in calls(torch.device("cpu"), dtype, 8, hidden=2048, intermediate=768, rank=rank):
             getattr(module, name)(*args)
