@@ -179,7 +179,7 @@ def _note_failure(message: str) -> bool:
     """
     if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
-    from moetune.parallel.launch import is_quiet, note_failure
+    from moetune.parallel.start_ranks import is_quiet, note_failure
 
     note_failure(message)
     return is_quiet()

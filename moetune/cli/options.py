@@ -1,4 +1,4 @@
-"""What all commands share: options and their checks, reading a run file, opening a model, printing an answer."""
+"""Shared by all commands: options and their checks, reading a run file, opening a model, printing an answer."""
 
 from __future__ import annotations
 

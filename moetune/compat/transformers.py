@@ -47,7 +47,7 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     model._set_gradient_checkpointing = switch_to  # type: ignore[method-assign]
 
 
-def attention_of(model: PreTrainedModel) -> str:
+def attention_name(model: PreTrainedModel) -> str:
     """Return the name of the attention function that a model's decoder runs, such as "sdpa"."""
     return str(model.config.get_text_config()._attn_implementation)
 

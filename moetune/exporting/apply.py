@@ -15,9 +15,9 @@ from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write
 from moetune.exporting.merged import copy_checkpoint
 from moetune.files import expanded
 from moetune.models.hub.delta_folder import Delta, read_delta
+from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
-from moetune.models.hub.quantized import open_checkpoint
-from moetune.models.hub.tensor_files import Stored, read_checkpoint
+from moetune.models.hub.tensor_files import Stored, read_headers
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
 
@@ -76,7 +76,7 @@ def apply_delta(
     base, name = _find_base(str(to))
     keep_apart(out, "read", delta, base)
     read, places = read_delta(delta), open_checkpoint(base)
-    size, done = sum(tensor.nbytes for tensor in read_checkpoint(base).values()), 0
+    size, done = sum(tensor.nbytes for tensor in read_headers(base).values()), 0
     needed = sum(tensor.nbytes for tensor in places.values())
     refuse_unfit(out, overwrite, needed)
 

@@ -11,7 +11,7 @@ import torch
 
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.weights.base import refuse_changed_base
-from moetune.adapt.weights.checkpoint import WEIGHTS
+from moetune.adapt.weights.published import WEIGHTS
 from moetune.config.load import load_run_config
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
@@ -74,7 +74,7 @@ def open_run(path: Path) -> FinishedRun:
             changed; or the checkpoint is damaged, holds NaN or infinite values, or holds other tensors than the run
             file trains.
     """
-    config = config_of(path)
+    config = read_run_config(path)
     folder = RunFolder(path)
     path = folder.path
     checkpoint = folder.newest_whole(hold=True)
@@ -111,7 +111,7 @@ def open_run(path: Path) -> FinishedRun:
     return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, (*damaged, *notes), folder)
 
 
-def config_of(path: Path) -> RunConfig:
+def read_run_config(path: Path) -> RunConfig:
     """Read the run file in the run folder `path`.
 
     Raises:
@@ -197,7 +197,7 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
     return run.base
 
 
-def about(run: FinishedRun) -> dict[str, Any]:
+def manifest_entries(run: FinishedRun) -> dict[str, Any]:
     """Return the entries of a manifest that describe the run: name, step, run file and trained parameters."""
     selection = run.adapted.selection
     return {

@@ -34,8 +34,8 @@ from moetune.config.schema import LoraConfig
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
-from moetune.models.hub.names import key_mappings
-from moetune.models.hub.quantized import open_checkpoint
+from moetune.models.hub.dequantize import open_checkpoint
+from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 

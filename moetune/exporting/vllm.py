@@ -28,9 +28,9 @@ from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
 from moetune.exporting.peft import joined_factors, write_adapter
+from moetune.models.hub.dequantize import weights_of
 from moetune.models.hub.fingerprint import headers
-from moetune.models.hub.names import KeyMapping, key_mappings
-from moetune.models.hub.quantized import weights_of
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 

@@ -20,7 +20,7 @@ from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.peft_adapter import read_adapter
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
-from moetune.adapt.weights.checkpoint import refuse_misfit
+from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
 from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, reading, time_limit
@@ -93,7 +93,7 @@ def open_model(
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
         if base is not None:
-            raise UserError(f"{what!r} is a run, on a base that is packed as it was in training; leave --base out")
+            raise UserError(f"{what!r} is a run, on a base that is quantized as in training; leave --base out")
         return _open_run(what, open_run(path), device, dtype)
     if (path / "adapter_config.json").is_file():
         if base is not None:

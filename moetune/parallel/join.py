@@ -18,8 +18,8 @@ from moetune.compat.torch import fake_process_group
 from moetune.config.schema import ParallelConfig
 from moetune.errors import UserError, counted, reading
 from moetune.parallel.deepspeed import without_others
-from moetune.parallel.launch import PARENT, number_in_environment
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.parallel.start_ranks import PARENT, number_in_environment
 
 _ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 

@@ -17,7 +17,7 @@ _SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_
 
 @dataclass(frozen=True)
 class Message:
-    """What this rank sends in one collective operation.
+    """The bytes that this rank sends in one collective operation.
 
     Attributes:
         kind: a `Kind`, or the schema name of an operation that this file does not cover.

@@ -1,4 +1,4 @@
-"""`View`, `Section`, `Table`: a command's answer as data, which terminal.py prints and page.py writes as HTML."""
+"""`View`, `ViewSection`, `Table`: a command's answer as data, which terminal.py prints and page.py writes as HTML."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Section:
+class ViewSection:
     """A titled part of a view.
 
     Attributes:
@@ -66,4 +66,4 @@ class View:
     outcome: Literal["yes", "tight", "no"] | None = None
     lines: Sequence[str] = ()
     about: Sequence[tuple[str, str]] = ()
-    sections: Sequence[Section] = ()
+    sections: Sequence[ViewSection] = ()

@@ -22,9 +22,9 @@ from moetune.errors import UserError
 from moetune.exporting.finished_run import fill_trained, open_run
 from moetune.files import write_output
 from moetune.report.console import terminal
+from moetune.routing.data_sets import read_sources
 from moetune.routing.recorder import Recorder
-from moetune.routing.score import load_base, record, refuse_dense, to_score
-from moetune.routing.sources import read_sources
+from moetune.routing.score import load_base, record_batches, refuse_dense, to_score
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.training.run_folder import DRIFT_FILE
@@ -119,7 +119,7 @@ def drift(
             fill_trained(adapted, finished)
         recorder = Recorder(adapted)
         recorder.choices = {}
-        record(recorder, adapted, sources, padding, console)
+        record_batches(recorder, adapted, sources, padding, console)
         passes.append(recorder)
     return _compared(passes, str(path), finished.step or 0, sources[0].name)
 

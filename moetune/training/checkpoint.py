@@ -34,9 +34,9 @@ from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
 from moetune.compat.torch import consolidate, shard_place
-from moetune.documents import Amount, T, read_json
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
+from moetune.json_files import Amount, T, read_json
 from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor
@@ -56,7 +56,6 @@ class Part:
     factors.
 
     Attributes:
-        name: the name in the checkpoint.
         parameter: the parameter, of which this rank may hold a part.
         row: index of the expert's row in this rank's part of the stack; None for a whole parameter.
     """
@@ -123,9 +122,6 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: in
     """Write trained weights, optimizer states and `optimizer.json` into a checkpoint folder; every rank must call this.
 
     Args:
-        folder: an existing folder.
-        adapted: the model, whose trained weights and router biases are written.
-        optimizer: the optimizers, whose states are written.
         step: number of updates since the run began.
     """
     parts, ranks = parts_of(adapted), adapted.ranks
@@ -267,8 +263,6 @@ def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
     """Read a JSON file of a checkpoint folder, as a value of type `kind` (`documents.read_json`).
 
     Args:
-        folder: the checkpoint folder.
-        name: the name of the file in it.
         kind: a TypedDict or another type that pydantic can validate.
 
     Raises:
@@ -390,7 +384,6 @@ def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers
     """Return the states of a parameter, joined from the states of its `Part`s; empty if this rank holds no part.
 
     Args:
-        parts: the `Part`s of the parameter.
         tensors: name of a `Part` -> state -> tensor.
         numbers: `numbers` of `optimizer.json`.
     """

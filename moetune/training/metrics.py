@@ -39,7 +39,6 @@ class Pace:
 
         Args:
             updates: number of steps that were measured.
-            seconds: the time that these steps took.
             left: number of steps until the end of the run.
         """
         share = None
@@ -123,14 +122,9 @@ class Interval:
         """Return the line of metrics for this interval, over all ranks; every rank must call this.
 
         Args:
-            step: number of updates since the run began.
-            left: number of updates until the end of the run.
-            lr: learning rate of the last update.
             norm: gradient norm of the last step before clipping, a tensor of one element.
             moves: the learning rate was above 0 and past the warmup, so that weights should have changed.
             total_load: expert load since the run began; the load of this interval is added in place.
-            ranks: the ranks of the run.
-            pace: predicted operations of a step and the card's limit.
             warnings: the run's warnings; the entries that `about_step` returns are added to the line.
         """
         loss = torch.stack(self.losses).mean().item() if self.losses else None

@@ -95,13 +95,9 @@ def train(
     Args:
         run: the run file, resolved for the kind of `device`. Its problems are reported together with those of data and
             output.
-        watcher: observes the run.
-        console: where messages are printed.
-        device: the device to train on.
         resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
         overwrite: replace a run that is in the run folder.
         dry_run: check run file, data and output, count what would train, and return without loading weights.
-        ranks: the ranks of the run, as this process sees them.
 
     Raises:
         UserError: bad input, found before any file is written; or an error of `Loop.train`.
@@ -272,7 +268,6 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
 
 
 def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
-    """Return the run with `train.steps` set and `train.epochs` unset."""
     return replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
 
 

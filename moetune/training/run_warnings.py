@@ -28,9 +28,7 @@ class RunWarnings:
     """Finds and prints the warnings of a run.
 
     Args:
-        adapted: the model that trains.
         trained: number of parameters that train, on all ranks together.
-        console: where warnings are printed.
 
     Attributes:
         first_loss: the loss in the first line of metrics of the run; None before.
@@ -60,7 +58,6 @@ class RunWarnings:
 
         Args:
             kind: the short name of the warning, such as `idle experts`.
-            text: the message to the user.
             about: the object of the warning, such as the index of a layer, if a kind can apply to several; None
                 otherwise.
         """

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config.load import refuse_existing_run
 from moetune.config.schema import RunConfig
-from moetune.documents import sealed
 from moetune.errors import UserError
 from moetune.files import (
     Ledger,
@@ -38,6 +37,7 @@ from moetune.files import (
     sync,
     write_whole,
 )
+from moetune.json_files import sealed
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.training.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest
@@ -84,7 +84,6 @@ class RunWriter(RunFolder):
         The contents of the folder are not changed. If a lock file is there already, its lock is taken.
 
         Args:
-            config: the run file of the run that is to start.
             resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
             overwrite: whether a run in the folder may be replaced; excludes `resume`.
 
@@ -318,9 +317,6 @@ class RunWriter(RunFolder):
 
         A file in the ledger may be replaced later. If the folder holds no run, the name is only checked.
 
-        Args:
-            name: the name of the file in the run folder.
-
         Raises:
             UserError: there is a file of that name that moetune has not written, or the ledger cannot be written.
         """
@@ -397,7 +393,6 @@ class RunWriter(RunFolder):
         being read (`RunFolder.newest_whole`), or that holds a file of the user, is kept. Every rank must call this.
 
         Args:
-            step: number of updates since the run began.
             keep: number of checkpoints to keep, this one included.
             needed: bytes that will be written, to tell a full disk from other errors.
 

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from moetune.documents import read_json
+from moetune.json_files import read_json
 from moetune.report.units import gib
-from moetune.run.records import MemoryFile
+from moetune.run.folder_files import MemoryFile
 from moetune.training.run_folder import MEMORY_FILE, RunFolder
 
 

@@ -113,7 +113,7 @@ class OutOfMemory:
             yield "there is no checkpoint yet"
 
 
-def examine(
+def describe_out_of_memory(
     run: ResolvedRun,
     refused: Refused,
     where: Where,

@@ -22,7 +22,7 @@ from moetune.models.structure import ModelStructure
 from moetune.parallel.coordinates import expert_shards
 from moetune.run.resolve import resolve
 
-GPUS = (2, 4, 8, 16, 32, 64)
+GPUS = (2, 4, 8, 64)
 NODE = 8
 """GPUs of a node."""
 UTILISATION = 0.4

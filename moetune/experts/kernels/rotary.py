@@ -16,7 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moetune.experts.kernels.operators import _operator
+from moetune.experts.kernels.operators import operator
+
+_KERNELS = "moetune.experts.kernels.triton_rotary"
 
 
 def _empty(heads: Tensor) -> Tensor:
@@ -24,7 +26,7 @@ def _empty(heads: Tensor) -> Tensor:
     return heads.new_empty((batch, length, count, size)).transpose(1, 2)
 
 
-@_operator(lambda q, k, *_: (_empty(q), _empty(k)))
+@operator(lambda q, k, *_: (_empty(q), _empty(k)), kernels=_KERNELS)
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +44,7 @@ def rotate(
     return q, k
 
 
-@_operator(lambda dq, dk, *_: (_empty(dq), _empty(dk)))
+@operator(lambda dq, dk, *_: (_empty(dq), _empty(dk)), kernels=_KERNELS)
 def rotate_backward(
     dq: Tensor,
     dk: Tensor,

@@ -1,4 +1,4 @@
-"""Triton kernels of the operators in operators.py, and by import those of rotary.py.
+"""Triton kernels of the operators in operators.py.
 
 Each function without a leading underscore implements the operator of that name and takes its arguments; operators.py
 documents them. Import this file only with a GPU and Triton. Sums run in float32 in a fixed order, so that two runs give
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.launch import kernel
-from moetune.experts.kernels.triton_rotary import rotate, rotate_backward  # noqa: F401  kernels of operators in rotary.py
 
 BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program
 COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels

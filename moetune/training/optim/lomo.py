@@ -157,10 +157,7 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
     """Limit the RMS of an update, and subtract it from `weight` in place, block by block.
 
     Args:
-        weight: a matrix or a vector.
         update: returns û of some rows of the weight, as a new float32 tensor; called twice for each block.
-        rate: η.
-        group: the parameter group, with its settings.
     """
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()

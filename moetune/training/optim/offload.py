@@ -65,9 +65,7 @@ class HostUpdater(Updater):
     """Updates one parameter on the host, where its float32 weights, gradient and optimizer states are.
 
     Args:
-        parameter: the parameter, on the device.
         make: makes the optimizer over a list of parameters.
-        copies: the copies of the device, shared by all its parameters.
 
     Attributes:
         wire: host buffer for copies from and to the GPU, with shape and dtype of the parameter.

@@ -33,7 +33,6 @@ class Updater:
     """An optimizer with the parameters that it updates.
 
     Args:
-        parameters: the parameters; DTensors are allowed.
         make: makes the optimizer over a list of tensors: parameters, this rank's shards or float32 copies of them.
         masters: `optimizer.master_weights`: what the optimizer updates of 16-bit weights.
         fused: whether each parameter is updated in the backward pass, when its gradient is complete (step/fused.py).

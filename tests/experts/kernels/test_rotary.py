@@ -10,9 +10,14 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from moetune.experts.kernels import rotary as kernels
-from tests.experts.kernels.test_operators import DTYPES, assert_alike, both, interpreted, random
+from tests.experts.kernels.test_operators import DTYPES, assert_alike, both, load_interpreted, random
 
-assert interpreted  # a fixture
+
+@pytest.fixture(scope="module")
+def interpreted() -> ModuleType:
+    module = load_interpreted("triton_rotary")
+    module.PAIRS = 64  # several tiles
+    return module
 
 
 def heads(rows: int, count: int, length: int, size: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -56,11 +61,8 @@ def test_norms_are_those_of_float64_within_1e_6() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 20])
 @pytest.mark.parametrize("is_normed", [True, False])
-def test_kernels(
-    interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, is_normed: bool
-) -> None:
+def test_kernels(interpreted: ModuleType, dtype: torch.dtype, size: int, is_normed: bool) -> None:
     """Several tiles, the last one not full; rows with positions of their own and with equal ones; any strides."""
-    monkeypatch.setitem(interpreted.rotate.__globals__, "PAIRS", 64)
     weights = [random(size, dtype=dtype, seed=seed) if is_normed else None for seed in (3, 4)]
     for angles, count in ((1, 3), (2, 1)):
         q, k = heads(2, 4, 3, size, dtype, 0), heads(2, count, 3, 2 * size, dtype, 1)[..., size:]

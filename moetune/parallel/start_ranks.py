@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moetune.documents import read_json
 from moetune.errors import UserError, shown
+from moetune.json_files import read_json
 
 PARENT = "MOETUNEPARENT"
 """Environment variable that `start_ranks` sets for its ranks: the process id of the launcher."""
