@@ -29,6 +29,10 @@ WEIGHTS = ("F64", "F32", "F16", "BF16")
 class CheckpointReader:
     """Reads a checkpoint into a model, expert by expert and tensor by tensor; each is freed before the next is read.
 
+    Weights are quantized from the values and dtype that the checkpoint has, whatever the compute dtype, so that
+    `moetune quantize` writes what every run would quantize. What a published format holds quantized is first rounded to
+    the compute dtype.
+
     Creating the reader checks names, shapes and dtypes, and reads no weight.
 
     Args:
@@ -123,7 +127,7 @@ class CheckpointReader:
             if is_frozen and isinstance(stored, Mxfp4) and self._target.config.base == "mxfp4":
                 self._target.put_quantized_expert(path, stack, expert, stored.quantized(expert))
             else:
-                rows = stored.rows(expert, expert + 1, self._target.device).to(self._target.dtype)
+                rows = _narrowed(stored.rows(expert, expert + 1, self._target.device))
                 self._target.put_expert(path, stack, expert, rows[0])
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
@@ -137,7 +141,7 @@ class CheckpointReader:
         )
 
     def _read(self, key: str) -> Tensor:
-        return self._stored[key].whole(self._target.device).to(self._target.dtype)
+        return _narrowed(self._stored[key].whole(self._target.device))
 
     def _converted(self, mapping: KeyMapping) -> Tensor:
         """Return a parameter in the checkpoint's dtype.
@@ -198,6 +202,11 @@ class CheckpointReader:
             return [*mapping.to_model(lambda key: torch.empty(self._stored[key].shape, device="meta")).shape]
         except (RuntimeError, IndexError, ValueError) as error:
             return str(error).strip().splitlines()[0]
+
+
+def _narrowed(weight: Tensor) -> Tensor:
+    """Return a weight in float32 if it is in float64, which no format is quantized from; else as it is."""
+    return weight.float() if weight.dtype == torch.float64 else weight
 
 
 def read_published(target: LoadTarget, model: ResolvedModel) -> None:

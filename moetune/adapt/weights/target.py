@@ -107,7 +107,7 @@ class LoadTarget:
         """Store one expert's matrix or bias, quantized unless the expert trains.
 
         Args:
-            weight: the expert's slice of the stack, in the model's layout.
+            weight: the expert's slice of the stack, in the model's layout, of any dtype.
         """
         self.bank(path).put_(expert, matrix_of(stack), out_in(self.layers[path], stack, weight))
         self._note(weight.numel())
@@ -148,7 +148,7 @@ class LoadTarget:
     # --- Linear layers ----------------------------------------------------------------------------------------------
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        """Store the weight of a linear layer [out, in], and replace the layer by a quantized one.
+        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one.
 
         The layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to
         experts only.
@@ -156,7 +156,7 @@ class LoadTarget:
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
         if DTYPES.get(self.config.base) == self.dtype or self.config.base == "mxfp4":
-            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
             return
         quantized: nn.Module
         if self.config.base == "nf4":
@@ -170,6 +170,7 @@ class LoadTarget:
             )
             if not weight.is_meta:
                 quantized = quantized.to(self.device)
+                cast(Params4bit, quantized.weight).quant_state.dtype = self.dtype
         else:
             quantized = QuantizedLinear(weight, linear.bias, self.config.base)
         self.model.set_submodule(path, quantized.requires_grad_(False))
