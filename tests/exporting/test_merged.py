@@ -19,7 +19,7 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import base_folder, open_run
 from moetune.inference.check import check_export
-from moetune.models.hub.tensor_files import read_checkpoint
+from moetune.models.hub.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
 from tests.reference import token_ids
 from tests.resolved import write_packed_base
@@ -96,7 +96,7 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     for file in merged.iterdir():
         if file.name not in ("manifest.json", ".moetune") and file.suffix != ".safetensors":
             assert file.read_bytes() == (base / file.name).read_bytes(), file.name
-    before, after = read_checkpoint(base), read_checkpoint(merged)
+    before, after = read_headers(base), read_headers(merged)
     assert {name: (t.file.name, t.offset) for name, t in before.items()} == {
         name: (t.file.name, t.offset) for name, t in after.items()
     }

@@ -99,14 +99,15 @@ def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
 def runs_as_one(capability: tuple[int, int], a: Tensor, b: Tensor) -> bool:
     """Return whether torch multiplies all groups with one kernel on a GPU.
 
-    True for bfloat16 with rows aligned to 16 bytes on compute capability 9.x and 10.x.
+    True for bfloat16 with rows aligned to 16 bytes on compute capability 9.x. torch's kernel for 10.x is not used: it
+    is wrong for groups without rows (pytorch/pytorch#172439, #193633).
 
     Args:
         capability: compute capability (major, minor) of the GPU.
         a: left operand, as in `product_of_groups`.
         b: right operand.
     """
-    return a.dtype == torch.bfloat16 and capability[0] in (9, 10) and _is_aligned(a, b)
+    return a.dtype == torch.bfloat16 and capability[0] == 9 and _is_aligned(a, b)
 
 
 def _is_aligned(a: Tensor, b: Tensor) -> bool:

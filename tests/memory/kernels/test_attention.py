@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.memory.kernels.attention import attention, attention_of, choose
+from moetune.memory.kernels.attention import attention, choose_operator, replace_attention
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
@@ -69,7 +69,7 @@ def test_the_operator_is_the_one_that_torch_chooses(
     tensors = inputs(d, d_v, dtype, more.get("heads", 8), more.get("grad", True))
     mask = torch.empty(2, 1, 64, 64, dtype=torch.bool, device="meta") if "mask" in more else None
     is_causal = mask is None
-    chosen = choose(capability, *tensors, mask, more.get("dropout", 0.0), is_causal, more.get("gqa", False))
+    chosen = choose_operator(capability, *tensors, mask, more.get("dropout", 0.0), is_causal, more.get("gqa", False))
     assert chosen == expected
 
 
@@ -77,7 +77,7 @@ def test_what_the_process_has_turned_off_is_not_chosen() -> None:
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        assert choose(H100, *inputs(128, 128, BF16), is_causal=True) == "flash"
+        assert choose_operator(H100, *inputs(128, 128, BF16), is_causal=True) == "flash"
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
 
@@ -90,7 +90,7 @@ def test_fused_operators_have_the_shapes_and_gradients_of_plain_attention_and_no
     capability: Any, d: int, d_v: int, length: int, masked: bool
 ) -> None:
     gpu = find_gpu("h100-80gb" if capability == H100 else "l40s")
-    with FakeTensorMode(), (tracker := Tracker({}, capability=gpu.capability)), attention_of(gpu.capability):
+    with FakeTensorMode(), (tracker := Tracker({}, capability=gpu.capability)), replace_attention(gpu.capability):
         q, k = (torch.empty(2, 4, length, d, dtype=BF16, requires_grad=True) for _ in range(2))
         v = torch.empty(2, 4, length, d_v, dtype=BF16, requires_grad=True)
         mask = torch.empty(2, 1, length, length, dtype=torch.bool) if masked else None
