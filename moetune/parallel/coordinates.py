@@ -55,6 +55,14 @@ def data_ranks(parallel: ParallelConfig) -> int:
     return parallel.replicate * parallel.fsdp
 
 
+def token_shares(parallel: ParallelConfig) -> int:
+    """Return the number of ranks that divide the tokens of a batch among them and dispatch a share each.
+
+    Tensor-parallel ranks have the same tokens. Without expert parallelism each of them runs all tokens' experts.
+    """
+    return parallel.tp if parallel.ep > 1 else 1
+
+
 def expert_shards(parallel: ParallelConfig) -> int:
     """Return the number of ranks that share one copy of the same experts.
 

@@ -58,8 +58,8 @@ by one kernel."""
 
 
 LAYER_BOUNDS = {  # of a layer at full width and one micro-step: launches forward, backward
-    ("mixtral-8x7b", "0"): (118, 225),
-    ("qwen3-30b-a3b", "256MiB"): (86, 176),
+    ("mixtral-8x7b", "0"): (109, 197),
+    ("qwen3-30b-a3b", "256MiB"): (75, 144),
 }
 
 

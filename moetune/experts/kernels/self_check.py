@@ -214,9 +214,9 @@ def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]
     changed = _changed(operator)
     written = [args[place] for place in changed]
     runs = [copied(args, written) for _ in range(2)]
-    found = [[kernel(*copies), *(copies[place] for place in changed)] for copies in runs]
+    found = [[*_each(kernel(*copies)), *(copies[place] for place in changed)] for copies in runs]
     result = operator.reference(*args)
-    expected = [result, *written]
+    expected = [*_each(result), *written]
     is_exact = operator.name.startswith("dequantize")
     differences = [
         _difference(one, other, is_exact=is_exact)
@@ -225,6 +225,10 @@ def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]
         if isinstance(other, Tensor) and other.numel()
     ]
     return result, float(torch.stack(differences).max()) if differences else 0.0
+
+
+def _each(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _changed(operator: Operator) -> list[int]:

@@ -28,29 +28,16 @@ FLOAT = 4
 
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes.
-
-    Args:
-        func: overload of an operator, as a dispatch mode receives it.
-        capability: compute capability of the GPU, as (major, minor).
-        args, kwargs: arguments of the call.
-    """
+    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes."""
     return _FIRST[func](capability, *args, **kwargs) if func in _FIRST else ()
 
 
 def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes.
-
-    Args:
-        func: overload of an operator, as a dispatch mode receives it.
-        capability: compute capability of the GPU, as (major, minor).
-        args: positional arguments of the call.
-    """
+    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes."""
     return _TAKEN[func](capability, *args) if func in _TAKEN else ()
 
 
 def _ceil(number: int, multiple: int) -> int:
-    """Round up to a multiple."""
     return -(-number // multiple) * multiple
 
 
@@ -216,7 +203,7 @@ def _embedding_backward(capability: Capability, gradient: Tensor, indices: Tenso
 def _gemm_4bit(
     capability: Capability,
     rows: Tensor,
-    packed: Tensor,
+    quantized: Tensor,
     shape: Sequence[int],
     absmax: Tensor,
     blocksize: int,
@@ -233,7 +220,7 @@ def _gemm_4bit(
 
     Args:
         rows: input [..., K].
-        packed: the quantized weight.
+        quantized: the quantized weight.
         shape: (N, K), the shape of the weight.
         absmax_8bit: scales under double quantization; None without.
     """
