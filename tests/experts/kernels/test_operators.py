@@ -302,7 +302,8 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         setattr(module, name, launch)
     for rank in (16, 64, 256):
         for name, args in calls(torch.device("cpu"), dtype, 8, hidden=2048, intermediate=768, rank=rank):
-            getattr(module, name)(*args)
+            if hasattr(module, name):
+                getattr(module, name)(*args)
     for name, launch in taken.items():
         assert launch.sources, f"{name} is never launched"
         yield from ((name, *source) for source in launch.sources)
