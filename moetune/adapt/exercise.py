@@ -14,14 +14,16 @@ from typing import Any, Literal
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
-from torch import nn
+from torch import Tensor, nn
 
 from moetune.adapt.low_rank import adapted
 from moetune.compat.bitsandbytes import prepare_4bit
-from moetune.compat.transformers import activation_of
+from moetune.compat.transformers import activation_of, norms_heads, with_rotary
 from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize
+from moetune.experts.kernels import rotary
 from moetune.experts.kernels.self_check import TOKENS, BankSizes
+from moetune.experts.kernels.self_check import samples as bank_samples
 from moetune.experts.quantized import QuantizedLinear
 from moetune.models.moe import MoeLayer
 from moetune.run.dtypes import DTYPES
@@ -85,15 +87,63 @@ class LinearSizes:
 
 
 @dataclass(frozen=True)
+class HeadSizes:
+    """What the rotation of queries and keys depends on (`adapt/rotary.py`), beside the number of token rows.
+
+    Attributes:
+        heads: number of heads of queries; `kv_heads` of keys.
+        size: of a head.
+        has_norms: the kernel computes an RMS norm of each head.
+        dtype: of heads.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    has_norms: bool
+    dtype: Literal["bf16", "fp16", "fp32"]
+
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
+        """Return a function that rotates heads of random tokens and gradients, by positions of all rows and of each."""
+        dtype, length = DTYPES[self.dtype], tokens // 2
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device)
+
+        def run() -> None:
+            for rows in (1, 2):
+                q, k = (drawn(2, length, count, self.size).transpose(1, 2) for count in (self.heads, self.kv_heads))
+                angles = drawn(rows, length, self.size), drawn(rows, length, self.size)
+                given: Any = (q, k) if self.has_norms else (None, None)
+                norms: Any = (drawn(self.size), drawn(self.size), 1e-6) if self.has_norms else (None, None, 0.0)
+                dq, dk = (torch.randn_like(one) for one in rotary.rotate(q, k, *angles, *norms))
+                rotary.rotate_backward(dq, dk, *given, *angles, *norms)
+
+        return run
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of all parts of a run whose operators have kernels."""
 
     banks: tuple[BankSizes, ...] = ()
     linears: tuple[LinearSizes, ...] = ()
+    heads: tuple[HeadSizes, ...] = ()
 
-    def __iter__(self) -> Iterator[BankSizes | LinearSizes]:
+    def __iter__(self) -> Iterator[BankSizes | LinearSizes | HeadSizes]:
         yield from self.banks
         yield from self.linears
+        yield from self.heads
+
+
+def samples(dtype: torch.dtype) -> Sizes:
+    """Return sizes that together call every operator in all its variants."""
+    name: Any = next(name for name, one in DTYPES.items() if one == dtype)
+    return Sizes(
+        tuple(bank_samples(dtype)),
+        (LinearSizes(192, 160, "nf4", True, name, 12), LinearSizes(192, 160, "int8", False, name, 0)),
+        (HeadSizes(4, 2, 64, True, name), HeadSizes(4, 2, 64, False, name)),
+    )
 
 
 def sizes_of(run: ResolvedRun) -> Sizes:
@@ -104,7 +154,8 @@ def sizes_of(run: ResolvedRun) -> Sizes:
     first = {layer.shape: layer for layer in reversed(run.structure.moe_layers)}
     gates = {shape: _gate_of(run, layer) for shape, layer in first.items()}
     kinds = Counter(_bank_of(run, layer, gates[layer.shape]) for layer in run.structure.moe_layers)
-    return Sizes(tuple(kind for kind, _ in kinds.most_common(_MOST_KINDS)), tuple(dict.fromkeys(_linears_of(run))))
+    banks = tuple(kind for kind, _ in kinds.most_common(_MOST_KINDS))
+    return Sizes(banks, tuple(dict.fromkeys(_linears_of(run))), tuple(dict.fromkeys(_heads_of(run))))
 
 
 def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
@@ -168,3 +219,16 @@ def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
             rank = lora.rank if path in with_lora and lora is not None else 0
             sizes = linear.in_features, linear.out_features
             yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank)
+
+
+def _heads_of(run: ResolvedRun) -> Iterator[HeadSizes]:
+    """Yield the sizes of the attention layers whose queries and keys one kernel rotates."""
+    for module in run.model.plain.modules():
+        if with_rotary(module, rotary.rotate) is not None:
+            attention: Any = module
+            if hasattr(attention, "k_proj"):
+                size = attention.head_dim
+                counts = attention.q_proj.out_features // size, attention.k_proj.out_features // size
+            else:  # multi-head latent attention: all heads share the rotated part of their keys
+                size, counts = attention.qk_rope_head_dim, (attention.num_heads, 1)
+            yield HeadSizes(*counts, size, norms_heads(module), run.config.model.dtype)

@@ -28,12 +28,11 @@ from typing import Any, NamedTuple
 import torch
 
 from moetune.adapt.exercise import Sizes, sizes_of
-from moetune.documents import parse_json, read_sealed, sealed
 from moetune.errors import UserError, one_line
-from moetune.experts.kernels import operators
-from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, without_kernel
+from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, on_gpu, without_kernel
 from moetune.experts.kernels.self_check import CallsSeen, compared, is_alike, referred
 from moetune.files import cache_folder, write_whole
+from moetune.json_files import parse_json, read_sealed, sealed
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.ranks import Ranks
 from moetune.run.dtypes import DTYPES
@@ -235,7 +234,7 @@ def compare(key: Key, device: torch.device) -> Verdict:
 
     A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out.
     """
-    if operators.on_gpu() is None:  # not kept: a compiler can be installed at any time
+    if on_gpu() is None:  # not kept: a compiler can be installed at any time
         return Verdict(key, dict.fromkeys(sorted(OPERATORS), "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}
     while True:

@@ -15,11 +15,10 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import Requirement
 
-from moetune.adapt.exercise import Sizes, sizes_of
+from moetune.adapt.exercise import Sizes, samples, sizes_of
 from moetune.adapt.guard import Key, compare
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
-from moetune.experts.kernels.self_check import samples
 from moetune.memory.live import processes_on
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.verify import catalog_name
@@ -159,7 +158,7 @@ def _cuda() -> Iterator[Check]:
         others = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in processes_on(device)]
         found, remedy = f"{gib(free)} free of {gib(total)}", "end what else is on the card; nvidia-smi shows it"
         yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *others]), remedy, "note")
-        yield _kernels(device, Sizes(tuple(samples(torch.bfloat16))), "kernels of the experts")
+        yield _kernels(device, samples(torch.bfloat16), "kernels of the experts")
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
         yield _check(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from moetune.adapt import guard
-from moetune.adapt.exercise import Sizes
+from moetune.adapt.exercise import samples
 from moetune.adapt.guard import Key, Verdict, _Said
-from moetune.experts.kernels import operators
 from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
-from moetune.experts.kernels.self_check import samples
 
 CARD = torch.device("cuda", 0)
 
@@ -24,14 +22,14 @@ CARD = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(operators, "on_gpu", lambda: object())
+    monkeypatch.setattr(guard, "on_gpu", lambda: object())
     yield
     use_kernels(but=())
 
 
 def key_of(**changes: Any) -> Key:
-    sizes = Sizes(tuple(samples(torch.bfloat16)))
-    return replace(Key("a card, 9.0", "driver", {"torch": "2.12"}, "digest", sizes), **changes)
+    key = Key("a card, 9.0", "driver", {"torch": "2.12"}, "digest", samples(torch.bfloat16))
+    return replace(key, **changes)
 
 
 # --- Kept ---------------------------------------------------------------------------------------------------------
@@ -43,7 +41,7 @@ def test_a_verdict_is_kept_under_all_it_depends_on() -> None:
     guard.keep(verdict)
     assert guard.kept(key_of()) == verdict
     others = [{"card": "a card, 8.6"}, {"driver": "newer"}, {"versions": {"torch": "2.13"}}, {"kernels": "other"}]
-    others.append({"sizes": Sizes(tuple(samples(torch.bfloat16, rank=64)))})
+    others.append({"sizes": samples(torch.float32)})
     assert [guard.kept(key_of(**other)) for other in others] == [None] * len(others)
 
 
@@ -129,7 +127,7 @@ def test_a_comparison_that_cannot_be_made_blames_no_kernel(
 
 
 def test_without_triton_no_kernel_works_and_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "on_gpu", lambda: None)
+    monkeypatch.setattr(guard, "on_gpu", lambda: None)
     assert verdict_of(monkeypatch, "raise SystemExit").failed.keys() == OPERATORS.keys()
     assert guard.kept(key_of()) is None
 

@@ -67,7 +67,6 @@ class Recorded:
         The result is cached; do not modify it.
 
         Args:
-            shape: shape of the batches.
             short: decoder layers that ran, and the groups that stand for others.
 
         Returns:
@@ -88,7 +87,6 @@ def key_of(kind: dict[str, Any], rank: int) -> str:
 
     Args:
         kind: settings that the step's storages depend on, as JSON values.
-        rank: number of the rank, from 0.
     """
     whole = {"kind": kind, "rank": rank, "versions": {name: version(name) for name in _MADE_BY}, "source": _source()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
