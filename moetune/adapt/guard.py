@@ -76,17 +76,17 @@ def checked_on_ranks(run: ResolvedRun, device: torch.device, ranks: Ranks, say: 
 
 
 def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
-    """Return a run with the operators that have run without their kernel so far, and keep this for the next start.
+    """Return a run with the operators that have run without their kernel so far, and add them to the verdict.
 
     Beside those of `hardware.without_kernels` they are those whose kernel failed to compile at a call that was not
-    compared before.
+    compared before. Returns `run` itself if there are none.
     """
     failed = {name: why for name, why in without_kernel().items() if name not in run.config.hardware.without_kernels}
     if device.type != "cuda" or not failed:
         return run
     key = Key.of(device, sizes_of(run))
-    known = kept(key)
-    keep(Verdict(key, ({} if known is None else known.failed) | failed))
+    if (known := kept(key)) is not None:  # else the next start compares
+        keep(Verdict(key, known.failed | failed))
     return _without(run, failed)
 
 
@@ -104,7 +104,8 @@ def as_known_for(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
         return run
     device = torch.device("cuda", 0)
     here = torch.cuda.get_device_properties(device)
-    is_here = card is None or card.full_name == here.name or card.memory.value == here.total_memory  # of no name
+    # a card that is not in the catalog is known by its memory
+    is_here = card is None or card.full_name == here.name or card.memory.value == here.total_memory
     return as_known(run, device) if is_here else run
 
 
@@ -235,7 +236,9 @@ def compare(key: Key, device: torch.device) -> Verdict:
     A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out.
     """
     if on_gpu() is None:  # not kept: a compiler can be installed at any time
-        return Verdict(key, dict.fromkeys(sorted(OPERATORS), "cannot be compiled: Triton does not work here"))
+        # products take the same memory without, and torch's own kernel needs no Triton
+        names = sorted(OPERATORS.keys() - {"grouped_mm"})
+        return Verdict(key, dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}
     while True:
         before = len(failed)

@@ -81,10 +81,20 @@ def test_a_run_without_a_kernel(
     assert operator in again.err
     assert "comparing" not in again.err
     assert trained_without(run_file) == [operator]
-    if fault != "NULL_HANGS":
+    if fault == "NULL_LIES":
+        verdict.write_text("damaged")
+        again = moetune("train", run_file, "--overwrite")
+        assert "comparing" in again.err
+        assert trained_without(run_file) == []
+    if fault == "NULL_REFUSES":
         found = {check["name"]: check for check in json.loads(moetune("doctor", run_file, "--json").out)["checks"]}
         assert found["kernels at the sizes of the run"]["outcome"] == "ok"  # the doctor compares again
         assert json.loads(verdict.read_text())["failed"] == {}
+        monkeypatch.setenv(fault, kernel)  # it fails only when training comes to it
+        with pytest.warns(UserWarning, match=f"the kernel of {operator} {said}"):
+            again = moetune("train", run_file, "--overwrite")
+        assert trained_without(run_file) == [operator]
+        assert json.loads(verdict.read_text())["failed"].keys() == {operator}
 
 
 @pytest.mark.full
