@@ -24,7 +24,7 @@ def quantize(
     with heavy_imports():
         from moetune.adapt.weights.quantize import quantize as write_base
         from moetune.config.load import read_run_config
-        from moetune.report.progress import reading
+        from moetune.report.progress import loading_progress
         from moetune.run.resolve import resolve_model
 
     # All weights are read in the checkpoint's own dtype; what it publishes quantized is rounded to bf16.
@@ -32,7 +32,7 @@ def quantize(
     if double_quant is not None:
         how["double_quant"] = double_quant
     resolved = resolve_model(read_run_config({"model": how, "adapt": {}}, (), "quantize").model)
-    with reading(terminal(stderr=True), model) as on_read:
+    with loading_progress(terminal(stderr=True), model) as on_read:
         written = write_base(resolved, out, on_read, overwrite=overwrite)
     files = counted(written["files"], "file")
     answer(json_, {"schema": 1, "out": str(out), **written}, f"{out}: {written['bytes']:,} bytes in {files}")

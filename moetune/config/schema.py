@@ -37,7 +37,7 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.config.sizes import parse_size
+from moetune.config.memory_size import parse_size
 from moetune.errors import counted
 
 

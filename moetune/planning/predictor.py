@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.predict import predict
 from moetune.memory.report import MemoryReport
-from moetune.memory.routing import BALANCED, Routing
 from moetune.models.catalog.gpus import Gpu
 from moetune.run.dtypes import DeviceType
 from moetune.run.resolve import ResolvedRun, resolve
@@ -32,7 +32,7 @@ class Predictor:
     """
 
     gpu: str | Gpu | None = None
-    routing: Routing = BALANCED
+    routing: AssumedRouting = BALANCED
     device_type: DeviceType = "cuda"
     _depths: Depths = field(default_factory=Depths)
     _like: ResolvedRun | None = None

@@ -1,6 +1,6 @@
 """`LoadTarget`: puts weights from any source into expert banks, quantized linear layers and parameters.
 
-Checkpoints (checkpoint.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
+Checkpoints (published.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class LoadTarget:
     holds a layer's experts, such as `gate_up_proj`.
 
     Args:
-        model: the model; changed in place.
-        structure: the layers and parameters of the model.
         selection: what trains.
         config: precision and place of the weights.
         linears: paths of the linear layers that are stored in the precision `model.base`.
@@ -50,7 +48,6 @@ class LoadTarget:
 
     Attributes:
         layers: path of a layer's experts module -> the layer.
-        linears: the paths from the argument.
         banks: path of a layer's experts module -> its bank, for banks that have been created.
     """
 
@@ -183,7 +180,7 @@ class LoadTarget:
 
         Args:
             path: path of the linear layer, which is replaced by a `Linear4bit` unless it is one.
-            data: the packed weight, two values per byte.
+            data: the quantized weight, two values per byte.
             state: the quantization state, under bitsandbytes' names.
         """
         linear = self.model.get_submodule(path)

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.record import NoClosedForm, record
 from moetune.memory.closed_form.sizes import ExpertRows, Shape, Sizes, alignment, exchanged, sizes_of
 from moetune.memory.closed_form.store import KnownHead, Recorded
-from moetune.memory.ranks import by_kind
-from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.equal_ranks import by_kind
 from moetune.memory.trace.alike import Shortened, groups, kinds_of
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
@@ -65,8 +65,6 @@ class ClosedForm:
     The formulas come from a step of the trainer, recorded on fake tensors when `at` first needs it.
 
     Attributes:
-        run: a run of the kind.
-        rank: number of the rank, from 0.
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         recorded: records that were read from disk or made; None before the first evaluation.
     """
@@ -103,12 +101,12 @@ class ClosedForm:
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
-    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: Literal[True] = ...) -> Trace: ...
+    def at(self, config: RunConfig, routing: AssumedRouting = ..., *, may_record: Literal[True] = ...) -> Trace: ...
 
     @overload
-    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: bool) -> Trace | None: ...
+    def at(self, config: RunConfig, routing: AssumedRouting = ..., *, may_record: bool) -> Trace | None: ...
 
-    def at(self, config: RunConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Trace | None:
+    def at(self, config: RunConfig, routing: AssumedRouting = BALANCED, *, may_record: bool = True) -> Trace | None:
         """Evaluate the closed form at the sizes of a run of this kind.
 
         Reads records from disk; a step of a new shape is recorded, which takes seconds, and written to disk.
@@ -155,7 +153,7 @@ class ClosedForm:
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
 
-    def _size(self, config: RunConfig, routing: Routing) -> _Size:
+    def _size(self, config: RunConfig, routing: AssumedRouting) -> _Size:
         """Return the sizes of a run.
 
         Raises:
@@ -182,12 +180,11 @@ class ClosedForm:
         shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
         return _Size(shape, sizes_of(train.micro_batch, length, batch, more, held_out), rows, batch, held_out)
 
-    def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, ExpertRows]:
+    def _rows(self, trained: int, held_out: int, routing: AssumedRouting) -> dict[int, ExpertRows]:
         """Return decoder layer -> tokens of each of its experts.
 
         Args:
             trained: tokens of a micro-batch.
-            held_out: tokens of an evaluation's batch; 0 for none.
         """
         shares, known = token_shares(self.run.config.parallel), dict[Hashable, ExpertRows]()
 

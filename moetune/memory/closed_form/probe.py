@@ -19,7 +19,6 @@ class ProbeSizes:
     """Probe sizes: the sizes at which one step is recorded, to factor the bytes of its tensors into sizes.
 
     Attributes:
-        rows: rows of a micro-batch.
         sequence: tokens of a row.
         held_out_rows: rows of an evaluation's batch, if there is one.
         batch: division of a micro-batch's tokens in the loss.
@@ -39,7 +38,6 @@ class ProbeSizes:
         """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
 
         Args:
-            shape: shape of the batches.
             own: sizes of the dimensions of the model's weights; numbers of rows and of tiles do not divide them.
             number: which of several different choices to return, from 0.
         """
@@ -74,7 +72,6 @@ class ProbeSizes:
 
         Args:
             sequence: tokens of a row.
-            shape: shape of the batches, which this length must have.
         """
 
         def chunks(rows: int, *, alone: bool = False) -> Chunks:
@@ -116,7 +113,6 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
     """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors.
 
     Args:
-        tokens: tokens of a batch.
         alone: divide into one chunk; otherwise into three of two blocks each, so that every place occurs.
     """
     size = last = tokens
@@ -135,7 +131,6 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
     share where that is less.
 
     Args:
-        experts: number of experts.
         idle: ids of the experts that receive none.
     """
     busy = [expert for expert in range(experts) if expert not in idle]

@@ -79,16 +79,14 @@ class Record:
 
     @cached_property
     def held_out(self) -> np.ndarray:
-        """[blocks] whether each block is allocated in the evaluation, and so depends on the evaluation's batch."""
+        """Whether each block is allocated in the evaluation, and so depends on its batch: [blocks]."""
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
         """Return [blocks] the bytes at given sizes; 0 for blocks in chunks of the loss that do not exist there.
 
         Args:
-            sizes: values of all sizes in `powers`.
             rows: tokens that each expert receives.
-            batch: division of a micro-batch's tokens in the loss.
             held_out: division of an evaluation's batch; None without an evaluation.
         """
         values = self.coefficients * values_of(self.powers, sizes)[self.monomials]
@@ -140,7 +138,6 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
 
     Args:
         steps: steps of the model, on fake tensors and with all optimizer states created.
-        shape: shape of the batches.
         length: tokens of a sequence of that shape, as in the run to predict.
         limits: lengths to which the model's code may compare a sequence's length. If the probe lengths are not below
             the same limits as `shape.longer`, the record is also compared with a step at `length`.
@@ -208,7 +205,6 @@ def _compare(
     """Raise `NoClosedForm` if the bytes of a step at other sizes differ from those of the monomials.
 
     Args:
-        log: log from which the monomials were derived.
         other: log at the other sizes.
         found: for each block its coefficient, whether it is multiplied by its experts' tokens, and its monomial.
         values: monomial -> its value at the other sizes.

@@ -173,9 +173,6 @@ def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out
     """Return name -> value of all sizes of a step, except the tokens of experts.
 
     Args:
-        rows: rows of a micro-batch.
-        length: tokens of a row.
-        batch: division of a micro-batch's tokens in the loss.
         held_out_rows: rows of an evaluation's batch; ignored if `held_out` is None.
         held_out: division of that batch's tokens in the loss; None without an evaluation.
     """

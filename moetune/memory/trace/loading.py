@@ -18,7 +18,7 @@ from moetune.experts.quantized import BLOCK, QuantizedExperts
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
-from moetune.models.hub.names import expert_layout
+from moetune.models.hub.key_mapping import expert_layout
 from moetune.models.moe import ExpertShape
 from moetune.run.resolve import ResolvedRun
 
@@ -44,7 +44,6 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     assumed to be larger than these. The host's peak is what stays in host memory.
 
     Args:
-        run: run whose weights are loaded.
         traced: prediction of the same run, by trace or closed form; only the bytes of its loaded weights are read.
     """
     structure, model = run.structure, run.config.model

@@ -140,7 +140,6 @@ def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str
     punctuation may differ.
 
     Args:
-        messages: checked messages.
         render: renders messages with the template.
 
     Returns:
@@ -228,10 +227,6 @@ def checked_tools(value: object) -> list[Any] | None:
 
 def checked_text(value: object, what: str) -> str:
     """Return `value` if it is text that can be tokenized.
-
-    Args:
-        value: the value to check.
-        what: the name of the value in messages.
 
     Raises:
         MalformedError: `value` is not a string, is empty or white space, or holds an unpaired surrogate.

@@ -17,7 +17,7 @@ from moetune.files import Ledger
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
-from tests.adapt.weights.test_checkpoint import write
+from tests.adapt.weights.test_published import write
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build, write_packed_base
 

@@ -9,10 +9,10 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import NoClosedForm
-from moetune.memory.routing import Routing, parse_routing
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import ResolvedRun, resolve
@@ -109,7 +109,7 @@ def test_any_routing_to_the_byte(number: int, tmp_path: Path) -> None:
         (layer.index, tuple(0.0 if expert == idle else 0.1 + draw.expovariate(1) ** skew for expert in range(4)))
         for layer in run.structure.moe_layers
     )
-    for routing in (Routing("load", None, load), parse_routing(draw.choice(["worst", "skew:1.7"]))):
+    for routing in (AssumedRouting("load", None, load), parse_routing(draw.choice(["worst", "skew:1.7"]))):
         traced = trace(run, routing)
         try:
             found = ClosedForm(run).at(run.config, routing)
@@ -123,7 +123,7 @@ def test_unlike_idle_experts_are_left_to_the_trace(tmp_path: Path) -> None:
     run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["router"]), "cuda")
     load = ((0, (1.0, 0.0, 1.0, 1.0)), (1, (1.0, 1.0, 1.0, 1.0)))
     with pytest.raises(NoClosedForm, match="which experts receive no token"):
-        ClosedForm(run).at(run.config, Routing("load", None, load))
+        ClosedForm(run).at(run.config, AssumedRouting("load", None, load))
 
 
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", pytest.param("deepseek_v32", marks=pytest.mark.full)])

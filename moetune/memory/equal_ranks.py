@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from moetune.adapt.build import build
-from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 _Value = TypeVar("_Value")
 
 
-def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -> dict[int, _Value]:
+def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Value]) -> dict[int, _Value]:
     """Call `find` for one rank of each group of ranks that need equal memory; return rank -> its group's result.
 
     Args:

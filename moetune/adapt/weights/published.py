@@ -15,8 +15,8 @@ from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, reading
-from moetune.models.hub.names import KeyMapping, key_mappings
-from moetune.models.hub.quantized import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.dequantize import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
@@ -36,9 +36,6 @@ class CheckpointReader:
     Creating the reader checks names, shapes and dtypes, and reads no weight.
 
     Args:
-        folder: the folder of the checkpoint.
-        plain: the model as transformers builds it, on the meta device.
-        name: the model's name, for messages.
         target: stores the tensors in the model.
 
     Raises:
@@ -73,11 +70,7 @@ class CheckpointReader:
         self.read_rest(model)
 
     def read_experts(self, path: str) -> None:
-        """Read those experts of one layer that this rank holds into the layer's bank.
-
-        Args:
-            path: path of the layer's experts module.
-        """
+        """Read those experts of one layer that this rank holds into the layer's bank."""
         layer = self._target.layers[path]
         for stack in stacks(layer):
             mapping = self._mappings[f"{path}.{stack}"]
@@ -91,11 +84,7 @@ class CheckpointReader:
                     self._target.put_expert(path, stack, expert, whole[expert])
 
     def read_rest(self, model: PreTrainedModel) -> None:
-        """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains.
-
-        Args:
-            model: the model of the target.
-        """
+        """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains."""
         experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
         for name, mapping in self._mappings.items():
             path = name.removesuffix(".weight")
@@ -220,7 +209,7 @@ def _narrowed(weight: Tensor) -> Tensor:
     return weight.float() if weight.dtype == torch.float64 else weight
 
 
-def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
+def read_published(target: LoadTarget, model: ResolvedModel) -> None:
     """Read the checkpoint of a model into the target's model, which is on the meta device; download it first if needed.
 
     Raises:
@@ -246,7 +235,6 @@ def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
     Args:
         wrong: descriptions of tensors that do not fit.
         what: the weights, in the plural, for the message.
-        model: the model's name, for the message.
     """
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
