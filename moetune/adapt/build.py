@@ -14,6 +14,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import checkpoint_layers
+from moetune.adapt.guard import as_known
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.rotary import fuse_rotary
@@ -27,6 +28,7 @@ from moetune.config.schema import Part
 from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
+from moetune.experts.kernels.registry import use_kernels
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
@@ -122,9 +124,10 @@ def build(
     """
     device = torch.device(device)
     run = resolve(run, device_kind(device))
-    config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+        run, capability = as_known(run, device), torch.cuda.get_device_capability(device)
+        use_kernels(but=run.config.hardware.without_kernels)
+    config, structure, selection = run.config, run.structure, run.selection
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
     model = copy.deepcopy(run.model.plain)
