@@ -245,6 +245,7 @@ def test_a_kernel_that_is_wrong_is_found_and_no_other(interpreted: ModuleType, m
     def lose(out: Tensor, *_: Any) -> None:
         out.fill_(torch.nan)
 
+    monkeypatch.setattr(interpreted, "COLUMNS", 64)  # fewer programs
     right = interpreted.gated
     monkeypatch.setattr(interpreted, "gated", lambda *args: right(*args) * 1.01)
     monkeypatch.setattr(interpreted, "sum_rows_", lose)
