@@ -133,7 +133,7 @@ def build(
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
-    context = _context(run, ranks, device, dense)
+    context = replace(_context(run, ranks, device, dense), capability=capability)
 
     set_seed(config.train.seed)
     is_drawn = device.type == "meta" or config.model.weights == "random"

@@ -131,6 +131,7 @@ class ExpertContext:
         prefetcher: copies quantized experts from host memory to the device; None if they are stored on the device.
         dispatcher: sends tokens to other ranks; None if this rank stores all experts.
         dense: routing weights of experts that were not chosen, under `train.dense_router_gradient`; None without it.
+        capability: CUDA compute capability of the GPU; None for a CPU.
         hooks: callbacks of the experts.
     """
 
@@ -140,4 +141,5 @@ class ExpertContext:
     prefetcher: ExpertPrefetcher | None = None
     dispatcher: Dispatcher | None = None
     dense: DenseWeights | None = None
+    capability: tuple[int, int] | None = None
     hooks: ExpertHooks = field(default_factory=ExpertHooks)
