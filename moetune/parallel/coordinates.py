@@ -56,9 +56,10 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 
 def token_shares(parallel: ParallelConfig) -> int:
-    """Return the number of ranks that divide the tokens of a batch among them and dispatch a share each.
+    """Return how many ranks hold the same tokens and each dispatch an equal share of them to experts.
 
-    Tensor-parallel ranks have the same tokens. Without expert parallelism each of them runs all tokens' experts.
+    Tensor-parallel ranks hold the same tokens. With expert parallelism each dispatches a share, so the result is tp;
+    without it, each runs the experts of all its tokens, so the result is 1.
     """
     return parallel.tp if parallel.ep > 1 else 1
 

@@ -105,7 +105,8 @@ def run(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pyte
         if arguments[0] == "apply" and is_short:  # to what was trained on
             arguments = [str(small_model) if word == "tiny-mixtral" else word for word in arguments]
         if is_short:
-            arguments = [str(some) if word == "unicode-names:heldout" else word for word in arguments]
+            shorter = {"unicode-names:heldout": str(some), "16384": "2048"}
+            arguments = [shorter.get(word, word) for word in arguments]
         arguments += [option for setting in smaller(command) for option in ("--set", setting)]
         monkeypatch.setattr(sys, "argv", ["moetune", *arguments])  # which ranks are started with
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)

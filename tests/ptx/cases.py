@@ -126,9 +126,14 @@ def mxfp4(draw: Draw) -> Call:
     return "dequantize_mxfp4", [data, exponents.repeat_interleave(16), pairs, draw.dtype]
 
 
+def dtype_of(seed: int) -> torch.dtype:
+    """Return the data type of the token rows of a case."""
+    return random.Random(seed).choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
+
+
 def case(seed: int) -> Call:
     """Return a random call; seeds that follow each other have every operator."""
-    draw = Draw(seed, random.Random(seed).choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)))
+    draw = Draw(seed, dtype_of(seed))
     name, one_of = OPERATORS[seed % len(OPERATORS)], draw.one_of
     count = one_of((1, 3, 31, 32, 33, 64, 100, 257))
     if name in ("low_rank", "low_rank_gradients_"):

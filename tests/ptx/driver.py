@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,30 @@ SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 1013
 """Compute capability -> bytes of shared memory that a block may have."""
 
 
-class Driver:
-    """What Triton asks of a driver, for one compute capability, which is also the device's number."""
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel: its name and the files that Triton has written of it, by their suffix ("ptx", "cubin", …)."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-        self.tensors: Sequence[Tensor] = ()  # of the launch that follows
-        self.launched: list[Any] = []  # metadata of each kernel that was launched, as Triton writes it
-        self._text = Path()
+    name: str
+    files: dict[str, Path]
+
+    @cached_property
+    def program(self) -> Program:
+        return Program(self.files["ptx"].read_text())
+
+
+class Driver:
+    """What Triton asks of a driver, for one compute capability, which is also the device's number.
+
+    Attributes:
+        tensors: arguments of the launch that follows.
+        launched: each launch, as (compiled kernel, its metadata as Triton writes them).
+    """
+
+    def __init__(self, capability: int, executes: bool) -> None:
+        self.capability, self._executes = capability, executes
+        self.tensors: Sequence[Tensor] = ()
+        self.launched: list[tuple[Compiled, Any]] = []
         self.utils = self
 
     def get_current_target(self) -> GPUTarget:
@@ -54,27 +72,27 @@ class Driver:
         }
 
     def before_loading(self, module: Any, function: Any, name: str, files: dict[str, str], digest: str) -> None:
-        """Note the PTX of the kernel that is loaded next (a hook of Triton's)."""
-        self._text = next(Path(path) for path in files.values() if path.endswith(".ptx"))
+        """Note the files of the kernel that is loaded next (a hook of Triton's)."""
+        self._loading = Compiled(name, {Path(path).suffix[1:]: Path(path) for path in files.values()})
 
-    def load_binary(self, *_: Any) -> tuple[object, Program, int, int, int]:
-        return object(), Program(self._text.read_text()), 0, 0, 1024
+    def load_binary(self, *_: Any) -> tuple[object, Compiled, int, int, int]:
+        return object(), self._loading, 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """Return a function that launches a compiled kernel, with the arguments that Triton gives it."""
         types = [*source.signature.values()]
 
-        def run(x: int, y: int, z: int, stream: int, program: Program, *args: Any) -> None:
+        def run(x: int, y: int, z: int, stream: int, compiled: Compiled, *args: Any) -> None:
+            self.launched.append((compiled, metadata))
+            if not self._executes:
+                return
             args = args[-len(types) :]  # before them are metadata and hooks
             values = [_bits(type_, arg) for type_, arg in zip(types, args, strict=True) if type_ != "constexpr"]
-            values += [0] * (
-                len(program.parameters) - len(values)
-            )  # scratch memory, for which these kernels do not ask
-            self.launched.append(metadata)
+            values += [0] * (len(compiled.program.parameters) - len(values))  # scratch memory, of which none is asked
             try:
-                launch(program, self.tensors, values, (x, y, z), metadata.shared)
+                launch(compiled.program, self.tensors, values, (x, y, z), metadata.shared)
             except Fault as fault:
-                raise Fault(f"{program.name}, grid {x} × {y} × {z}: {fault}") from fault
+                raise Fault(f"{compiled.name}, grid {x} × {y} × {z}: {fault}") from fault
 
         return run
 
@@ -89,12 +107,13 @@ def _bits(type_: str, value: Any) -> int:
 
 
 @contextmanager
-def emulated(capability: int) -> Iterator[Driver]:
+def emulated(capability: int, *, executes: bool = True) -> Iterator[Driver]:
     """Let Triton compile kernels for a compute capability (86 for 8.6) and execute them here, on tensors of the CPU.
 
-    Each launch of a `QuickLaunch` may touch the tensors that are its arguments, and nothing else.
+    Each launch of a `QuickLaunch` may touch the tensors that are its arguments, and nothing else. With `executes=False`
+    kernels are compiled only.
     """
-    driver, loading = Driver(capability), triton.knobs.runtime.kernel_load_start_hook
+    driver, loading = Driver(capability, executes), triton.knobs.runtime.kernel_load_start_hook
     plain, used = QuickLaunch._launch, set()
 
     def note(self: QuickLaunch, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

@@ -122,5 +122,5 @@ class SharedMemory:
         index = self._index(addresses, block, warp, count * word.itemsize, True) // word.itemsize
         words, places = self.bytes.view(word), index[:, None] + np.arange(count)
         words[places] = values
-        if (words[places] != values).any():  # equal values, of a tile that several warps hold, do no harm
+        if (words[places] != values).any():
             raise Fault("a race in shared memory: two threads write different values to one place")

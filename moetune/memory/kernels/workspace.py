@@ -20,7 +20,7 @@ import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
 
 from moetune.adapt.attention import Capability, has_little_shared_memory
-from moetune.experts.kernels.grouped import runs_as_one
+from moetune.experts.kernels.grouped import kernel_of
 
 aten = torch.ops.aten
 FLOAT = 4
@@ -244,12 +244,12 @@ def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
 
 
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:
-    """Grouped product on compute capability 9.x: arguments of each product, and CUTLASS's tensor descriptors.
+    """torch's grouped product (compute capability 9.x): arguments of each product, and CUTLASS's tensor descriptors.
 
     For each product three sizes, addresses and strides; four descriptors of 128 bytes for each of 132 multiprocessors.
     Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
     """
-    if capability[0] == 9 and runs_as_one(capability, a, b):
+    if kernel_of(capability, a, b) == "torch":
         yield len(counts) * (3 * 4 + 3 * 8 + 3 * 8)
         yield 132 * 4 * 128
 

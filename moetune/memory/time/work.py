@@ -380,9 +380,11 @@ def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capabilit
 
 
 def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Two launches (preparation, product) if one kernel serves all experts; else one for each expert with rows."""
+    """Two launches of torch's kernel (preparation, product) and one of Triton's; without, one for each expert with
+    rows."""
     a, b, _, counts = args
-    return 2 if grouped.runs_as_one(capability, a, b) else sum(map(bool, counts))
+    whose = grouped.kernel_of(capability, a, b)
+    return sum(map(bool, counts)) if whose is None else {"torch": 2, "triton": 1}[whose]
 
 
 def _of_copy(args: Any, kwargs: Any, out: Tensor, capability: Capability) -> float:

@@ -146,7 +146,14 @@ class Adafactor(AdaLomo):
 
 
 def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -> Tensor:
-    """Return û of some rows of a matrix, float32: the gradient [R, C] times `by_row` [R, 1] and `by_column` [C]."""
+    """Return the update before its RMS is limited, û = gradient · by_row · by_column, of the rows `where`, in float32.
+
+    Args:
+        gradient: [R, C], of the whole matrix.
+        by_row: [R, 1], reciprocal roots of the second moments of the rows, divided by their mean.
+        by_column: [C], reciprocal roots of the second moments of the columns.
+        where: the rows to compute; the result is [rows, C].
+    """
     return gradient[where].float() * by_row[where] * by_column
 
 

@@ -245,6 +245,7 @@ def test_a_kernel_that_is_wrong_is_found_and_no_other(interpreted: ModuleType, m
     def lose(out: Tensor, *_: Any) -> None:
         out.fill_(torch.nan)
 
+    monkeypatch.setattr(interpreted, "COLUMNS", 64)  # fewer programs
     right = interpreted.gated
     monkeypatch.setattr(interpreted, "gated", lambda *args: right(*args) * 1.01)
     monkeypatch.setattr(interpreted, "sum_rows_", lose)
@@ -301,7 +302,8 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         setattr(module, name, launch)
     for rank in (16, 64, 256):
         for name, args in calls(torch.device("cpu"), dtype, 8, hidden=2048, intermediate=768, rank=rank):
-            getattr(module, name)(*args)
+            if hasattr(module, name):
+                getattr(module, name)(*args)
     for name, launch in taken.items():
         assert launch.sources, f"{name} is never launched"
         yield from ((name, *source) for source in launch.sources)
