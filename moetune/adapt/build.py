@@ -18,6 +18,7 @@ from moetune.adapt.guard import as_known
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.rotary import fuse_rotary
+from moetune.adapt.routers import fuse_routers
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
 from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
@@ -159,6 +160,7 @@ def build(
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
     fuse_norms(model)
     fuse_rotary(model)
+    fuse_routers(model)
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"

@@ -33,10 +33,8 @@ def occurrences(ids: Tensor, num_experts: int) -> Tensor:
 
     `torch.bincount` would make the host wait for the largest number.
     """
-    ids = ids.flatten().long()
-    return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
-        0, ids, ids.new_ones(1).expand_as(ids)
-    )
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    return counts.scatter_(0, ids.flatten().long(), 1, reduce="add")
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
