@@ -49,7 +49,6 @@ def attention_for(
     """Return the name of the attention function that a run's model is built with.
 
     Args:
-        plain: the model as transformers builds it, on the meta device.
         device: the device on which the model is built; may be meta.
         capability: CUDA compute capability of the GPU that the model runs on; None for a CPU.
     """
@@ -67,7 +66,6 @@ def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
     heads that need more shared memory than the GPU has. It needs a GPU of compute capability 8.0 or later and 16 bits.
 
     Args:
-        plain: the model as transformers builds it, on the meta device.
         capability: CUDA compute capability of the GPU.
     """
     return (

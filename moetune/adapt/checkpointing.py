@@ -188,7 +188,6 @@ class InputsOnHost:
         """Replacement for `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
 
         Args:
-            function: the layer.
             hidden: the layer's input, which is kept on the host. A leaf of the graph stays on the device, because
                 autograd holds it anyway.
             args: further arguments of the layer, which stay on the device.

@@ -133,8 +133,7 @@ def _run() -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Print the exception that ended the command, and return its exit code: 2 for bad input, 70 for an internal
-    error."""
+    """Print the exception that ended the command; return its exit code: 2 for bad input, 70 for an internal error."""
     system = error if isinstance(error, UserError) else _of_system(error)
     trace = printable("".join(traceback.format_exception(error))) if _debug or system is None else ""
     if system is None:

@@ -26,7 +26,7 @@ def quantize(
         from moetune.report.progress import loading_progress
         from moetune.run.resolve import resolve_model
 
-    # Weights are rounded to bf16 before they are quantized, as in a run that computes in bf16; others keep their dtype.
+    # All weights are read in the checkpoint's own dtype; what it publishes quantized is rounded to bf16.
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}
     if double_quant is not None:
         how["double_quant"] = double_quant

@@ -44,8 +44,7 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
 
 
 def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
-    """Forward of an adapted layer: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or
-    merged."""
+    """Forward: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or merged."""
     base, scale = layer.base_layer, layer.scaling["default"]
     if layer.disable_adapters or layer.merged:
         return base(x)

@@ -27,11 +27,8 @@ class Applied:
     """The result of `apply_delta`.
 
     Attributes:
-        out: the folder that was written.
-        tensors: the number of tensors in the delta.
         bytes: the size of these tensors in the written checkpoint, each counted whole.
         forced: how the base differs from the base that the delta was made for; None if both are the same.
-        notes: messages for the user.
     """
 
     out: str
@@ -56,7 +53,6 @@ def apply_delta(
     """Write a copy of a base checkpoint with a delta's tensors in place of the base's, converted to the base's dtypes.
 
     Args:
-        delta: the folder of the delta.
         to: the base: a folder, or a catalog name or hub id whose weights are on this machine.
         out: the folder to write. It appears under this name only when it is complete.
         force: apply the delta to a base other than the one it was made for. To take effect, this must be the base's

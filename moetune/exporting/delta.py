@@ -28,10 +28,6 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
     manifest lists them. LoRA factors are left out, with a note. The whole base is read once to compute its fingerprint,
     the SHA-256 of its files.
 
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
-
     Returns:
         The number of tensors written, their bytes, and notes for the user.
 

@@ -30,7 +30,6 @@ class FinishedRun:
 
     Attributes:
         path: the run folder; None for a model in memory.
-        config: the run file.
         step: the step of the newest complete checkpoint; None for a model in memory.
         adapted: the adapted model. For a run folder it is on the meta device, without values.
         trained: the trained tensors, by their names in a training checkpoint.
@@ -129,7 +128,6 @@ def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
     """Compare the model's configuration and tokenizer with those that the run recorded.
 
     Args:
-        folder: the run folder.
         model: the model that `model.path` of the run file leads to now.
 
     Returns:
@@ -181,7 +179,6 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
 
     Args:
         run: the run. If it recorded no base, any base is accepted.
-        folder: the folder of the base checkpoint.
         found: the fingerprint of `folder`, if it is already known; by default the whole folder is read to compute it.
 
     Returns:

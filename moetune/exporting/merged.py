@@ -25,10 +25,6 @@ from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, cre
 def write_merged(run: FinishedRun, out: Path) -> Written:
     """Write the base checkpoint with the trained values in it; LoRA is added as W + scale·B·A, in float32.
 
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
-
     Returns:
         The number of changed tensors, their bytes, and notes for the user.
 
@@ -65,8 +61,6 @@ def copy_checkpoint(
     """Copy a checkpoint into the empty folder `out`, block by block. A quantized checkpoint is copied dequantized.
 
     Args:
-        folder: the checkpoint to copy.
-        out: an existing, empty folder.
         on_read: called with the number of bytes of each block of weights that was read.
 
     Returns:

@@ -51,10 +51,6 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
     Loaded by PEFT onto the plain, unquantized model in the run's `model.path`, the adapter computes what the trained
     model computes.
 
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
-
     Returns:
         The number of tensors written and their bytes.
 
@@ -79,7 +75,6 @@ def write_adapter(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> W
     """Write the two files of a PEFT adapter: its weights and its configuration.
 
     Args:
-        folder: an existing folder.
         tensors: the adapter's tensors by name, without PEFT's prefix `base_model.model.`.
         settings: the content of `adapter_config.json`.
 
@@ -102,8 +97,6 @@ def joined_factors(adapted: Adapted, layer: MoeLayer, projection: str, trained: 
     """Return the LoRA factors of all experts of a layer as PEFT stacks them.
 
     Args:
-        adapted: the adapted model.
-        layer: the MoE layer, with E experts.
         projection: `gate_up` or `down`.
         trained: the trained tensors, by their names in a training checkpoint.
 

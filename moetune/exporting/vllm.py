@@ -41,10 +41,6 @@ Factors = tuple[Tensor, Tensor]
 def write_vllm(run: FinishedRun, out: Path) -> Written:
     """Write the LoRA factors of a run as an adapter for vLLM.
 
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
-
     Returns:
         The number of tensors written and their bytes.
 
@@ -135,7 +131,6 @@ def _projections(layer: MoeLayer, fused: Factors, parts: int) -> Iterator[Factor
     """Yield the factors of gate and of up, from one expert's factors of the fused projection.
 
     Args:
-        layer: the MoE layer.
         fused: A [parts·r, in] and B [out, parts·r] of the expert.
         parts: 2 if gate and up have an A each; 1 if they share A, which is then yielded twice.
     """

@@ -43,10 +43,6 @@ def run_of(path: Path) -> ResolvedRun:
 def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
     """Return the content of a run's page, from what the run folder holds now: a view, and charts.
 
-    Args:
-        path: the run folder.
-        run: its resolved run.
-
     Raises:
         UserError: `memory.json` or `drift.json` is damaged.
     """
@@ -71,7 +67,6 @@ def _words(metrics: Metrics, steps: int) -> Iterator[str]:
     """Yield the headline and the summary lines: steps, losses, speed, skipped steps.
 
     Args:
-        metrics: the lines of `metrics.jsonl`.
         steps: the number of steps of the whole run.
     """
     evaluations = [line for line in metrics if "eval_loss" in line]
@@ -121,8 +116,7 @@ def _draw_curves(figure: Figure, metrics: Metrics) -> None:
 
 
 def _line(axes: Axes, lines: Metrics, key: str, label: str, colour: str) -> None:
-    """Draw one metric over the steps, leaving out lines that lack it; with markers if there are fewer than 30
-    points."""
+    """Draw one metric over the steps that have it; with markers if there are fewer than 30 points."""
     points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     marker = "." if len(points) < 30 else None
     axes.plot([x for x, _ in points], [y for _, y in points], color=colour, label=label, marker=marker)

@@ -37,12 +37,6 @@ class AssumedRouting:
         order needs most memory. For `worst`, K experts receive as many rows as possible, but every other expert still
         receives one row if there are enough, because it then has gradients too.
 
-        Args:
-            layer: index of the decoder layer.
-            tokens: T.
-            top_k: K.
-            num_experts: E.
-
         Raises:
             UserError: the recorded load lacks this layer, or has another number of experts.
         """

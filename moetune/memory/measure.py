@@ -60,7 +60,6 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     """Take real steps on `device` with random weights and random tokens, and measure them.
 
     Args:
-        steps: number of optimizer steps, at least 1.
         ranks: the ranks of a distributed run, as this process sees them. Every rank must call `measure`.
 
     Raises:

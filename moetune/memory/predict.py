@@ -57,7 +57,6 @@ def predict(
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
-        routing: assumption about the rows that each expert receives.
         allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
             variables set, else `expandable`, as in `moetune train`.
         depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
@@ -141,7 +140,7 @@ def _reported(
     ranks = []
     for rank, one in found.items():
         if id(one) not in seen:
-            seen[id(one)] = _rank(one, card, outside, allocator, largest_packed(run), capacity)
+            seen[id(one)] = _rank(one, card, outside, allocator, largest_quantized(run), capacity)
         ranks.append(replace(seen[id(one)], rank=rank))
     fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
@@ -164,7 +163,6 @@ def _reported(
 
 
 def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
-    """Return the report with more assumptions."""
     return replace(report, assumptions=(*report.assumptions, *more))
 
 
@@ -178,7 +176,7 @@ def _rank(
     Args:
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
-        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_packed`.
+        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_quantized`.
         capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
     parts = found.parts()
@@ -233,7 +231,7 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
     return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives))
 
 
-def largest_packed(run: ResolvedRun) -> int:
+def largest_quantized(run: ResolvedRun) -> int:
     """Return the bytes, at 16 bits per weight, of the largest linear layer that is quantized on load; 0 if none."""
     sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.quantized_linears)
     return 2 * max(sizes, default=0)

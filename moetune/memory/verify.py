@@ -28,8 +28,6 @@ class Outcome:
         predicted, measured: name -> bytes, with the names `peak_allocated`, `peak_reserved`, `peak_process` and
             `host_bytes`. None where there is no number: `peak_reserved` and `peak_process` on a CPU, measured
             `host_bytes` on CUDA.
-        tokens_per_second: measured.
-        device: `cpu` or the GPU's name.
         routing: name of the assumption that the prediction used.
     """
 
@@ -59,7 +57,6 @@ def verify(
 
     Args:
         run: a resolved run must have been resolved for the kind of `device`.
-        steps: number of optimizer steps.
         routing: assumption of the prediction; None: replay the rows that the experts received in the real steps.
         device: None: the first device of the kind for which the run is resolved.
 

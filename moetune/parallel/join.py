@@ -56,10 +56,6 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
     environment variables (`RANK`, `WORLD_SIZE`, …) are removed, because libraries that find them would distribute the
     model again. At the end of the block all ranks wait for each other.
 
-    Args:
-        parallel: the run file's `parallel:` section.
-        device_type: "cuda" or "cpu".
-
     Raises:
         UserError: as `check_launch`, or the other ranks cannot be reached with the launcher's variables.
     """
@@ -98,8 +94,7 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
 
 
 def _die_with_parent() -> None:
-    """On Linux, let the kernel kill this rank if `start_ranks` is killed, so that it does not wait for the other
-    ranks."""
+    """On Linux, let the kernel kill this rank if `start_ranks` is killed, so that it does not wait for others."""
     if PARENT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ[PARENT]):

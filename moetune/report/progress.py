@@ -41,8 +41,6 @@ def counting(console: Console, what: str, total: int, done: int) -> Iterator[Cal
 
     Args:
         what: label of the bar.
-        total: number of items.
-        done: number of items that are finished already.
     """
     columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

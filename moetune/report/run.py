@@ -67,7 +67,6 @@ def heatmaps(title: str, loads: Mapping[str, Load]) -> Chart:
     """Return heat maps of expert load, layers by experts, side by side on one colour scale (1 = an even share).
 
     Args:
-        title: title of the chart.
         loads: title of a heat map -> layer -> tokens of each expert, on any scale; all with the same layers.
     """
     layers = [*next(iter(loads.values()))]

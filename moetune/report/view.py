@@ -13,7 +13,6 @@ class Table:
 
     Attributes:
         headings: headings of the columns. A leading `>` marks a column of numbers, right-aligned and never wrapped.
-        rows: cells, [rows][columns].
         totals: further rows, printed bold below the others.
     """
 
@@ -53,7 +52,6 @@ class View:
     """The answer of a command.
 
     Attributes:
-        title: heading of a page.
         verdict: the answer in one line.
         outcome: whether the answer is good, which selects the verdict's colour; None: neither good nor bad, no colour.
         lines: sentences below the verdict.

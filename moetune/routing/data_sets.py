@@ -20,7 +20,6 @@ class RoutedData:
     """The rows that are read of one data set.
 
     Attributes:
-        name: the data set's name.
         rows: the rows, in the order in which they are read.
         digest: SHA-256 of the rows' contents, hexadecimal.
     """
@@ -44,7 +43,6 @@ def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> t
     """Read data sets as training would make rows of them, each up to a number of tokens.
 
     Args:
-        run: the resolved run, whose tokenizer, `data:` and `train:` settings make the rows.
         data: data sets: files or names as under `data.train`; None for the run's held-out data.
         tokens: the number of tokens to read from each data set, or fewer if it has fewer; whole rows are read.
 

@@ -58,9 +58,6 @@ class Drift:
     """How the routing of a model changed in a run.
 
     Attributes:
-        run: the run folder.
-        step: the step of the checkpoint.
-        data: the name of the data set.
         tokens: the number of tokens that were compared.
         changed: the share of tokens whose experts changed in at least one layer, from 0 to 1.
         layers: the drift of each MoE layer, by its number.
@@ -88,7 +85,6 @@ def drift(
     """Route held-out data through the model before and after a run, and compare the experts that are chosen.
 
     Args:
-        path: the run folder.
         data: the data set: a file or a name as under `data.train`; by default the run's held-out data.
         tokens: the number of tokens to read, padding not counted; whole rows are read.
         device: by default the GPU, or the CPU if there is none.
@@ -164,10 +160,6 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
 
 def write_drift(found: Drift, run: Path) -> None:
     """Write a drift to `drift.json` in the run folder, where `moetune report` reads it.
-
-    Args:
-        found: the drift.
-        run: the run folder.
 
     Raises:
         UserError: the file cannot be written.

@@ -64,9 +64,7 @@ def trace_score(
     """Trace the memory of scoring on fake tensors, as `trace` does for training.
 
     Args:
-        run: the resolved run.
         routing: how many tokens each expert receives, or a function that counts them.
-        sources: the number of data sets.
         rank: the number of the rank in `parallel:`.
         gpu: the GPU whose kernels run; None for the CPU's kernels.
         shortened: run only a few of the layers that are alike, which gives the same result sooner; ignored if `routing`
@@ -93,8 +91,7 @@ def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bo
 
     Args:
         watched: the adapted model, on fake tensors or on a real device.
-        tracker: records the births and deaths of storages.
-        sources: the number of data sets.
+        tracker: records allocations and releases of storages.
         tracking: False to note only where layers and experts begin and end.
     """
     adapted = watched.adapted

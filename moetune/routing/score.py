@@ -188,11 +188,7 @@ def record_batches(
     it.
 
     Args:
-        recorder: records the batches.
-        adapted: the model; put into eval mode.
-        sources: the rows to read.
         padding: the token id that pads rows.
-        console: where progress is shown.
         on_batch: called after each batch with the number of batches that all ranks have read.
     """
     ranks, size = adapted.ranks, adapted.run.config.train.micro_batch
@@ -230,12 +226,7 @@ def record_batch(
     """Run one batch of rows through the decoder stack, and record it.
 
     Args:
-        recorder: records the batch.
-        adapted: the model.
-        rows: the rows of the batch.
-        padding: the token id that pads rows.
         source: the number of the data set that the rows are from.
-        number: the number of the batch in the whole pass.
         counts: False to run the batch without recording it.
         at_least: the length, in tokens, to which rows are padded at least.
     """

@@ -121,9 +121,6 @@ def read_metrics(file: Path) -> list[MetricsLine]:
 def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
     """Parse the text of `metrics.jsonl`; a last line that is incomplete, because the run was killed, is left out.
 
-    Args:
-        file: path of the file, for messages.
-
     Raises:
         UserError: another line is not what a run writes.
     """

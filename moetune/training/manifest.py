@@ -27,7 +27,6 @@ def write_manifest(folder: Path, step: int) -> None:
     """Write `manifest.json` of a complete checkpoint, with a seal (a digest of the manifest itself).
 
     Args:
-        folder: the checkpoint folder.
         step: the number of updates after which the checkpoint was written.
     """
     files = {

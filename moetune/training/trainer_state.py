@@ -38,9 +38,7 @@ def write_generators(folder: Path, data_index: int, device: torch.device) -> Non
     Ranks that see the same data (the same `data_index`) have equal states, so one of them writes.
 
     Args:
-        folder: the checkpoint folder.
         data_index: `Ranks.data_index` of this rank, the name of the file.
-        device: the device that the run trains on.
     """
     file = folder / "generators" / f"{data_index}.safetensors"
     file.parent.mkdir(exist_ok=True)
@@ -59,9 +57,7 @@ def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Ma
     """Write `trainer_state.json` and `expert_load.json` into a checkpoint folder.
 
     Args:
-        folder: the checkpoint folder.
         step: number of updates since the run began.
-        micro_batch: rows per forward pass.
         tokens: number of tokens trained on since the run began, without padding.
         load: expert load since the run began, layer index -> tokens [E].
     """
@@ -114,8 +110,7 @@ def check_checkpoint(folder: Path) -> None:
 
 @contextmanager
 def refusing_damage(folder: Path) -> Iterator[None]:
-    """Turn every exception that the body raises while it reads a checkpoint into a `UserError` that the checkpoint is
-    damaged.
+    """Turn every exception of the body into a `UserError` that the checkpoint is damaged.
 
     `UserError` and `torch.OutOfMemoryError` pass unchanged. No file of a checkpoint is ever executed (no pickle).
     """

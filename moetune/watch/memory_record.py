@@ -164,10 +164,7 @@ def predicted(
     `record_ahead` recorded before, and has no prediction if that is missing.
 
     Args:
-        run: the run.
-        ranks: the ranks of the run, of which this process is one.
         card: the GPU whose kernels run, and whose cuBLAS workspaces are added; None for a CPU.
-        routing: how many tokens each expert receives.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
     if not ranks.is_single or card is None or routing.load:

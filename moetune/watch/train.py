@@ -29,7 +29,6 @@ class Watch(Watcher):
     """Observes a run: shows progress on a console, records its memory, and reports why memory ran out.
 
     Attributes:
-        progress: the progress bar.
         memory: the memory record; None before the first step.
     """
 

@@ -80,10 +80,6 @@ def _experts_in(delta: Delta, key: str) -> list[int]:
 def check_delta(adapted: Adapted, delta: Delta) -> None:
     """Raise `UserError` if a delta does not fit the parameters that train; compare names and shapes, read no weights.
 
-    Args:
-        adapted: the adapted model, on any device including meta.
-        delta: the opened delta.
-
     Raises:
         UserError: a tensor or an expert's row of the delta is not needed for any trained parameter, other tensors of
             the same parameter are missing from the delta, or a shape differs.

@@ -60,10 +60,6 @@ class _Scales(BaseModel):
 def load_peft(adapted: Adapted, folder: Path) -> None:
     """Copy the values of a PEFT adapter, factors and saved modules, into an adapted model with the same selection.
 
-    Args:
-        adapted: the model, with its weights loaded.
-        folder: the adapter's folder.
-
     Raises:
         UserError: the folder holds no adapter in safetensors, the adapter is not plain LoRA, or it differs from the
             model's selection in rank, alpha, targets or shapes, or from frozen weights in their values. The model is
@@ -152,7 +148,6 @@ class _Reading:
         """Report experts that have factors in the adapter or in the selection, but not in both.
 
         Args:
-            where: path of the stack, for messages.
             A: factors of all E experts [E, R, in].
             B: factors of all E experts [E, out, R].
             ids: experts that have LoRA in the selection.

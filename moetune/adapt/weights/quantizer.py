@@ -69,11 +69,6 @@ class MoetuneQuantizer(LoadingQuantizer):
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
         """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers.
 
-        Args:
-            model: the model as transformers has built it; changed in place.
-            folder: the folder of the checkpoint.
-            device: where the weights are put.
-
         Raises:
             UserError: the model's experts cannot be quantized, or the checkpoint does not fit the model.
         """

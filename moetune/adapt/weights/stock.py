@@ -21,7 +21,6 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
 
     Args:
         model: the resolved model; its weights are downloaded if needed.
-        device: where the weights are put.
 
     Raises:
         UserError: the weights cannot be found, downloaded or loaded; or a tensor is missing, unexpected or of another

@@ -15,11 +15,7 @@ routing weights by flat position, None for 1; `ends` [C] int32 are the ends of t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,32 +25,13 @@ from torch.nn.functional import silu
 from moetune.compat.torch import is_observed
 from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.grouped import library, product_of_groups
-from moetune.experts.kernels.registry import OPERATORS, Operator, without_kernel
+from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
 MX_BLOCK = 32  # weights that share one MXFP4 scale
 MXFP4_AT_ONCE = 1 << 24  # weights that are dequantized at a time; their int32 indices take 32 MiB
 INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at a time, for int8 and MXFP4; they take 16 MiB
-
-
-@cache
-def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType | None:
-    """Return a module of Triton kernels, or None, after a warning, if Triton cannot compile on this machine.
-
-    The result is cached for the process.
-    """
-    try:
-        triton_kernels = import_module(module)
-        triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
-    except Exception as error:  # compiler, linker and driver raise errors of any type
-        warnings.warn(
-            f"Triton does not work here ({type(error).__name__}: {error}), so experts run slower, and may take more "
-            "memory than predicted; it needs a C compiler (gcc) and Python's headers",
-            stacklevel=2,
-        )
-        return None
-    return triton_kernels
 
 
 def operator(

@@ -11,6 +11,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from moetune.errors import UserError
@@ -48,6 +51,25 @@ class Operator:
         except KernelError as error:
             drop_kernel(self.name, str(error))
         return self.reference(*args)
+
+
+@cache
+def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType | None:
+    """Return a module of Triton kernels, or None, after a warning, if Triton cannot compile on this machine.
+
+    The result is cached for the process.
+    """
+    try:
+        triton_kernels = import_module(module)
+        triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
+    except Exception as error:  # compiler, linker and driver raise errors of any type
+        warnings.warn(
+            f"Triton does not work here ({type(error).__name__}: {error}), so experts run slower, and may take more "
+            "memory than predicted; it needs a C compiler (gcc) and Python's headers",
+            stacklevel=2,
+        )
+        return None
+    return triton_kernels
 
 
 OPERATORS: dict[str, Operator] = {}

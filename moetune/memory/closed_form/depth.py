@@ -37,8 +37,6 @@ class Depths:
         """Evaluate the closed form of a run; record a step first if no run with the same shortened model has one.
 
         Args:
-            run: run to evaluate, at its own sizes.
-            rank: number of the rank, from 0.
             gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
             routing: assumed number of tokens that each expert receives.
 

@@ -33,7 +33,7 @@ from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.moe import MoeLayer
 from moetune.models.stack import decoder_stack
-from moetune.parallel.coordinates import Coordinates
+from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import Chunks
@@ -65,8 +65,6 @@ class ClosedForm:
     The formulas come from a step of the trainer, recorded on fake tensors when `at` first needs it.
 
     Attributes:
-        run: a run of the kind.
-        rank: number of the rank, from 0.
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         recorded: records that were read from disk or made; None before the first evaluation.
     """
@@ -146,7 +144,9 @@ class ClosedForm:
             [recorded.bytes_at(*both, size.batch, size.held_out) for both in zip(sizes, unlike, strict=True)]
         )
         if ((table != table[0]).any(0) & (recorded.layers < 0)).any():
-            raise NoClosedForm("layers whose experts receive unlike numbers of tokens have a tensor together")
+            raise NoClosedForm(
+                "layers whose experts receive unlike numbers of tokens have a tensor together; use --method trace"
+            )
         of_layer = np.zeros(max([*size.rows, *layers.tolist()], default=0) + 2, dtype=np.int64)
         of_layer[list(size.rows)] = [unlike.index(rows) for rows in size.rows.values()]
         values = table[of_layer[layers], events.like]
@@ -154,9 +154,19 @@ class ClosedForm:
         return replace(found, load=load_peaks(self.run, found))
 
     def _size(self, config: RunConfig, routing: AssumedRouting) -> _Size:
-        """Return the sizes of a run; raise `NoClosedForm` if layers differ in which experts receive no token."""
+        """Return the sizes of a run.
+
+        Raises:
+            NoClosedForm: layers differ in which experts receive no token; or tensor-parallel ranks dispatch unequal
+                shares of the tokens.
+        """
         assert self.recorded is not None
         head, train, length = self.recorded.head, config.train, config.train.sequence_length
+        if alignment(length) % token_shares(config.parallel):
+            raise NoClosedForm(
+                f"parallel.tp: {config.parallel.tp} ranks divide the tokens of a batch, and a closed form needs a "
+                f"power of two that divides train.sequence_length, {length}; use --method trace"
+            )
         batch = Chunks.of(train.loss_bytes, head, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
         held_out = Chunks.of(train.loss_bytes, head, more * length) if more else None
@@ -175,15 +185,14 @@ class ClosedForm:
 
         Args:
             trained: tokens of a micro-batch.
-            held_out: tokens of an evaluation's batch; 0 for none.
         """
-        tp, known = self.run.config.parallel.tp, dict[Hashable, ExpertRows]()
+        shares, known = token_shares(self.run.config.parallel), dict[Hashable, ExpertRows]()
 
         def of(layer: MoeLayer) -> ExpertRows:
             key = layer.top_k, layer.shape.num_experts, layer.index if routing.load else None
             if key not in known:
                 counts = (
-                    routing.rows(layer.index, tokens // tp, layer.top_k, layer.shape.num_experts) if tokens else ()
+                    routing.rows(layer.index, tokens // shares, layer.top_k, layer.shape.num_experts) if tokens else ()
                     for tokens in (trained, held_out)
                 )
                 known[key] = ExpertRows(*map(tuple, counts))

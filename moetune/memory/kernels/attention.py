@@ -39,9 +39,6 @@ def replace_attention(capability: Capability) -> Iterator[None]:
 
     The function itself is replaced, because torch disables a TorchFunctionMode during `Tensor.backward`, and so in
     recomputation under activation checkpointing.
-
-    Args:
-        capability: compute capability of the GPU, as (major, minor).
     """
     functional: Any = torch.nn.functional
     own = functional.scaled_dot_product_attention
@@ -66,9 +63,6 @@ def attention(
     """Compute `torch.nn.functional.scaled_dot_product_attention` by the operator that torch would choose on a GPU.
 
     All arguments but the first are those of torch's function.
-
-    Args:
-        capability: compute capability of the GPU, as (major, minor).
 
     Returns:
         The output [B, h, S, d_v], with the strides that the operator gives it.

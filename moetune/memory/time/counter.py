@@ -21,7 +21,7 @@ class TracePosition(Protocol):
         module: path of the module that runs; empty outside any module.
 
     Methods:
-        place: number of entries in the trace's log (births and deaths of storages) so far.
+        place: number of entries in the trace's log (allocations and releases of storages) so far.
         is_host: whether a tensor is in host memory.
         trains: whether a tensor is a trained weight.
         block_of: index of a tensor's storage in the trace's log; None if the storage is not recorded.
@@ -46,7 +46,6 @@ class Counter:
 
     Args:
         capability: CUDA compute capability of the GPU, which decides which kernels run.
-        where: the current position in the step.
         parts: module path -> the part to which its work counts.
         done: list to which each operation's work is appended.
     """
@@ -61,11 +60,6 @@ class Counter:
 
         Updates of trained weights count as `optimizer`, copies between host and GPU as `transfers`, and operations on
         host tensors as `host`. Anything else counts as the part of the operation or of the module that runs.
-
-        Args:
-            func: the dispatched operator (`OpOverload`).
-            args, kwargs: its arguments.
-            out: its result.
         """
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None

@@ -191,7 +191,6 @@ class Events:
         """Expand a log into the events of the whole model.
 
         Args:
-            log: log of a step or several, of a model whose decoder layers may be shortened.
             short: decoder layers that ran and the groups that stand for others; None if all layers ran, and then the
                 events are the entries of the log.
         """
@@ -301,7 +300,6 @@ class _Expansion:
         return Events(self.owners, like, copy[keep][births], storages, np.where(births, 1, -1), born, died, marks)
 
     def _add(self, turn: int | np.ndarray, place: np.ndarray, block: np.ndarray, copy: np.ndarray) -> None:
-        """Append entries to `rows`."""
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:

@@ -182,10 +182,7 @@ class Steps(Watched):
         Can be called once: it removes the hooks that count expert load.
 
         Args:
-            tracker: tracker to record into; it is stopped at the end.
-            micro_steps: micro-steps of each step.
             first: micro-steps of the first step, and then only the last step's peak counts; None for `micro_steps`.
-            steps: number of steps.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
 
@@ -225,9 +222,6 @@ class Steps(Watched):
         Optimizer states must exist (`make_states`). The tracker is stopped, and FSDP2's weights are sharded again.
 
         Args:
-            tracker: tracker to record into.
-            feed: input of the step.
-            micro_steps: micro-steps of the step.
             begun: number of micro-steps to skip at the start; if not 0, their gradients are created, uninitialized.
         """
         for updater in self.optimizer.updaters if begun else ():

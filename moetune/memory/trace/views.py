@@ -31,7 +31,6 @@ class Trace:
     event has happened. Host memory is among the storages, but counts in `host_peak` and `loaded(on_host=True)` only.
 
     Attributes:
-        log: the log that was recorded, of a model whose layers may be shortened.
         events: allocations and releases in the whole model; shapes [events] and [storages] refer to these.
         bytes: [storages] size of each storage.
         begin: first place that counts for the peak.
@@ -66,7 +65,6 @@ class Trace:
         """Build the trace of the whole model from a tracker's log.
 
         Args:
-            log: log of one step or several.
             axis_of: returns the axis of `parallel:` along which a collective communicates.
             short: layers that ran and groups that stand for others; None if all layers ran.
             left_out: number of micro-steps of the last step that were not run; each is counted, in collectives and
@@ -128,7 +126,7 @@ class Trace:
 
     @cached_property
     def _on_host(self) -> np.ndarray:
-        """[storages] whether each is host memory."""
+        """Whether each storage is host memory: [storages]."""
         return self.events.column("on_host").astype(bool)
 
     def _of_part(self, part: PartName) -> np.ndarray:
@@ -141,7 +139,7 @@ class Trace:
 
     @cached_property
     def _device(self) -> np.ndarray:
-        """[events] bytes alive on the device at each place."""
+        """Bytes alive on the device after each event: [events]."""
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
     def alive(self, at: int | None = None) -> np.ndarray:
@@ -172,11 +170,7 @@ class Trace:
         return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
-        """Return the bytes alive on the device once event `at` has happened, by line of the memory report.
-
-        Args:
-            at: index of the event; None for the peak.
-        """
+        """Return the bytes alive on the device once event `at` has happened, by line of the memory report."""
         alive = self.alive(at)
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))

@@ -27,15 +27,11 @@ class Watched:
     """A model prepared for training, whose tensors and layer boundaries can be registered with a tracker.
 
     Args:
-        adapted: model with trained and frozen parameters; its tensors may be fake.
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
-        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         shards: parameter -> this rank's part of it, for parameters that an engine (DeepSpeed) partitions.
 
     Attributes:
         layers: number -> module, for the decoder layers that run.
-        capability: compute capability of `gpu`; None for a CPU.
-        named: module -> path, as `named_modules`.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ class Stored:
     """One tensor in a safetensors file. Rows are slices along its first axis; a scalar has one row.
 
     Attributes:
-        file: path of the file.
         dtype: dtype in safetensors' spelling, such as `BF16`.
         offset: position of the tensor's first byte in the file.
     """
@@ -82,11 +81,6 @@ class Stored:
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Read rows as a new tensor [stop - start, ...] in the file's dtype.
-
-        Args:
-            start: first row.
-            stop: row after the last; None for the end.
-            device: device of the result.
 
         Raises:
             UserError: the file is too short, or its dtype is not supported.

@@ -12,6 +12,7 @@ from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
 from tests.memory.models import toy_run, write_toy
+from tests.thinned import in_pairs
 
 A100, A6000, L40S, H100, B200, RTX_5090, T4 = (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (7, 5)
 LORA = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}
@@ -121,8 +122,7 @@ def traced(folder: Path, model_type: str, gpu: str | None, *, packing: bool, len
     return trace(config, gpu=None if gpu is None else find_gpu(gpu))
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(("model_type", "packing"), in_pairs(["deepseek_v2", "deepseek_v3"], [True, False], every=2))
 def test_latent_attention_has_no_float32_scores_on_a_gpu(tmp_path: Path, model_type: str, packing: bool) -> None:
     scores = 2 * 4 * 256 * 256 * 4  # B · h · S · S in float32
 
