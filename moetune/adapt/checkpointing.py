@@ -98,7 +98,7 @@ class _Call:
                 self._rows.append(count(layer, ids, num_experts))
                 return self._rows[-1]
 
-            self._stack.enter_context(hooks.using(count_rows=count_rows))
+            self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self._mode.again))
 
     def __exit__(self, *exception: Any) -> None:
         self.end()

@@ -30,6 +30,7 @@ from moetune.config.fields import (
     ExpertMemory,
     FilePath,
     Ids,
+    KeepRows,
     LossMemory,
     NonNegative,
     Positive,
@@ -360,6 +361,8 @@ class TrainConfig(Section):
         epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
         checkpointing: activations that are recomputed in the backward pass: none, those of experts, or all but each
             layer's input, which `offload` keeps in host memory.
+        keep_rows: number of layers, the last ones, whose gate_up rows are kept for backward instead of being computed
+            again; `none` keeps none, except under `checkpointing: none`, which keeps those of all layers.
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations.
         save_every: steps between two checkpoints.
@@ -388,6 +391,7 @@ class TrainConfig(Section):
     steps: Positive = 200
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
+    keep_rows: KeepRows = "none"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
     eval_every: Positive = 50
@@ -423,6 +427,16 @@ class TrainConfig(Section):
         """Raise `ValueError` if both `steps` and `epochs` are set."""
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("steps and epochs both say how long to train; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_kept_once(self) -> TrainConfig:
+        """Raise `ValueError` for a number of layers that keep rows where all do."""
+        if self.checkpointing == "none" and isinstance(self.keep_rows, int):
+            raise ValueError(
+                f"keep_rows: {self.keep_rows}, and checkpointing: none keeps the rows of all layers; leave keep_rows "
+                "out, or set checkpointing: experts_only"
+            )
         return self
 
     @property

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from moetune.config.load import load_run_config
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, ResolvedTrain, resolved
-from moetune.config.schema import ModelConfig, RunConfig
+from moetune.config.schema import ModelConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
 from moetune.models.source import find_model_source
-from moetune.models.structure import meta_model, read_structure
+from moetune.models.structure import ModelStructure, meta_model, read_structure
 from moetune.run import validation
 from moetune.run.choice import resolve_choices, scores_of
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
@@ -81,7 +81,10 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     config = resolved(ResolvedConfig, config, model=model.config, adapt=adapt, train=train)
     parts = parts_by_name(structure, selection)
     optimizers = {part: one for part, one in config.optimizers.items() if part in parts.values()}
-    result = ResolvedRun(config, device_type, model, selection, parts, optimizers, scored=tuple(scored))
+    keeps_rows = frozenset(layers_keeping_rows(train, structure))
+    result = ResolvedRun(
+        config, device_type, model, selection, parts, optimizers, keeps_rows=keeps_rows, scored=tuple(scored)
+    )
     if not wrong:
         problems += validation.unmatched_optimizers(result)
     problems += validation.problems_of(result)
@@ -103,6 +106,18 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
         result = replace(result, router_biases=biases)
         problems += validation.missing_router_biases(result, len(routers))
     return replace(result, problems=tuple(dict.fromkeys(problems)))
+
+
+def layers_keeping_rows(train: TrainConfig, structure: ModelStructure) -> list[int]:
+    """Return the indices of the layers that keep gate_up's rows: the last `train.keep_rows` layers with experts.
+
+    The last layers are the first in backward, so the rows are gone before the other layers are recomputed. Under
+    `checkpointing: none` these are all layers.
+    """
+    layers = [layer.index for layer in structure.moe_layers]
+    if train.checkpointing == "none":
+        return layers
+    return [] if train.keep_rows == "none" else layers[-train.keep_rows :]
 
 
 def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:

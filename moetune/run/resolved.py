@@ -78,6 +78,7 @@ class ResolvedRun:
         router_scores: layer index -> whether routing weights are a softmax or a sigmoid of the logits; filled only with
             `train.dense_router_gradient`.
         router_biases: layer index -> name of the correction bias to update; filled only with `train.router_bias_rate`.
+        keeps_rows: indices of the layers that keep gate_up's rows for backward (`train.keep_rows`).
         scored: (key of the run file, scores) for each choice of experts by scores.
         problems: one line for each reason why the run can be neither predicted nor trained. Empty if `resolve` made it.
     """
@@ -91,6 +92,7 @@ class ResolvedRun:
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     router_scores: Mapping[int, ScoreFunction] = field(default_factory=dict)
     router_biases: Mapping[int, str] = field(default_factory=dict)
+    keeps_rows: frozenset[int] = frozenset()
     scored: tuple[tuple[str, Scores], ...] = ()
     problems: tuple[str, ...] = ()
 

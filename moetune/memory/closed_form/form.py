@@ -244,6 +244,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
         kind["adapt"]["lora"] |= unlike | {"alpha": None, "rslora": None}
     kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
     kind["train"]["expert_memory"] = run.expert_memory
+    kind["train"]["keeps_rows"] = sorted(run.keeps_rows)
     kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.packs}
