@@ -99,9 +99,11 @@ def _check_coefficient(value: object) -> object:
 def _check_keep_rows(value: object) -> object:
     if value in ("none", 0) and value is not False:
         return "none"
+    if value == "auto":
+        return value
     if type(value) is int and 0 < value <= LARGEST:
         return value
-    raise ValueError(f"{shown(value)} is neither a number of layers nor none")
+    raise ValueError(f"{shown(value)} is neither a number of layers nor none nor auto")
 
 
 def _check_text(text: str) -> str:
@@ -131,7 +133,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Coefficient = Annotated[float | str, BeforeValidator(_check_coefficient)]
 LossMemory = Annotated[str, _size_or(f"a size above zero nor none. {HOW_TO_WRITE_A_SIZE}", "none")]
 ExpertMemory = Annotated[str, _size_or(f"a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}", "0", "auto")]
-KeepRows = Annotated[int | Literal["none"], BeforeValidator(_check_keep_rows)]
+KeepRows = Annotated[int | Literal["none", "auto"], BeforeValidator(_check_keep_rows)]
 Budget = Annotated[
     str | float, _size_or("memory, such as 44GiB, nor a share of each layer's experts, such as 0.25", share=1)
 ]

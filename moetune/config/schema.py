@@ -362,7 +362,7 @@ class TrainConfig(Section):
         checkpointing: activations that are recomputed in the backward pass: none, those of experts, or all but each
             layer's input, which `offload` keeps in host memory.
         keep_rows: number of layers, the last ones, whose gate_up rows are kept for backward instead of being computed
-            again; `none` keeps none, except under `checkpointing: none`, which keeps those of all layers.
+            again; `auto` is as many as fit the GPU, `none` none. `checkpointing: none` keeps those of all layers.
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations.
         save_every: steps between two checkpoints.

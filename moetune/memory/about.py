@@ -34,9 +34,9 @@ def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
 
 
 def _kept_rows(run: ResolvedRun) -> str:
-    if run.config.train.keep_rows == "none":
+    if not isinstance(run.config.train.keep_rows, int):
         return ""
-    return f", rows of {run.config.train.keep_rows} of {counted(len(run.structure.moe_layers), 'layer')} kept"
+    return f", rows of {len(run.keeps_rows)} of {counted(len(run.structure.moe_layers), 'layer')} kept"
 
 
 def _dense_gradient(run: ResolvedRun) -> str:

@@ -19,6 +19,7 @@ from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.ranks import by_kind
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
 from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.rows import rows_of, settled
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
@@ -72,12 +73,15 @@ def predict(
     """
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
+    name, depths = gpu or run.config.hardware.gpu, depths or Depths()
+    if name is not None:
+        run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
     config = run.config
-    name = gpu or config.hardware.gpu
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     common = {
         "model": config.model.path,
         "about": about(run),
+        "rows": rows_of(run),
         "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
         "assumptions": (
             f"routing: {routing.name}",
@@ -86,7 +90,6 @@ def predict(
             *card.assumptions,
         ),
     }
-    depths = depths or Depths()
     if method == "formula":
         report = _reported(
             run, card, by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing)), None, common
@@ -111,6 +114,14 @@ def predict(
     changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
     notes = () if changes else ("no change of the run file is known that makes it fit",)
     return replace(report, changes=changes, notes=(*report.notes, *notes))
+
+
+def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
+    """Predict a run by closed form, or by a trace if it has none, without looking for changes; raises as `predict`."""
+    try:
+        return predict(run, method="formula", advise=False, **options)
+    except NoClosedForm:
+        return predict(run, method="trace", advise=False, **options)
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:

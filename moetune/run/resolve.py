@@ -8,13 +8,13 @@ from pathlib import Path
 
 from moetune.config.load import load_run_config
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, ResolvedTrain, resolved
-from moetune.config.schema import ModelConfig, RunConfig, TrainConfig
+from moetune.config.schema import ModelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
 from moetune.models.source import find_model_source
-from moetune.models.structure import ModelStructure, meta_model, read_structure
+from moetune.models.structure import meta_model, read_structure
 from moetune.run import validation
 from moetune.run.choice import resolve_choices, scores_of
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
@@ -22,7 +22,7 @@ from moetune.run.linears import read_directly
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts
 from moetune.run.records import read_load
-from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
+from moetune.run.resolved import ResolvedModel, ResolvedRun, layers_keeping_rows, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""
@@ -81,7 +81,7 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     config = resolved(ResolvedConfig, config, model=model.config, adapt=adapt, train=train)
     parts = parts_by_name(structure, selection)
     optimizers = {part: one for part, one in config.optimizers.items() if part in parts.values()}
-    keeps_rows = frozenset(layers_keeping_rows(train, structure))
+    keeps_rows = layers_keeping_rows(train, structure)
     result = ResolvedRun(
         config, device_type, model, selection, parts, optimizers, keeps_rows=keeps_rows, scored=tuple(scored)
     )
@@ -106,18 +106,6 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
         result = replace(result, router_biases=biases)
         problems += validation.missing_router_biases(result, len(routers))
     return replace(result, problems=tuple(dict.fromkeys(problems)))
-
-
-def layers_keeping_rows(train: TrainConfig, structure: ModelStructure) -> list[int]:
-    """Return the indices of the layers that keep gate_up's rows: the last `train.keep_rows` layers with experts.
-
-    The last layers are the first in backward, so the rows are gone before the other layers are recomputed. Under
-    `checkpointing: none` these are all layers.
-    """
-    layers = [layer.index for layer in structure.moe_layers]
-    if train.checkpointing == "none":
-        return layers
-    return [] if train.keep_rows == "none" else layers[-train.keep_rows :]
 
 
 def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:

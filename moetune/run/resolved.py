@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
-from moetune.config.schema import OptimizerConfig, Part
+from moetune.config.schema import OptimizerConfig, Part, TrainConfig
 from moetune.config.sizes import parse_size
 from moetune.errors import UserError
 from moetune.models.routers import ScoreFunction
@@ -154,6 +154,11 @@ class ResolvedRun:
         config = self.config.but(model={"weights": "random"})
         return replace(self, config=config, model=replace(self.model, config=config.model))
 
+    def keeping_rows(self, layers: int) -> ResolvedRun:
+        """Return a copy of the run with `train.keep_rows` set to a number of layers."""
+        config = self.config.but(train={"keep_rows": layers or "none"})
+        return replace(self, config=config, keeps_rows=layers_keeping_rows(config.train, self.structure))
+
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
         """Return a copy of the run whose model skips the decoder layers with these indices; predictions use it.
 
@@ -178,6 +183,18 @@ class ResolvedRun:
         """
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
+
+
+def layers_keeping_rows(train: TrainConfig, structure: ModelStructure) -> frozenset[int]:
+    """Return the indices of the layers that keep gate_up's rows: the last `train.keep_rows` layers with experts.
+
+    The last layers are the first in backward, so the rows are gone before the other layers are recomputed. All layers
+    keep theirs under `checkpointing: none`, and none under `keep_rows: auto` until the GPU is known (memory/rows.py).
+    """
+    layers = [layer.index for layer in structure.moe_layers]
+    if train.checkpointing == "none":
+        return frozenset(layers)
+    return frozenset(layers[-train.keep_rows :] if isinstance(train.keep_rows, int) else ())
 
 
 def raise_problems(problems: Iterable[str]) -> None:

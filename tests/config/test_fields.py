@@ -55,7 +55,7 @@ def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
         *(("loss_memory", size, size) for size in ("256MiB", "1 GB", "none", "0.5GiB")),
         *(("expert_memory", size, size) for size in ("auto", "0", "64MiB")),
         ("expert_memory", 0, "0"),
-        *(("keep_rows", kept, kept) for kept in ("none", 1, 32)),
+        *(("keep_rows", kept, kept) for kept in ("none", "auto", 1, 32)),
         ("keep_rows", 0, "none"),
         *(("router_aux_loss", coefficient, coefficient) for coefficient in ("auto", 0, 0.01)),
     ],
@@ -71,7 +71,7 @@ def test_sizes_and_coefficients_stay_as_they_are_written(key: str, written: obje
     [
         ("loss_memory", [0, 256, "256", "0MiB", "-1GiB", "all", None], "neither a size above zero nor none"),
         ("expert_memory", [False, 256, "256", "-1GiB", "all", None], "neither a size nor 0 nor auto"),
-        ("keep_rows", [-1, True, False, "all", "3", 1.0, None], "neither a number of layers nor none"),
+        ("keep_rows", [-1, True, False, "all", "3", 1.0, None], "neither a number of layers nor none nor auto"),
         ("router_aux_loss", [True, -1, 1e7, "none", None], "neither a number from 0 to 1e6 nor auto"),
     ],
 )
