@@ -131,7 +131,7 @@ Strength = Annotated[float, Field(ge=0, le=1e18)]
 """Coefficient or bound of losses, gradients or weights, at most 10¹⁸: its square fits into float32."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Coefficient = Annotated[float | str, BeforeValidator(_check_coefficient)]
-LossMemory = Annotated[str, _size_or(f"a size above zero nor none. {HOW_TO_WRITE_A_SIZE}", "none")]
+LossMemory = Annotated[str, _size_or(f"a size above zero nor none nor auto. {HOW_TO_WRITE_A_SIZE}", "none", "auto")]
 ExpertMemory = Annotated[str, _size_or(f"a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}", "0", "auto")]
 KeepRows = Annotated[int | Literal["none", "auto"], BeforeValidator(_check_keep_rows)]
 Budget = Annotated[

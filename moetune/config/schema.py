@@ -38,7 +38,6 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.config.sizes import parse_size
 from moetune.errors import counted
 
 
@@ -379,7 +378,8 @@ class TrainConfig(Section):
         router_z_loss: coefficient of the router z-loss.
         dense_router_gradient: compute the routers' gradient through all experts (DenseMixer).
         router_bias_rate: step size of correction biases; 0 does not update them.
-        loss_memory: memory of logits that the loss may hold at once; `none` for no limit.
+        loss_memory: memory of logits that the loss may hold at once; `none` for no limit, `auto` for what the backward
+            pass of a layer takes, at least 256 MiB.
         expert_memory: memory of dequantized experts that are computed together; `0` for one expert at a time.
         neftune_alpha: strength of noise on embeddings (NEFTune, arXiv 2310.05914); 0 for none.
         report_to: names of accelerate's trackers.
@@ -409,7 +409,7 @@ class TrainConfig(Section):
     router_z_loss: Strength = 0.0
     dense_router_gradient: bool = False
     router_bias_rate: Strength = 0.0
-    loss_memory: LossMemory = "256MiB"
+    loss_memory: LossMemory = "auto"
     expert_memory: ExpertMemory = "auto"
     neftune_alpha: Strength = 0.0
     report_to: Annotated[
@@ -438,11 +438,6 @@ class TrainConfig(Section):
                 "out, or set checkpointing: experts_only"
             )
         return self
-
-    @property
-    def loss_bytes(self) -> int | None:
-        """Bytes of logits that the loss may hold at once; None for no limit."""
-        return None if self.loss_memory == "none" else parse_size(self.loss_memory)
 
 
 class WeightedData(Section):

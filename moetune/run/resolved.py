@@ -24,6 +24,7 @@ from moetune.models.stack import leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
 from moetune.run.linears import linears_to_quantize
+from moetune.run.loss_memory import LEAST, backward_bytes
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores, refuse_other_base
@@ -116,6 +117,21 @@ class ResolvedRun:
         """Bytes that the dequantized matrices of experts computed together may take; 0 for one expert at a time."""
         asked = self.config.train.expert_memory
         return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
+
+    def loss_bytes(self, rows: int | None = None) -> int | None:
+        """Return the bytes that the loss may hold of the logits at once; None for no limit.
+
+        Args:
+            rows: rows of a micro-batch, on which `train.loss_memory: auto` depends; None for `train.micro_batch`.
+        """
+        train, layers = self.config.train, self.structure.moe_layers
+        if train.loss_memory != "auto":
+            return None if train.loss_memory == "none" else parse_size(train.loss_memory)
+        if not layers:
+            return LEAST
+        tokens = (rows or train.micro_batch) * train.sequence_length // self.config.parallel.tp
+        keeps, width = layers[-1].index in self.keeps_rows, self.dtype.itemsize
+        return max(LEAST, backward_bytes(layers[-1], train, tokens, width, self.expert_memory, keeps=keeps))
 
     @cached_property
     def quantized_linears(self) -> tuple[str, ...]:

@@ -256,7 +256,7 @@ def test_an_architecture_without_checkpointing_is_refused(tmp_path: Path) -> Non
         resolve(run.config.model_copy(update={"train": train}), "cpu", like=run)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "experts_only", "full"])
 def test_who_switches_it_on_later_gets_the_same_kind(checkpointing: str, tmp_path: Path) -> None:
     """Trainers switch it by settings of their own, TRL's off and on around a reference model."""
     adapted = build_toy(toy_config("mixtral"), tmp_path, {"router": "all"}, train={"checkpointing": checkpointing})

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from moetune.config.schema import OptimizerConfig, RunConfig
+from moetune.config.resolved import ResolvedConfig
+from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.record import NoClosedForm, record
@@ -103,12 +104,12 @@ class ClosedForm:
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
-    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: Literal[True] = ...) -> Trace: ...
+    def at(self, config: ResolvedConfig, routing: Routing = ..., *, may_record: Literal[True] = ...) -> Trace: ...
 
     @overload
-    def at(self, config: RunConfig, routing: Routing = ..., *, may_record: bool) -> Trace | None: ...
+    def at(self, config: ResolvedConfig, routing: Routing = ..., *, may_record: bool) -> Trace | None: ...
 
-    def at(self, config: RunConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Trace | None:
+    def at(self, config: ResolvedConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Trace | None:
         """Evaluate the closed form at the sizes of a run of this kind.
 
         Reads records from disk; a step of a new shape is recorded, which takes seconds, and written to disk.
@@ -153,13 +154,14 @@ class ClosedForm:
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
 
-    def _size(self, config: RunConfig, routing: Routing) -> _Size:
+    def _size(self, config: ResolvedConfig, routing: Routing) -> _Size:
         """Return the sizes of a run; raise `NoClosedForm` if layers differ in which experts receive no token."""
         assert self.recorded is not None
         head, train, length = self.recorded.head, config.train, config.train.sequence_length
-        batch = Chunks.of(train.loss_bytes, head, train.micro_batch * length)
+        memory = replace(self.run, config=config).loss_bytes()
+        batch = Chunks.of(memory, head, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
-        held_out = Chunks.of(train.loss_bytes, head, more * length) if more else None
+        held_out = Chunks.of(memory, head, more * length) if more else None
         rows = self._rows(batch.tokens, held_out.tokens if held_out else 0, routing)
         idle = {one.idle for one in rows.values()} or {((), ())}
         if len(idle) > 1:
